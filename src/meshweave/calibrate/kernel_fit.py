@@ -67,7 +67,7 @@ def fit_constants(
     measured: Array,
     weights: Array,
 ) -> dict[str, float]:
-    """Return the constants that give the measured seconds best, rounded to four digits.
+    """Return the constants that give the measured seconds best, rounded to four significant digits.
 
     Args:
         free: the constants to fit, by name.

@@ -37,10 +37,10 @@ def run_calibration(
         repeat: measured repetitions, after one to warm up.
         seed: seed of the order in which things are measured.
         timeout_s: seconds after which everything is stopped.
-        on_plan: takes the sweep before it is run.
+        on_plan: called with the sweep before it is run.
 
     Raises:
-        LayoutError, DescriptionError: the mesh does not fit the ranks or the network, or sizes are too small.
+        LayoutError, DescriptionError: the mesh does not fit the ranks or the network, or sizes are out of range.
         RankLostError, DeadlineError: ranks died, hung or took too long.
         UnsupportedError: torch is missing.
     """

@@ -126,8 +126,8 @@ class Sweep:
 def default_sizes(bytes_per_s: float) -> tuple[int, ...]:
     """Return five part sizes in bytes, spread over a factor of 8; the smallest takes 5 ms at `bytes_per_s`.
 
-    At 2 x 50 Mbit/s that is 65 to 520 kB. Where many ranks share few cores, shorter steps would measure the
-    cores and not the link.
+    At 2 x 50 Mbit/s that is 65 to 520 kB. The smallest is kept between 1 KiB and 256 KiB. Where many ranks share
+    few cores, shorter steps would measure the cores and not the link.
     """
     least = min(max(bytes_per_s * _SMALLEST_STEP_S, _LEAST_BYTES), _MOST_SMALLEST_BYTES)
     ratio = _SIZE_RANGE ** (1 / (_NUM_SIZES - 1))

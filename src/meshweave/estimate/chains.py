@@ -50,7 +50,7 @@ def has_chains(skeleton: Skeleton) -> bool:
 
 
 def hop_ps(work: Transfer, cost_ps: Callable[[Work], int]) -> tuple[int, int]:
-    """Return two picoseconds: of the launch of a chain, and of one packet over one hop."""
+    """Return the picoseconds of the launch of a chain, and of one packet over one hop without the launch."""
     launch_ps = cost_ps(work.launch)
     return launch_ps, cost_ps(work.hop) - launch_ps
 
@@ -67,7 +67,7 @@ def link_burst_ps(work: Transfer, machine: Machine) -> int:
 
 
 def chain_period(members: int, packets: int, buffered: bool) -> int:
-    """Return by how many packets a chain follows the one before it, in a loop whose roots take turns."""
+    """Return after how many packet times a chain follows the one before it, in a loop whose roots take turns."""
     if members <= 2:
         return packets
     return packets + (1 if buffered else 2)
@@ -114,7 +114,12 @@ class _CodeWriter:
         self.numbers: dict[int, int] = {}
 
     def code(self) -> list[int]:
-        """Return the sizes of axes, the number of lanes, and all skeletons, those of parts first."""
+        """Return the number of axes, the size of each, the number of lanes, that of skeletons, and the skeletons.
+
+        Those of parts come first. A skeleton is: number of task names, 1 + the longest wait in turns, number of
+        its lanes, these, number of phases, the phases. A phase is: turns, number of tasks, the tasks. A task is
+        what `_task` returns, number of waits, and for each (name, turns back); a part is what `_part` returns.
+        """
         self._add(self.skeleton)
         out = [len(self.extents), *self.extents, len(self.lanes), len(self.parts)]
         for part in self.parts:

@@ -8,7 +8,10 @@ from meshweave.trace import Span, Trace
 
 
 class TraceRecorder:
-    """Base of simulators that drive a program's `Issuer`: it records the issue and end time of each op."""
+    """Base of simulators that drive a program's `Issuer`: it records the issue and end time of each op.
+
+    With `hosted` ops wait until a host releases them, as `Issuer` says.
+    """
 
     def __init__(self, flow: Dataflow, *, hosted: bool = False) -> None:
         self.flow = flow

@@ -64,7 +64,7 @@ class TaskSpan:
 def task_spans(skeleton: Skeleton, cost_ps: Callable[[Work], int]) -> tuple[TaskSpan, ...] | None:
     """Return when each task runs, in order of issue; each of its ops takes `cost_ps(work)` picoseconds.
 
-    None where broadcasts are chains, whose members are busy for a part of the time only.
+    None where broadcasts or reduces are chains, whose members are busy for a part of the time only.
     """
     if has_chains(skeleton):
         return None

@@ -1,8 +1,8 @@
 """Simulation without contention: every op takes the time of its closed form, and shares no engine or link.
 
-The members of a collective start together, when the last of them has been issued. Broadcasts and reductions are
-chains of packets, in which a hop waits for its two members and for the hop before it (`estimate.chains`). Ties are
-broken by rank, lane and op.
+The members of a collective start together, when the last of them has been issued; those of a permute wait for the
+two members that they exchange with. Broadcasts and reductions are chains of packets, in which a hop waits for its
+two members and for the hop before it (`estimate.chains`). Ties are broken by rank, lane and op.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
     sent, and what both its ends pack counts as copies.
 
     Raises:
-        ProgramError: the program deadlocks.
-        UnsupportedError: the machine cannot place a group of ranks.
+        ProgramError: messages or collectives do not match, or the program deadlocks.
+        UnsupportedError: the machine cannot place a group of ranks, or an op reads another rank's memory in place.
     """
     flow = analyse(program) if isinstance(program, Program) else program
     simulator = UncontendedSimulator(flow, machine)

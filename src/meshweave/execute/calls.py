@@ -4,7 +4,7 @@ The function bound to a name is called as `fn(*ins, *args)`, where an op declare
 `fn(stash, *ins, *args)`: `stash` is a dict that the forward part fills and the later parts of the same
 stash, args and rank find and change, until the weight-gradient part has ended. The ins may alias buffers and must
 not be changed; what is stashed of them must be copied. It returns the outs: one, a sequence of several, or None. A
-function that is marked by `of_rank` is given the rank first: `fn(rank, *ins, *args)`.
+function that is marked by `of_rank` is given the rank before all of these: `fn(rank, *ins, *args)`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ _pace_call: PaceCall | None = None
 
 
 def set_call_pace(pace: PaceCall | None) -> None:
-    """Have `pace(work, run)` run every call of this process from now on; None runs calls without it."""
+    """Have `pace(work, run)` run the calls of this process from now on; None runs them directly again.
+
+    It does not concern calls of a `CallTable` without a program.
+    """
     global _pace_call
     _pace_call = pace
 
@@ -50,7 +53,7 @@ class CallTable:
 
     Attributes:
         peak_stash_bytes: the most bytes of arrays and tensors that stashes had at once, counted after each part
-            that is not the last of its stash.
+            that is not the last of its stash. Values inside lists and other containers count nothing.
     """
 
     def __init__(self, functions: Calls, program: Program | None = None, rank: int = 0) -> None:
@@ -71,8 +74,8 @@ class CallTable:
     def bind(self, op: Call) -> Callable[..., Sequence[Any]]:
         """Return a function that runs the call: from the input arrays of `op` to its outputs, in order.
 
-        Raises BindError where no function has the name of the op; the returned function raises it where it is
-        given outputs of other shapes than the op declares.
+        Raises BindError where no function has the name of the op. The returned function raises it where the
+        shapes of the results are not those of the op's outputs.
         """
         require_known(op.fn, self._functions, "no function is bound to call", BindError)
         function, args, expected = self._functions[op.fn], op.args, [view.shape for view in op.outs]

@@ -72,14 +72,13 @@ def run_numpy(
 
     Args:
         inputs: global tensors by name, one for each tensor that an input buffer holds.
-        seed: None runs events in program order where lanes and edges leave a choice, a number in one of the
-            other legal orders.
+        seed: of a random order of events, where lanes and edges leave a choice; None for program order.
         calls: the functions that `call` ops name; see `execute.calls`.
         flow: the result of `ir.analysis.dataflow.analyse(program)`, where the caller has it already.
 
     Raises:
         BindError: inputs or calls are missing or do not fit.
-        ProgramError: the program deadlocks, or replicas of an output differ.
+        ProgramError: messages or collectives do not match, the program deadlocks, or replicas of an output differ.
     """
     flow = analyse(program) if flow is None else flow
     _check_inputs(program, inputs)
@@ -128,7 +127,7 @@ class _Numbers:
         return np.asarray(np.add(x, y, dtype=x.dtype, casting="same_kind"))
 
     def reduce(self, op: str, terms: Sequence[Array]) -> Array:
-        """Return the reduction of terms, the first one first. Raises ProgramError for an unknown `op`."""
+        """Return the reduction of terms, folded from first to last. Raises ProgramError for an unknown `op`."""
         require_known(op, _REDUCTIONS, "there is no reduction", ProgramError)
         return np.asarray(fold(_REDUCTIONS[op], terms))
 
@@ -170,8 +169,9 @@ def _check_inputs(program: Program, inputs: Mapping[str, Array]) -> None:
 def local_inputs(program: Program, inputs: Mapping[str, Array], rank: int) -> dict[str, Array]:
     """Return this rank's shards of global tensors, by the names of the input buffers that hold them.
 
-    A tensor laid out as partial sums is split into terms that are all different from zero, so that a term
-    left out or taken twice shows.
+    A tensor laid out as partial sums is split so that a term left out or taken twice shows: along a mesh axis
+    member i > 0 holds i, and member 0 the rest. Of a partial product the others hold 1; of `max` and `min` all
+    hold the whole.
     """
     shards: dict[str, Array] = {}
     for buffer in program.buffers:
@@ -199,7 +199,8 @@ def _term(layout: Layout, value: Array, rank: int) -> Array:
 def assemble(program: Program, memory: Mapping[tuple[int, str, int], Array]) -> dict[str, Array]:
     """Return the global tensors that the output buffers hold; `memory` maps (rank, buffer, 0) to shards.
 
-    Partial sums are reduced. Raises ProgramError where ranks that should hold the same elements do not.
+    Partial sums are reduced. Raises ProgramError where ranks that should hold the same elements do not: equal
+    integers, or floats that are equal up to rounding.
     """
     outputs: dict[str, Array] = {}
     for buffer in program.buffers:

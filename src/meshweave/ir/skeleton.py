@@ -120,7 +120,7 @@ def skeleton_of(program: Program) -> Skeleton:
     an algorithm writes itself.
 
     Raises:
-        UnsupportedError: there are messages from rank to rank, whose partners a skeleton does not hold.
+        UnsupportedError: there are messages or one-sided ops, whose partners a skeleton does not hold.
     """
     program = program.expanded
     ops = program.ops_on_rank(program.ranks[0])

@@ -53,9 +53,10 @@ class Transfer:
     """Communication of one op.
 
     Attributes:
-        axis: the mesh axis ("tp.row"), or "" where the group is no mesh axis.
-        part_bytes: the largest part, over all members, that one member contributes (all_gather, permute,
-            broadcast, message) or receives (reduce_scatter).
+        axis: the mesh axis ("tp.row") or whole mesh ("tp"), "" where the group is none of these.
+        part_bytes: bytes of the largest part that a member contributes (all_gather) or receives (reduce_scatter),
+            or that this one sends to another (all_to_all); of a fence 0, of other kinds all that is sent or
+            reduced.
         packets: the pipelined parts of a broadcast or reduce.
         hops: the ring distance of a permute in the shorter direction. Since every member sends that far, each
             link carries that many messages.
@@ -85,10 +86,10 @@ class CopyExchange(Transfer):
     """A dispatch or a combine: `part_bytes` of one copy of a token, `num_ranks` that share the experts.
 
     Attributes:
-        tokens: of a rank.
-        experts, chosen: how many there are, and of each token.
-        groups, top_groups: groups of experts, and those of them that a token may go to.
-        load: copies that the most loaded rank gets over the average.
+        tokens: number of tokens of each rank.
+        experts, chosen: number of all experts, and of those that each token goes to.
+        groups, top_groups: number of groups of experts, and of those groups that a token may go to.
+        load: copies that the most loaded rank gets, divided by the average of all ranks.
         library: a name of `cost.exchange.libraries`.
     """
 
@@ -232,7 +233,7 @@ def work_of(program: Program, op: ops.Op) -> Work:
 
     Raises:
         UnsupportedError: it reads another rank's memory in place.
-        ProgramError: it is a product whose operands do not fit.
+        ProgramError: it is a product whose operands do not fit, or an exchange of sizes out of range.
     """
     require_local_operands(op)
     match op:
@@ -315,7 +316,8 @@ def bytes_moved(program: Program, op: ops.Op, rank: int) -> int:
 
     all_gather, broadcast, recv, get and permute count bytes received from other ranks; reduce_scatter,
     reduce, put, accumulate and all_to_all count bytes sent to other ranks. all_reduce counts both of its
-    halves, 2 (P - 1) / P of its size. A send counts nothing, because its recv does.
+    halves, 2 (P - 1) / P of its size. A send counts nothing, because its recv does; nor does an `Exchange`, whose
+    bytes routing decides, or a product, add or copy with a remote view.
     """
     match op:
         case ops.AllGather():
@@ -346,7 +348,10 @@ def bytes_moved(program: Program, op: ops.Op, rank: int) -> int:
 
 
 def traffic(program: Program, rank: int) -> dict[str, int]:
-    """Return the logical bytes that `rank` moves, per mesh axis ("" for point to point); see `bytes_moved`."""
+    """Return the logical bytes that `rank` moves, per mesh axis or mesh, as `bytes_moved` counts them.
+
+    "" is for point to point and one-sided ops, and for groups that are neither.
+    """
     out: dict[str, int] = {}
     program = program.expanded
     for bound in program.ops_on_rank(rank):

@@ -25,7 +25,7 @@ def read_in_place(program: Program) -> Program:
     """Return the program, written out per rank, in which ops read other ranks' memory in place of getting it
     first.
 
-    A get stays where not all of its readers can do so.
+    A get stays where not all of its readers can do so. Scratch that no op uses any more is left out.
     """
     program = program.expanded
     exposed = exposed_buffers(program)

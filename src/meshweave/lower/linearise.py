@@ -14,7 +14,7 @@ from meshweave.ir.program import Program
 def linearise(program: Program | Dataflow) -> dict[int, tuple[int, ...]]:
     """Return the op indices of each rank, by rank, in one issue order that cannot deadlock.
 
-    Raises ProgramError if the program itself deadlocks.
+    Raises ProgramError if messages or collectives do not match, or the program itself deadlocks.
     """
     flow = analyse(program) if isinstance(program, Program) else program
     order: dict[int, list[int]] = {rank: [] for rank in flow.matched.ops}

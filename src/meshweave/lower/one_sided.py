@@ -37,7 +37,8 @@ def lower_one_sided(program: Program) -> Program:
     """Return the program with gets, puts and accumulates as sends and recvs, written out per rank, without fences.
 
     Raises:
-        ProgramError: an op other than get, put, accumulate or a released matmul or copy has a remote view.
+        ProgramError: a product, add or copy reads another rank's memory in place; or an op other than these, get,
+            put and accumulate has a remote view.
     """
     program = program.expanded
     body: list[Statement] = []

@@ -45,14 +45,15 @@ def lower_rings(
 ) -> Program:
     """Return the program with its all-gathers and reduce-scatters over mesh axes as rings of `permute`.
 
-    Included sub-programs are lowered, too.
+    A reduce-scatter is taken for a sum, whatever its `op`. Included sub-programs are lowered, too.
 
     Args:
         num_directions: 2 for bidirectional rings.
         should_lower: selects the collectives to lower; the others stay.
 
     Raises:
-        ProgramError: a collective has no `sizes`, and the sizes of its parts do not follow from its views.
+        ProgramError: a collective has no `sizes`, and the sizes of its parts do not follow from its views; a view
+            has no such dim, or blocks along one; or the rings are over `base.limits.RING_NUMBERS`.
     """
     program = program.with_parts(lambda part: lower_rings(part, num_directions, should_lower))
     lowering = _RingLowering(program, num_directions, should_lower)

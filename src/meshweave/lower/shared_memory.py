@@ -3,7 +3,7 @@
 Four rewrites turn a program of gets, puts and accumulates into one for memory that all ranks reach equally fast:
 
 1. A get whose target is only read becomes a read of the source (`read_in_place`), any other a copy.
-2. A put or accumulate becomes a read by the owner. The product is_local in scratch of the rank that computed it;
+2. A put or accumulate becomes a read by the owner. The product stays in scratch of the rank that computed it;
    after a fence the owner copies the first term and adds the others in the order of ranks. So a sum has the same
    bits in every run, and no update needs a lock.
 3. The parts of input and output buffers that other ranks read are copied into scratch first. The caller's own
@@ -41,8 +41,9 @@ def lower_to_shared_memory(program: Program) -> Program:
     """Return the program for ranks that share memory, written out per rank; see the module docstring.
 
     Raises:
-        ProgramError: a fence joins some ranks only, a view is no box, or a put or accumulate has a source that no
-            product of its rank wrote. No universal product has any of these.
+        ProgramError: a fence joins some ranks only, a view is no box, puts or accumulates are in several epochs or
+            have a source that no product of their rank wrote, or an op other than a product, add or copy reads
+            remotely. No universal product has any of these.
     """
     program = read_in_place(program)
     epochs, buffers = _reduced_by_owners(program, _epochs(program))

@@ -23,8 +23,8 @@ from meshweave.ir.program.views import Range, View
 from meshweave.lower.boxes import view_extent
 
 SMALL_SUM_BYTES = 64 << 10
-"""The most bytes that arrive at a rank for a sum. They are worth the steps that a ring takes more where a step
-lasts as long as 8 KB: on links of some Mbit/s, and on all that are faster."""
+"""The most bytes that arrive at a rank for a sum. A ring moves fewer bytes in more steps, which is slower where
+the latency of a step is that of 8 KB or more: on links of some Mbit/s, and on all that are faster."""
 
 EXCHANGED_BYTES = 1 << 20
 """The most bytes of a sum of two members, which moves no more than a ring; of more a ring adds what has arrived

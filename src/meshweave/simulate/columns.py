@@ -61,7 +61,8 @@ class Columns(TemplateColumns):
         """Add a column entry for an op as written.
 
         Raises:
-            ProgramError: the op uses names that are not declared, or has no price.
+            ProgramError: the op uses names that are not declared, or is an exchange of sizes out of range.
+            UnsupportedError: it reads another rank's memory in place, which has no price.
         """
         super().describe_op(op)
         self._ops.append(op)
@@ -102,7 +103,7 @@ class Columns(TemplateColumns):
         return op.shape if len(op.shape) == len(CALL_DIMS.get(op.work, ())) else ()
 
     def works(self, rows: Column) -> list[Compute]:
-        """Return the works that the core numbers in `rows`, a flat array (`Core.works`)."""
+        """Return the work of each row of `rows`, the flat array that `Core.works` returns."""
         out = []
         for row, a, b, c, num_products, count, *sizes in rows.reshape(-1, _WORK_WIDTH).tolist():
             op = self._ops[row]

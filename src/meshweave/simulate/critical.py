@@ -43,6 +43,7 @@ class PathSegment:
     """A segment of the critical path: an op, from the issue of its last partner (or its own) to its end.
 
     Attributes:
+        axis: the mesh axis or mesh of communication, or in words that it has none; "" of all else.
         launch_ps, sync_ps: the parts of it that are launch and synchronisation.
         slowed_ps: its picoseconds beyond those of the same op alone on an idle machine.
     """

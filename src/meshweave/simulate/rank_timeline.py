@@ -31,7 +31,7 @@ class RankTimeline:
 
 
 def rank_timeline(run: Simulation, rank: int, title: str, note: str = "") -> RankTimeline:
-    """Return the lanes of a rank that do anything: computing lanes first, then those of mesh axes, then others."""
+    """Return the lanes of a rank that do anything: "compute" first, then those named as mesh axes, then others."""
     lanes: dict[str, list[Stretch]] = {}
     first, partners = int(run.starts[run.position(rank)]), Partners(run)
     for span in run.spans(rank):

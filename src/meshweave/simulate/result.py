@@ -56,8 +56,9 @@ class Simulation(Shown):
         template_ops: for each op, the number of the template op (`Program.ops`) that it is an instance of.
         outputs: the core's columns. By op: `issued_ps`; `ended_ps`; `cause`, the op whose end let it be issued (-1
             at the start); `last_partner`, the last to be issued of the partners that it exchanges messages
-            with (-1 if none was issued after the op itself). By rank: `parts_ps`. By resource:
-            `carried`. And `num_events`.
+            with (-1 if none was issued after the op itself). By rank: `parts_ps`, in the order of `PARTS`.
+            `carried`: bytes through the memory of each rank, then FLOPs of each rank, then bytes over each link.
+            And `num_events`.
         link_names: the links among the resources, in order.
     """
 
@@ -139,7 +140,10 @@ class Simulation(Shown):
 
     @cached_property
     def links(self) -> tuple[LinkUse, ...]:
-        """Return for every link that a message of the program can take the bytes that it carried."""
+        """Return the load of every link that a message of the program can take.
+
+        Links that only earlier simulations of this process on an equal machine used are listed too, with 0 bytes.
+        """
         carried = self.outputs["carried"][2 * len(self.ranks) :].tolist()
         whole_s = max(self.duration_s, 1e-12)
         rates = [self.machine.link_rate(link) for link in self.link_names]

@@ -22,7 +22,7 @@ class LinkClass:
 
 
 def link_classes(run: Simulation) -> list[LinkClass]:
-    """Return the links grouped by axis (level, NIC or port) and direction, the busiest group first."""
+    """Return `Simulation.links` grouped by axis (level, NIC or port) and direction, the busiest group first."""
     uses_of: dict[str, list[LinkUse]] = defaultdict(list)
     for use in run.links:
         kind, _, axis, direction = use.link

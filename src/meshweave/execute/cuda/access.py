@@ -64,7 +64,7 @@ class TrackedAccess(OneSidedAccess):
         return {TILES: Slot.of_counters(analysis.regions.num_counters)}
 
     def set_binder(self, binder: Binder) -> None:
-        """Take the binder that makes this rank's views tensors, and group the rank's regions into kernels."""
+        """Set the binder, which turns this rank's views into tensors, and group its regions into kernels."""
         super().set_binder(binder)
         ops, rank = self._analysis.ops, self._rank
         self._tensors = {index: self._region(index) for at, index in self._regions.product_of if at == rank}

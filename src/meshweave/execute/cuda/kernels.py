@@ -174,9 +174,9 @@ def accumulate(out: Tensor, value: Tensor, num_programs: int = ADDING_PROGRAMS) 
 
     Args:
         out, value: of one shape, up to two dims, and one dtype, of any strides.
-        num_programs: most blocks of threads that it takes from the products that run beside it.
+        num_programs: the most thread blocks that the kernel is launched with.
 
-    Raises UnsupportedError for dtypes without atomic additions.
+    Raises UnsupportedError where the device cannot add this dtype atomically (`lacks_atomic_add`).
     """
     check_atomic_add(out.dtype, out.device)
     assert out.shape == value.shape and out.dtype == value.dtype and out.ndim <= 2, (out.shape, value.shape)

@@ -1,8 +1,8 @@
 """Which products of a program run as kernels that count their tiles, by which counters, and who waits for them.
 
 A region of a product is a `matmul` that releases its result (`ir.program.regions`). It has one counter, in the
-memory of the rank that its tiles are stored to: that is where everybody is who waits for it, the ops of that
-rank that touch the region. Regions of a lane that follow one another and wait for nothing new run in one kernel.
+memory of the rank that its tiles are stored to: only ops of that rank, those that touch the region, wait for it.
+Regions of a lane that follow one another and wait for nothing new run in one kernel.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def tracked_regions(program: Program) -> TrackedRegions:
 
 
 def is_region(op: Op) -> bool:
-    """Return whether an op is a region of a released product: a 2-D matmul with a release, of plain ranges."""
+    """Return whether an op is a region of a released product.
+
+    That is a 2-D matmul with a release whose views are plain ranges and which does not accumulate.
+    """
     return (
         isinstance(op, Matmul)
         and op.release is not None
@@ -125,13 +128,13 @@ def launches(
 ) -> Launches:
     """Return which regions each kernel of a rank computes.
 
-    A region joins the kernel of its product's region before it where its lane has already waited for all it
-    needs.
+    A region joins the kernel of the previous region of its product where one kernel can compute both, and its
+    lane has already waited for all that the region waits for.
 
     Args:
-        waits: for each op what it waits for in other lanes and ranks.
+        waits: for each op of the rank what it waits for in other lanes and ranks.
         lanes: the lane of each op.
-        alike: pairs of op indices whose regions one kernel can compute.
+        alike: pairs of indices of successive regions that one kernel can compute.
     """
     launches = Launches()
     seen: dict[str, set[object]] = {}

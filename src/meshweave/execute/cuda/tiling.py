@@ -1,8 +1,8 @@
 """The tiles that a tracked product computes: how large they are, and in which order.
 
 A Program's release says how large the tiles of a region are, in which order they come and which one is first.
-What it leaves open is the machine's. All ranks know the tiles of every rank: who waits for a region knows their
-number.
+What it leaves open is chosen here. All ranks choose alike, so a rank that waits for a region of another one knows
+how many tiles it has.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ _GROUP = 8
 
 @dataclass(frozen=True)
 class Block:
-    """The tile of a program of the kernel: rows, columns and depth; and how Triton compiles it."""
+    """The largest tile that one program of the kernel computes at a time, and how Triton compiles it.
+
+    Attributes:
+        rows, columns: of the result.
+        depth: how much of K one step of its loop takes.
+    """
 
     rows: int
     columns: int
@@ -32,7 +37,10 @@ class Block:
     num_stages: int = 3
 
     def fitted(self, rows: int, columns: int, depth: int) -> Block:
-        """Return the block cut to a product of `rows` x `columns` with K = `depth`: powers of two, at least 16."""
+        """Return the block, no larger in any dim than a product of `rows` x `columns` with K = `depth` needs.
+
+        A smaller size is the product's, rounded up to a power of two of at least 16.
+        """
 
         def least(size: int, most: int) -> int:
             return min(most, max(16, 1 << (size - 1).bit_length()))
@@ -79,7 +87,7 @@ def block_of(shapes: Sequence[tuple[int, int, Release]], depth: int, element_byt
     Args:
         shapes: (rows, columns, release) of each region.
         depth: the K of the product.
-        element_bytes: the size of an operand's element.
+        element_bytes: the size of an operand's element, 2 or 4.
     """
     most = [1, 1]
     for *sizes, release in shapes:
@@ -90,7 +98,10 @@ def block_of(shapes: Sequence[tuple[int, int, Release]], depth: int, element_byt
 
 
 def product_block(ops: Sequence[Matmul], element_bytes: int) -> Block:
-    """Return the block of one product, given the ops that are its regions; see `block_of`."""
+    """Return the block of one product, given the ops that are its regions.
+
+    `element_bytes` is the size of an operand's element, 2 or 4.
+    """
     depths = [op.a.shape[0 if op.transpose_a else 1] for op in ops]
     return block_of([(*_sizes(op), op.release or Release()) for op in ops], max(depths), element_bytes)
 

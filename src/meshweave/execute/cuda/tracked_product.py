@@ -35,7 +35,8 @@ class TrackedRegion:
 
     Attributes:
         a, b, out: (rows, K), (K, columns) and (rows, columns), of any strides; `out` may be another rank's memory.
-        counter: one int32 that grows by the number of tiles; None where nobody waits for the region.
+        counter: one int32 that grows by the number of tiles; None where nobody waits for the region. A kernel
+            counts only if all of its regions have one.
         release: its tiles, their order and which one is first; tiles and order of the machine where it names none.
     """
 
@@ -62,10 +63,12 @@ class TrackedProduct:
         Args:
             regions: in the order in which they are computed; of equal strides, dtypes, K and kind of release.
             block: None for that of `tiling.BLOCKS`, made smaller to fit the regions and the tiles that they name.
-            num_programs: how many persistent programs; None for one on each multiprocessor.
-            counts: whether tiles are counted; without, it is the same kernel less its counters.
+            num_programs: the most persistent programs, of which there are no more than tiles; None for
+                `multiprocessors`.
+            counts: whether tiles are counted, where every region has a counter.
 
-        Raises UnsupportedError for operands that the kernel does not take.
+        Raises UnsupportedError for dtypes that are unequal or none of `DTYPES`, and for regions that are updates
+        of a dtype which the device cannot add atomically.
         """
         first = regions[0]
         _check(regions)
@@ -129,7 +132,10 @@ class TrackedProduct:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return how many programs (blocks of threads) of a kernel run at a time: the GPU's multiprocessors."""
+    """Return how many programs (thread blocks) of a kernel run at a time: the GPU's multiprocessors.
+
+    For a CPU, where kernels run in Triton's interpreter, it is a small constant.
+    """
     if device.type != "cuda":
         return _INTERPRETER_PROGRAMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -51,7 +51,7 @@ class DeviceMesh:
     """The jax mesh of a program.
 
     Args:
-        names: names of its axes; by default those of the program's mesh.
+        names: one name for each of its axes; by default those of the program's mesh.
 
     Raises:
         UnsupportedError: no mesh of the program has all ranks.
@@ -106,7 +106,8 @@ class DeviceMesh:
     def axes_of(self, over: str) -> tuple[str, ...] | None:
         """Return the jax axes whose groups are those of a program's mesh axis ("tp.row") or mesh ("tp").
 
-        They are in order; None where no set of jax axes has these groups.
+        The first varies slowest, and axes of size 1 are left out. None where no jax axes have these groups, with
+        their members in the same order.
         """
         if over not in self._axes_of:
             mesh = self.program.mesh_of[over.partition(".")[0]]
@@ -126,9 +127,9 @@ class DeviceMesh:
         return None
 
     def axes_of_coordinate(self, name: str) -> tuple[str, ...] | None:
-        """Return the jax axes along which a device's index is the program's coordinate ("tp.row"), or "rank".
+        """Return the jax axes, slowest first, along which a device's index is a coordinate of the program.
 
-        None where no set of jax axes has it as index.
+        `name` is a coordinate ("tp.row") or "rank". None where it is no index along jax axes.
         """
         if name == "rank":
             is_number = self.mesh.ranks == tuple(range(len(self.mesh.ranks)))
@@ -138,8 +139,10 @@ class DeviceMesh:
     def group(self, over: Over) -> DeviceGroup:
         """Return the devices over which a collective of the program runs.
 
-        Raises UnsupportedError where its groups are of unequal size, or ranks in no group cannot be put into
-        such groups.
+        Args:
+            over: a mesh ("tp"), an axis of one ("tp.row"), or the ranks of one group.
+
+        Raises UnsupportedError where the ranks in no group cannot be divided into groups of the same size.
         """
         if isinstance(over, str):
             axes = self.axes_of(over)

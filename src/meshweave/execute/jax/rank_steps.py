@@ -35,7 +35,7 @@ def as_messages(program: Program) -> Program:
     """Return the program with each released tile as a product of its own, and one-sided ops as sends and recvs.
 
     Raises:
-        ProgramError: an op that is no get, put or accumulate has a remote view.
+        ProgramError: a remote view has no form as messages, as `lower_one_sided` says.
     """
     program = program.expanded
     if any(isinstance(op, (Matmul, Put)) and op.release is not None for op in program.ops()):
@@ -59,12 +59,12 @@ def is_by_rank(program: Program) -> bool:
 
 @dataclass(frozen=True)
 class RankStep:
-    """Ops of different ranks that are one line.
+    """Ops of different ranks that are one line of the emitted function.
 
     Attributes:
-        ops: the op of each rank that takes part; of a message, of each sender.
-        receivers: of a message, the op of each receiver.
-        groups: of a collective, the ranks of each group.
+        ops: the op of each rank that takes part, by rank. Of messages: the send of each sender.
+        receivers: of messages, the recv of each receiver, by rank; otherwise empty.
+        groups: of a collective, the ranks of each group; otherwise ().
     """
 
     ops: dict[int, Op]
@@ -75,7 +75,8 @@ class RankStep:
 def rank_steps(program: Program) -> Iterator[RankStep]:
     """Yield the steps of a program in an order in which all that an op waits for is above it.
 
-    Of the events that can happen, those of the most frequent form happen together.
+    An event is an op of one rank, a message, or a collective of one group. Of the events whose predecessors are
+    done, those of the most frequent form are the next step. Fences order steps and are not yielded.
 
     Raises:
         ProgramError: partners disagree, or the program deadlocks.

@@ -32,7 +32,10 @@ class _Saved:
 
 
 class RolledLoopWriter(StatementWriter):
-    """Writes outermost loops as `lax.fori_loop`, where turns differ in numbers alone."""
+    """Writes outermost loops whose turns differ in numbers alone as `lax.fori_loop`.
+
+    Other loops, those of fewer than `FEWEST_TURNS` turns, and all loops with `in_order` are Python loops.
+    """
 
     def _repeat(self, block: Repeat, var: str, turns: Sequence[Turn], active: str) -> None:
         inner = [each for turn in turns for each in turn.repeated(var, block.count)]

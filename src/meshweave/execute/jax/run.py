@@ -22,7 +22,7 @@ def load_source(
 
     Args:
         mesh: the devices; None where the context of each call gives a mesh.
-        functions: the functions of the program's calls by name, on jax arrays.
+        functions: the functions of the program's calls by name, on jax arrays; None for a program without calls.
     """
     names: dict[str, Any] = {}
     exec(compile(source, "<meshweave program as a jax function>", "exec"), names)

@@ -57,21 +57,24 @@ def jax_source(
     in_order: bool = False,
     loops: Loops = "unrolled",
 ) -> str:
-    """Return the source of a module whose `on_mesh(mesh)` returns the jitted function that a program is.
+    """Return the source of a module whose `on_mesh(mesh)` returns the program as a jitted function.
 
-    It takes whole input tensors, in the order in which the program declares them, and returns whole outputs.
+    That takes whole input tensors, in the order in which the program declares their buffers, and returns the whole
+    output: a tuple of several. For a program with calls it is `on_mesh(mesh, functions)`, functions by name.
 
     Args:
         axes: names of the axes of the jax mesh; by default those of the first mesh with all ranks.
         in_order: have communication wait for the last product that stands before it in the program, and a product
-            for the product before it. XLA's scheduler may otherwise start all of it at once, and end each transfer
-            right before its use.
-        loops: "rolled" writes loops whose turns differ in numbers alone as `lax.fori_loop`, which compiles in less
-            time. XLA then overlaps nothing across turns. Not with `in_order`, nor in programs without a template.
+            for the product before it; `OpWriter` says it in full. XLA's scheduler may otherwise start all
+            transfers at once, and end each right before its use.
+        loops: "rolled" writes outermost loops whose turns differ in numbers alone as `lax.fori_loop`, which
+            compiles in less time; XLA then overlaps nothing across turns. Ignored with `in_order`, and where ranks
+            have ops of their own, messages, fences or releases.
 
     Raises:
-        UnsupportedError: jax has no form for something in the program.
-        ProgramError: an expression has no value.
+        UnsupportedError: jax has no form for something in the program, no mesh of it has all ranks, or it has no
+            inputs or no outputs.
+        ProgramError: an expression has no value, messages or collectives do not match, or the program deadlocks.
     """
     return _SourceWriter(as_messages(program), axes, in_order, loops).source()
 

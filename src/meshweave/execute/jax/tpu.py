@@ -25,7 +25,7 @@ class TpuTarget:
         name: the device in files of products and of kernels.
         accelerator: the machine, as libtpu knows it (TPU_ACCELERATOR_TYPE).
         topology: the topology that is compiled for, whose first device runs the product.
-        arrays: arrays of 128 x 128 that run one product.
+        arrays: systolic arrays of 128 x 128 cells that run one product.
         cycles_per_s: their clock.
         memory_bytes_per_s: the bandwidth of the memory of the cores that run one product.
         cluster: the catalog's cluster of such chips, for the rates of links.
@@ -114,7 +114,10 @@ def require_tpu_compiler() -> None:
 
 
 def tpu_devices(target: TpuTarget) -> tuple[Any, ...]:
-    """Return the devices of a target's topology, one per chip, by coordinates, the first varying slowest."""
+    """Return the devices of a target's topology, one per chip, by coordinates, the first varying slowest.
+
+    Sets the environment variables of this process that libtpu needs without a TPU, and JAX_PLATFORMS=cpu.
+    """
     return _devices(target.accelerator, target.topology, tuple(target.config.items()))
 
 

@@ -29,8 +29,9 @@ class Turn:
     """One turn of the loops around a statement.
 
     Attributes:
-        loops: the values of loop indices, outermost first.
-        ranks: the names of each rank that runs the statement, with their values, those of loops included.
+        loops: the value of each loop index by name, outermost first.
+        ranks: for each rank that runs the statement, the value of each variable there by name: coordinates, "rank"
+            and loop indices.
     """
 
     loops: Mapping[str, int]
@@ -73,6 +74,7 @@ class NumberTexts:
     """Write integers that may differ between devices and turns as Python text of the emitted function.
 
     Attributes:
+        reserved: returns the name that the text uses for a loop index or coordinate: one that nothing else has.
         coordinates: the names of coordinates that texts use, with the mesh axes that each is the index along.
         tables_only: whether numbers are written as tables of their values, because the ops that share a text have
             no expression in common.
@@ -88,9 +90,9 @@ class NumberTexts:
         self._loops = {reserved(each.var) for each in repeats}
 
     def coordinate(self, axes: tuple[str, ...]) -> str:
-        """Return the name by which texts say a device's index along mesh axes.
+        """Return the variable of the emitted function that has a device's index along mesh axes.
 
-        A first use adds it to `coordinates`.
+        It is added to `coordinates`.
         """
         name = re.sub(r"\W", "_", "_".join(axes))
         name = self.reserved(name if name.isidentifier() else f"at_{name}")
@@ -186,7 +188,10 @@ class NumberTexts:
         return f"pick({_nested(entries, len(at))}, {at[0] if len(at) == 1 else '(' + ', '.join(at) + ')'})"
 
     def expression(self, index: Index) -> Number | None:
-        """Return `index` as Python text of loop indices and coordinates; None where jax has no axes for one."""
+        """Return `index` as Python text of loop indices and coordinates.
+
+        None where a coordinate is no index along jax axes, or entries of a `Select` depend on coordinates.
+        """
         try:
             node, is_traced = self._node(index)
         except ProgramError:

@@ -21,7 +21,7 @@ def rewritten_whole(program: Program) -> set[str]:
     """Return the scratch and temporary buffers of which each rank reads just what it last wrote.
 
     So a plain value can stand for each. It holds for every slot, and all views of them begin at 0 in every
-    dim. Buffers that only some ranks write are left out.
+    dim. Buffers that an op under a condition, or in a block for some ranks, reads or writes are left out.
     """
     names = {buffer.name for buffer in program.buffers if buffer.kind in ("scratch", "temp")}
     names -= _written_by_some(program)
@@ -45,7 +45,8 @@ def rewritten_whole(program: Program) -> set[str]:
 def written_in_parts(program: Program) -> dict[str, Parts]:
     """Return the buffers that are written and read in fixed parts of one dim, or read whole, with these parts.
 
-    The parts are the same on all ranks and cover the dim.
+    The parts are the same on all ranks and cover the dim. Inputs, results of calls, and buffers that an op under a
+    condition or in a block for some ranks reads or writes are left out.
     """
     views: dict[str, set[View]] = defaultdict(set)
     written: dict[str, set[View]] = defaultdict(set)

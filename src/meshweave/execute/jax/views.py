@@ -26,7 +26,7 @@ WIDER = {"bfloat16": "float32", "float16": "float32"}
 
 @dataclass(frozen=True)
 class ViewUse:
-    """One view of an op as written, and what it is for each point.
+    """One view of an op as written, and what it is for each point: (number of a turn, rank).
 
     Attributes:
         turns: the turns in which the op runs.
@@ -53,7 +53,10 @@ class ViewUse:
         return self.at == other.at
 
     def overlaps(self, other: ViewUse) -> bool:
-        """Return whether another view shares elements with this one in some turn on some rank."""
+        """Return whether another view may share elements with this one in some turn on some rank.
+
+        True also where this one is used at a point at which the other is not.
+        """
         return any(at not in other.at or view.overlaps(other.at[at]) for at, view in self.at.items())
 
 
@@ -88,7 +91,7 @@ class HeldBuffer:
 
 @dataclass
 class Views:
-    """Writes the views of a program."""
+    """Writes reads and writes of a program's views as Python text; `held` has its buffers by name."""
 
     program: Program
     numbers: NumberTexts
@@ -98,7 +101,7 @@ class Views:
         """Add a buffer of the program, held by the Python variable `name`.
 
         Args:
-            sums: whether products are summed in it, which halves are then kept in single precision for.
+            sums: whether ops add to it: what is bfloat16 or float16 is then held in float32.
             is_value: whether it is always read as it was last written.
         """
         shapes = self.program.local_shapes(buffer.name)
@@ -116,7 +119,7 @@ class Views:
     def variable(self, access: ViewUse) -> str:
         """Return the text of the array that holds a view's buffer and slot.
 
-        Raises UnsupportedError for memory of another rank.
+        Raises UnsupportedError for memory of another rank, or a slot that depends on coordinates.
         """
         if access.view.rank is not None:
             raise UnsupportedError(f"{access.view} is memory of another rank, which jax does not address")
@@ -296,7 +299,7 @@ class Views:
             is_read_later: whether a later op reads just this view; the value then gets a variable of its own
                 too.
 
-        Raises UnsupportedError for memory of another rank.
+        Raises UnsupportedError for memory of another rank, or a slot that depends on coordinates.
         """
         held = self.held[access.view.buffer]
         before = {n: written for n, written in held.pieces.items() if not written.overlaps(access)}

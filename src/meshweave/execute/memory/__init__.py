@@ -28,8 +28,8 @@ def open_memory(
             symmetric on CUDA, MPI for ranks that only an MPI launcher started, else shared.
         pool_bytes: bytes that each rank sets aside at its first program; the pool grows where they are too
             few.
-        ranks: those that open it, for "shared" alone; None for all ranks of the context, which the others
-            need.
+        ranks: those that open "shared" memory; None for all ranks of the context. The other kinds ignore it:
+            all ranks open them.
 
     Raises:
         UnsupportedError: such memory is not available here; one line says why.

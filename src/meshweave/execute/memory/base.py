@@ -2,8 +2,8 @@
 
 A `RemoteMemory` is a pool of memory of this process that the other ranks can reach. A program takes a `Window`
 of it when it is bound: its exposed buffers on this rank, and a way to those of its other ranks. Everything in a
-window is bound once and run many times; whatever it runs is complete in the sense of `ir.ops`, so that a get
-ends when the elements have come, and a put or accumulate when its source may be overwritten.
+window is bound once and run many times; whatever it runs is complete in the sense of `ir.program.ops`, so that a
+get ends when the elements have come, and a put or accumulate when its source may be overwritten.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class RemoteSlot:
-    """A buffer slot of a rank: `offset` bytes into its segment `number`. `tensor` aliases it, where memory can
-    be aliased, and has its shape and strides on the device "meta" where not."""
+    """A buffer slot of a rank: `offset` bytes into its segment `number`. `tensor` aliases it, where memory can be;
+    otherwise it has its shape and strides on the device "meta"."""
 
     rank: int
     number: int
@@ -84,8 +84,8 @@ class Exposure:
         groups: sets of ranks that meet in fences, the same list on every rank; the first is all `ranks`.
         what: what asks, in words.
         wanted: the slots to set aside.
-        given: tensors in own pool memory that are slots as they are.
-        num_flags: flags of this rank, each of which another rank sets.
+        given: tensors of this rank that lie in the pool already, by the slot that each is.
+        num_flags: how many flags this rank has, each of which another rank sets.
     """
 
     ranks: Sequence[int]
@@ -141,7 +141,7 @@ class Window(ExposedSlots, ABC):
     def await_arrivals(self, group: int, what: str) -> Action:
         """Return an action, the second half of a fence: it waits until all ranks of the group have arrived.
 
-        Where a memory has no halves, this is the whole fence.
+        Where a memory has no halves, this is the whole fence, and `arrive` does nothing.
         """
         return self.fence(group, what)
 
@@ -211,9 +211,9 @@ class RemoteMemory(ABC):
         return exchange(self.context, ranks, words, what)
 
     def together(self, ranks: Sequence[int], what: str, work: Callable[[], _T]) -> tuple[_T, dict[int, Any]]:
-        """Run `work` on all of `ranks`; return its result here, and all ranks' results by rank, which are JSON.
+        """Run `work` on all of `ranks`; return its result here, and all ranks' results by rank, as JSON has them.
 
-        Raises BindError on every rank where it fails on any; the error names those.
+        Raises as `talk`, and BindError, naming ranks, on all where `work` raises MeshweaveError or OSError on any.
         """
         mine: Any = None
         try:
@@ -232,10 +232,10 @@ class RemoteMemory(ABC):
         return mine, {rank: answer["is"] for rank, answer in said.items()}
 
     def expose(self, exposure: Exposure) -> Window:
-        """Return a program's window: its slots set aside, other ranks' reached. Collective among its ranks.
+        """Set a program's slots aside, map other ranks' slots, and return its window. Collective among its ranks.
 
         Raises:
-            BindError: the memory is closed, some rank has none, or cannot reach another's.
+            BindError: the memory is closed, some rank has too little, or cannot reach another's.
             RankLostError, DeadlineError: another rank died, or did not come in time.
         """
         if self.is_closed:
@@ -390,7 +390,7 @@ class RemoteMemory(ABC):
 
 
 def segment_size(size: int, pool_bytes: int, known: Mapping[int, Segment]) -> int:
-    """Return how many bytes to add to a pool without `size` free: `pool_bytes`, later half of what it has."""
+    """Return the bytes to add to a pool without `size` free: at least that, `pool_bytes`, later half the pool."""
     there = sum(segment.size for segment in known.values())
     return aligned(max(size, pool_bytes if not known else there // 2), 1 << 16)
 

@@ -53,8 +53,9 @@ class InPlaceProgram:
 
         Raises:
             BindError: the memory is closed, or cannot be had on some rank.
-            UnsupportedError: the program has ops other than products, copies, sums, zeros and fences of all ranks;
-                views that are no boxes; inputs or outputs that other ranks reach; no memory for what they reach.
+            UnsupportedError: the program has ops other than products without transposes, copies, adds, zeros and
+                fences of all ranks; views that are no boxes; or inputs or outputs with remote views. Or it has
+                remote views, and `memory` is None or not aliased.
             RankLostError, DeadlineError: see `TorchContext.guard`.
         """
         program = program.expanded
@@ -93,7 +94,7 @@ class InPlaceProgram:
         """Run this rank's part; all ranks of the program run it together. See the class docstring.
 
         Raises:
-            BindError: an input has another shape or dtype than the program's buffer.
+            BindError: an input has another shape than the program's buffer, or another dtype than the output.
             RankLostError, DeadlineError: other ranks are missing or late, see `TorchContext`.
             UnsupportedError: the memory is closed, or an earlier run in this context failed.
         """

@@ -41,7 +41,10 @@ def with_words(exposure: Exposure) -> Exposure:
 
 @dataclass(frozen=True)
 class StreamWait:
-    """A wait that a stream was given: for `word`, which `writer` writes, to be at least `value`."""
+    """A wait that a stream was given: until `word`, which rank `writer` writes, is at least `value`.
+
+    `what` completes "waits for ..." in errors.
+    """
 
     word: Tensor
     value: int
@@ -65,7 +68,7 @@ class Queue(Protocol):
 
 
 class DeviceQueue:
-    """The current stream of a CUDA device, and one beside all others that nothing is queued on."""
+    """The current stream of a CUDA device, and a stream of its own for what must not wait behind others."""
 
     def __init__(self, device: torch.device, words: WordQueue) -> None:
         """Make the stream beside the others, of high priority, which shares no queue of the device with them."""
@@ -119,7 +122,8 @@ class StreamWindow(Window):
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
         """Return an action that combines `value` into `piece` by `op`, each element atomically.
 
-        Sums are queued on the stream. Arguments and UnsupportedError as for `Window.accumulate`.
+        Sums of up to two dims and a dtype with atomic additions are queued on the stream; `other_updates` makes
+        all others. Arguments and UnsupportedError as for `Window.accumulate`.
         """
         from meshweave.execute.cuda.kernels import accumulate, lacks_atomic_add
 

@@ -87,8 +87,9 @@ class SymmetricMemory(RemoteMemory):
         return cls(context, host.rank, host.num_ranks, pool_bytes, host=host, queue=queue)
 
     def expose(self, exposure: Exposure) -> Window:
-        """Return a program's window, whose signals are in host memory. Collective among its ranks.
+        """Return a program's window. Collective among its ranks.
 
+        Its fences and flags are counters in host memory, or words in device memory where streams wait for them.
         Raises BindError, RankLostError and DeadlineError as `RemoteMemory.expose`.
         """
         assert self.host is not None

@@ -170,8 +170,7 @@ def _check_broken(store: SignedStore, folder: str) -> None:
 def waiting(
     context: TorchContext, what: str, peers: Sequence[int], unheard: Callable[[], Sequence[int]] = tuple
 ) -> Iterator[Callable[[], None]]:
-    """Guard a wait by polling: yield a function to call at each look, which raises once a peer ended or time
-    is up.
+    """Guard a wait that polls: yield a function to call at each poll; it raises once a peer ended or time is up.
 
     Args:
         what: completes "waiting for ..." in errors.
@@ -230,7 +229,8 @@ def agree(context: TorchContext, program: Program, *, talk: Talk | None = None) 
 def agree_once(context: TorchContext, program: Program) -> None:
     """Run `agree` for a program unless one of the same text was agreed on in this context before.
 
-    Collective at the first; raises as `agree`.
+    Collective at the first; raises as `agree`. It does nothing for a program of one rank, or without a process
+    group.
     """
     if not context.is_distributed or len(program.ranks) == 1:
         return

@@ -83,10 +83,10 @@ class News:
 
 
 class HeartbeatWatch:
-    """The heartbeats of the other ranks that one rank has read since a wait of its own failed.
+    """The heartbeats of other ranks that one rank has read since the watch began.
 
     Attributes:
-        stale_s: seconds of silence after which a rank is silent.
+        stale_s: seconds without a new heartbeat after which a rank is silent.
         beats: the last heartbeat of each other rank; None where there was none.
         num_rounds: number of readings.
         stopped_before: the ranks that a signal had ended by the first reading.
@@ -138,7 +138,10 @@ class HeartbeatWatch:
 
     @property
     def silent(self) -> list[int]:
-        """The ranks whose last heartbeat is `alive`, but that ended or have been silent for `stale_s` seconds."""
+        """The ranks that said no farewell, but whose process ended or that have been silent for `stale_s` seconds.
+
+        A rank that has never beaten is one of these after that time.
+        """
         return [rank for rank in self.beats if self._is_silent(rank) and not self._has_left(rank)]
 
     def _is_silent(self, rank: int) -> bool:
@@ -178,7 +181,8 @@ class BlamedRanks:
         missing: the ranks to blame, none if all may still work.
         reason: what they did, in words.
         given_up: words for a rank that ran into its own deadline first; "" if there is none.
-        has_left: whether the ranks to blame said farewell: they were told to stop, or left early.
+        has_left: whether the ranks to blame said farewell: they were told to stop, or left early. True also where
+            no rank is to blame.
     """
 
     missing: tuple[int, ...]
@@ -205,11 +209,15 @@ def blame(
 ) -> BlamedRanks:
     """Return which ranks `rank` blames for its failed wait.
 
-    A rank that the others have given up blames itself: whatever it sees is what became of that. Otherwise silent,
-    failed and accused ranks are blamed first. A rank that left because of other ranks (`lost`) is never blamed. A
-    rank that is `done` is blamed if the wait was for it. If `peers` is unknown, ranks that are `done` or were
-    `stopped` are blamed only where no other rank can be; of the latter first those that were before this rank
-    looked, for a launcher stops the others because of the first.
+    A rank that the others have given up blames itself: whatever it sees is what became of that. Otherwise the
+    first of these that is not empty is blamed. A rank is not blamed for leaving because of others (`lost`).
+
+    1. the silent, failed and accused ranks
+    2. those of `peers` that are `done`
+    3. no rank, where some are `overdue`: they gave up first
+    4. the ranks that were `stopped` before this rank looked, for a launcher stops the others because of the first
+    5. all ranks that were `stopped`
+    6. the ranks that are `done`, where `peers` is unknown and the wait broke off
 
     Args:
         watch: the heartbeats that `rank` has read.

@@ -48,10 +48,16 @@ class Store(Protocol):
 class Heart:
     """The beating thread of a rank and what it has heard. `round` guards all that changes.
 
+    Args:
+        others: the other ranks that beat in `store`.
+        stale_s: seconds without an answer of the store, or a new heartbeat of a rank, that are too long.
+        news: what this rank knows at the start.
+        is_wanted: asked before each beat; once it returns False, the beat is the last, with the state "done".
+
     Attributes:
         interval_s: seconds between beats.
         round: notified after each beat.
-        news: ours and everybody's.
+        news: what this rank knows, merged with what it has read in the store.
         store_gone: whether the store has ended, or this heart has stopped without being told to.
         paused_s: how long this process was stopped before the round that is under way, in seconds; else 0.
         num_rounds: how often it has beaten.
@@ -271,7 +277,7 @@ def innermost_store(store: Any) -> Any:
 
 
 def hosts_store(store: Any) -> bool:
-    """Return whether this process hosts a TCPStore, perhaps inside of PrefixStores; on Linux, else False."""
+    """Return whether this process hosts `store`, a TCPStore or PrefixStores around one; False off Linux."""
     port = getattr(innermost_store(store), "port", None)
     if port is None or not sys.platform.startswith("linux"):
         return False

@@ -11,7 +11,7 @@ from meshweave.base.errors import BindError
 from meshweave.execute.ranks.liveness import Liveness
 
 STOPPED = "stopped"
-"""The kind of report that a rank leaves which a signal ended."""
+"""The `kind` in the `Report` of a rank that a signal ended."""
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,8 @@ def launch(
         timeout_s: seconds from the start after which whatever still runs is ended.
         env: environment variables on top of the inherited ones, PYTHONPATH for instance. OMP_NUM_THREADS is 1
             and GLOO_SOCKET_IFNAME the loopback interface unless given here (the latter: or inherited).
-        deadline_s: seconds that a wait of a rank for another may take; by default so much less than
-            `timeout_s` that ranks can find out, and say, what is wrong.
+        deadline_s: seconds that a wait of a rank for another may take. By default 10 less than `timeout_s`, or
+            half of it if that is more, so that ranks can find out, and say, what is wrong.
         grace_s: seconds that the others have to end by themselves once one rank has failed.
         interval_s: seconds between heartbeats, see `Liveness`.
         stale_s: seconds without a heartbeat after which a rank counts as lost.
@@ -141,7 +141,7 @@ def _environment(rank: int, num_ranks: int, port: int, env: Mapping[str, str]) -
 
 
 def host_store(address: str = "127.0.0.1", port: int = 0) -> Any:
-    """Return a new TCPStore of this process that listens on one address alone; its `port` is free if 0 is given.
+    """Return a new TCPStore of this process that listens on one address alone, for 0 at a port that is free.
 
     A TCPStore that opens its socket itself listens on all interfaces, whatever host it is given (torch 2.9 and
     2.13), so it is handed one that is bound already.
@@ -192,7 +192,7 @@ class RankStarter(Protocol):
     def start(
         self, rank: int, folder: Path, environment: dict[str, str], place: RankPlace, *, is_ours: bool
     ) -> _Process:
-        """Return a started rank; `folder` is that of the job, `is_ours` whether it runs a function of ours."""
+        """Start a rank and return it; `folder` has the job, `is_ours` says that its target is of meshweave."""
 
 
 rank_starter: RankStarter | None = None

@@ -61,11 +61,11 @@ class Liveness:
         interval_s: seconds between heartbeats.
         stale_s: seconds of silence after which a rank counts as lost. Longer than anything that may hold up a
             healthy process: a paused machine, C code that keeps the GIL.
-        deadline_s: seconds a guarded wait may take unless it says otherwise.
+        deadline_s: seconds that a guarded wait may take by default.
         store_rank: the rank whose process hosts the store, where it is one of the ranks. A rank whose own process
             does finds that out (on Linux), and the others learn it from that rank.
-        likely_store_rank: the one that hosts it unless it says otherwise; believed where it did not live to say.
-        is_wanted: asked with each heartbeat; once it says no, this rank leaves in peace.
+        likely_store_rank: the rank that is taken to host the store where no rank has said that it does.
+        is_wanted: asked with each heartbeat; once it returns False, this rank leaves as one that is done.
 
     Also a context manager: leaving it closes it, with the error if there is one.
     """
@@ -130,14 +130,15 @@ class Liveness:
 
         Raises (in place of a RuntimeError or OSError from inside):
             RankLostError: some ranks are lost, failed or left early; `missing` names all of them.
-            DeadlineError: the wait timed out although every rank still answers, or another rank gave up so.
+            DeadlineError: the wait timed out although every rank still answers, or another rank gave up first.
         """
         return Guard(self, what, self.deadline_s if deadline_s is None else deadline_s, peers)
 
     def missing(self) -> tuple[int, ...]:
         """Return the ranks that are lost or failed, after listening for up to about `stale_s` seconds.
 
-        A rank that has finished is not missing. Not collective. An empty result takes two beats of each rank.
+        Where there is none, the ranks that a signal stopped. A rank that has finished is not missing, unless it
+        hosted the store and that is gone. Not collective. An empty result takes two beats of each rank.
 
         Raises:
             RankLostError: the store is gone, and nobody knows which rank hosts it.
@@ -152,14 +153,17 @@ class Liveness:
         `deadline_s` seconds.
 
         Args:
-            end_waits: closes the connections of this process. See `monitor` for when, and what comes then.
+            end_waits: closes the connections of this process; ignored after the first call. See `monitor` for
+                when, and what comes then.
         """
         if self._monitor is None:
             self._monitor = PeerMonitor(self, self._stale_s, end_waits, self.end_process)
         self._monitor.expect_within(deadline_s)
 
     def find_lost(self, store_hangs: bool = False) -> RankLostError | None:
-        """Look at all ranks and tell them which are lost; return an error that names those, None if none is.
+        """Find out which ranks are lost and tell the others; return an error that names those.
+
+        None if no rank is, or all that may be to blame said that they leave.
 
         Args:
             store_hangs: whether the store does not answer, so that listening for heartbeats is of no use.
@@ -221,7 +225,8 @@ class Liveness:
     def close(self, error: BaseException | None = None) -> None:
         """Tell the other ranks that this one leaves, for `error` if given, and stop the heartbeat.
 
-        Where this process hosts the store, it first waits for the others to leave, 1.5 `stale_s` at most.
+        Where this process hosts the store, it first waits for the others to leave: `stale_s / 2` at most after an
+        error, otherwise `stale_s` and the longer of `stale_s / 2` and five heartbeat intervals.
         """
         if self._closed:
             return
@@ -292,7 +297,8 @@ class Liveness:
     def signal_line(self, signum: signal.Signals, ignored: bool) -> tuple[str, tuple[int, ...]]:
         """Return the line to report on a signal, and the lost ranks.
 
-        Tells the other ranks those, or that this rank was stopped unless the process ignores the signal.
+        The other ranks are told of the lost ranks. If there are none they are told that this rank was stopped,
+        unless `ignored`: the process ignores the signal.
         """
         waiting = self._while_waiting
         finding = self._look(patient=False, overdue=True, peers=None)

@@ -46,7 +46,7 @@ class MonitoredRank(Protocol):
         """Return whether this rank may still find out why a wait failed."""
 
     def find_lost(self, store_hangs: bool = False) -> RankLostError | None:
-        """Look at all ranks and tell them which are lost; return an error that names those, None if none is.
+        """Find out which ranks are lost and tell the others; return an error that names those, None if none is.
 
         `store_hangs` says that the store does not answer, so that listening for heartbeats is of no use.
         """
@@ -56,12 +56,16 @@ class MonitoredRank(Protocol):
 
 
 class PeerMonitor:
-    """The monitor of one `Liveness`; its thread ends with that, or with the process.
+    """The monitor of one `Liveness`: a thread that looks for lost ranks, and then ends this process's waits.
+
+    The thread ends when the `Liveness` can explain no wait any more (`can_explain`), and when the store is gone
+    and no rank is found lost. Once ranks are lost it runs until the process ends.
 
     Args:
-        listens_s: how long a look at the others takes where one is silent.
+        listens_s: how long it takes to listen to all others where one is silent; a part of the time that
+            `expect_within` gives.
         end_waits: closes the connections of this process, so that waits over them fail.
-        end_process: is given the error that names the lost ranks; does not return.
+        end_process: is given the error that names the lost ranks; does not return. None for `end_with_line`.
     """
 
     def __init__(
@@ -80,8 +84,10 @@ class PeerMonitor:
         self._thread.start()
 
     def expect_within(self, deadline_s: float) -> None:
-        """Count ranks as lost once they are silent for `deadline_s` seconds; the shortest deadline so far
-        holds.
+        """Count ranks as lost about `deadline_s` seconds after their last heartbeat.
+
+        The last `listens_s` of these are spent on listening to all ranks. That begins after three heartbeat
+        intervals at least, so short deadlines count as longer. The shortest deadline so far holds.
         """
         self._limit_s = min(self._limit_s, max(deadline_s, self._listens_s))
         least_s = 3 * self._liveness.heart.interval_s
@@ -126,8 +132,8 @@ class _WaitingThreads:
     """The threads of this process that are in torch's or meshweave's waits for other ranks, seen from outside.
 
     Attributes:
-        longest_s: how long the one has been at the same instruction that has been longest, without computing.
-        place: where that is: the innermost line that is neither torch's nor meshweave's.
+        longest_s: the longest that one of them has been at the same instruction without computing.
+        place: where that one is: the innermost line that is neither torch's nor meshweave's.
     """
 
     def __init__(self) -> None:

@@ -89,7 +89,7 @@ def call_within(
 
 
 def join_talker(thread: threading.Thread, least_s: float, answered_at: Callable[[], float]) -> None:
-    """Wait until a thread that talks to a store ends: `least_s` seconds, and some more where the store answers.
+    """Wait until a thread that talks to a store ends: `least_s` seconds, and 5 more if the store answered lately.
 
     A thread that comes back from C++ as the interpreter ends aborts the process. One whose store hangs does not
     come back.

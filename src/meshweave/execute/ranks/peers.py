@@ -43,8 +43,9 @@ class PeerProcesses:
         return sorted(set(ranks) - self._known)
 
     def add(self, rank: int, words: str) -> None:
-        """Look after the process of a rank, given what `own_process` returned there; ignored if on another
-        host.
+        """Note which process a rank is, given what `own_process` returned there.
+
+        One on another host, or of an unreadable text, is never among those that `ended` returns.
         """
         host, _, process = words.partition(" ")
         try:

@@ -27,7 +27,7 @@ class SignalReport:
         signum: the signal, whose present handler must be one of Python's.
         line: called once, with the signal and whether the process ignores it; it returns a line to report and the
             ranks that are missing.
-        write: takes both.
+        write: called with that line and these ranks.
     """
 
     def __init__(

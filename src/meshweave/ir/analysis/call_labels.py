@@ -35,7 +35,10 @@ class TermAlgebra(Protocol):
 
 @dataclass
 class Stashed:
-    """The inputs that parts of a stage saw before: those of the forward part, then of the input gradient."""
+    """The inputs that parts of a stage saw before: those of the forward part, then of the input gradient.
+
+    `from_forward` is the number of the former.
+    """
 
     inputs: list[tuple[View, Labels]]
     from_forward: int

@@ -28,7 +28,7 @@ from meshweave.ir.program.written import WrittenProgram
 Cells = NDArray[np.int64]
 
 COUNTS_TRIED = 4
-"""Tables of counts that `validate` tries: none, as many as fit, and random ones."""
+"""How many tables of counts `validate` tries: one of zeros, one of as many rows as fit, and random ones."""
 
 
 def sampled_counts(program: WrittenProgram, seed: int) -> dict[str, Cells]:

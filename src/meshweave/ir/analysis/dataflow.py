@@ -30,7 +30,7 @@ class Dataflow:
     Attributes:
         matched: the ops of every rank, each with its partners.
         predecessors: `predecessors[rank][i]` lists the ops of the same rank that op i waits for.
-        remote_predecessors: the ops of other ranks that an op waits for, because it reads what they release.
+        remote_predecessors: for an op that accesses what others release, the releasing ops that it waits for.
     """
 
     matched: MatchedProgram

@@ -1,8 +1,8 @@
 """Derived edges: which earlier ops an op must wait for, from overlapping views alone.
 
 Within a rank: read after write, write after read, write after write, whatever the lanes; what a call stashes
-counts as memory that each of its parts changes. Across ranks only
-fences and released writes order one-sided accesses; `ir.analysis.races` finds what they leave unordered.
+counts as memory that each of its parts changes. Across ranks only fences and released writes order one-sided
+accesses; `ir.analysis.races` finds what they leave unordered.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from meshweave.ir.program.views import View
 
 
 def exposed_buffers(program: Program) -> frozenset[str]:
-    """Return the names of buffers that one-sided ops reach on other ranks. Fences order every access to them."""
+    """Return the names of the buffers that some op accesses remotely. Fences order every access to them."""
     return frozenset(
         view.buffer for op in program.ops() for _, view in op.accesses() if view.rank is not None
     )
 
 
 def is_one_sided(op: Op) -> bool:
-    """Return whether the op reaches into another rank's memory."""
+    """Return whether the op has a remote view: one of another rank's memory."""
     return any(view.rank is not None for _, view in op.accesses())
 
 
@@ -151,8 +151,9 @@ def write_edges(conflicts: Conflicts) -> tuple[tuple[int, ...], ...]:
 
 
 def access_conflicts(ops: Sequence[BoundOp]) -> Conflicts:
-    """Return for each op of one rank, and each of its accesses, the indices of the earlier ops that conflict
-    with it.
+    """Return for each op of one rank, and each of its local accesses, the earlier ops that conflict with it.
+
+    Accesses to buffers that none of `ops` writes are left out.
     """
     conflicts: Conflicts = []
     # What nobody writes orders nothing; keeping its readers would make this quadratic.
@@ -171,7 +172,10 @@ def access_conflicts(ops: Sequence[BoundOp]) -> Conflicts:
 
 
 def tracked_edges(matched: MatchedProgram) -> dict[Node, tuple[Node, ...]]:
-    """Return for each op the released remote writes that it must wait for (T3's track and trigger, section 4)."""
+    """Return for each op the released remote writes that it must wait for (T3's track and trigger, section 4).
+
+    Ops without any are left out.
+    """
     arriving: dict[int, list[tuple[Node, Mode, View]]] = defaultdict(list)
     for rank, ops in matched.ops.items():
         for index, bound in enumerate(ops):

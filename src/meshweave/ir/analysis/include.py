@@ -36,7 +36,7 @@ LaneKey = str | tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Channel:
-    """Where messages or collectives meet in the order of their issue.
+    """A queue of messages, or of collectives, that are matched in the order in which ranks issue them.
 
     Attributes:
         tag: that of the messages; None for collectives.
@@ -54,7 +54,7 @@ class PartSummary:
 
     Attributes:
         lanes: the lanes in which it has ops.
-        channels: where its ops meet.
+        channels: those of its messages and collectives.
         notes: what its proof left out.
     """
 
@@ -120,7 +120,9 @@ def check_include_uses(flow: Dataflow, summaries: Summaries) -> Dataflow:
     Returns the dataflow in which an include waits for the ops before it in its lanes, and those after it for it.
 
     Raises:
-        ProgramError: with the path of the include.
+        ProgramError: a view has another shape than what it stands for, or shares elements with that of an output;
+            an output of an include is overwritten unread; or ranks issue an include and what shares a channel
+            with it in different orders. The message names the include.
     """
     for rank, ops in flow.matched.ops.items():
         for bound in ops:

@@ -81,6 +81,9 @@ def product_operands(op: op_types.Matmul, a: Array, b: Array) -> tuple[Array, Ar
 class Interpreter:
     """The memory of all ranks, and the execution of each op on it.
 
+    Args:
+        fresh: makes the array of a slot, given its local shape and the program's name of its dtype.
+
     Attributes:
         memory: the array of each (rank, buffer, slot).
         current: the op that is being executed, as (rank, index).
@@ -109,7 +112,10 @@ class Interpreter:
                         self.memory[rank, buffer.name, slot][...] = values(buffer, rank)
 
     def run(self, order: Iterable[Event]) -> None:
-        """Execute events in the given order. Raises ProgramError from the algebra, with op and rank."""
+        """Execute events in the given order.
+
+        Raises ProgramError from the algebra, with op and rank, and for an `Exchange`, which cannot be run.
+        """
         for event in order:
             self._event(event)
 

@@ -22,7 +22,8 @@ from meshweave.ir.program.ops import Call
 def label_columns(program: Program, columns: ProofColumns) -> dict[str, NDArray[np.int64]]:
     """Return the columns for the proof of what a program computes, by name.
 
-    Raises ProgramError where input buffers hold terms of a tensor that is computed, or of one tensor twice.
+    Raises ProgramError where input buffers hold terms of a tensor that is computed, or of one tensor twice, or for
+    different reductions.
     """
     table = TermTable(program)
     tensors = {tensor.name: number for number, tensor in enumerate(program.tensors)}

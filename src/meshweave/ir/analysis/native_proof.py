@@ -33,6 +33,9 @@ class Verdict(IntEnum):
 class CoreProof:
     """The proof of a program whose declarations are checked.
 
+    Args:
+        labels: whether to prove what is computed as well.
+
     Attributes:
         holds: whether the program is surely sound.
         skipped: what was not proved, and why.

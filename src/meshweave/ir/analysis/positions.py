@@ -34,7 +34,7 @@ class CallPositions:
 
         Args:
             shape: that of the part's tensor.
-            buffer: its name, for the error.
+            buffer: the name of the buffer that is read, for errors.
 
         Raises ProgramError where positions are missing, or a name stands for other ones in another input.
         """

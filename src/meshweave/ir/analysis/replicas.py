@@ -84,7 +84,7 @@ def replica_agreements(flow: Dataflow, order: Sequence[Event]) -> tuple[ReplicaA
     """Return how the copies of each output buffer agree, by running a program on symbols in `order`.
 
     Raises:
-        ProgramError: a view does not fit; `validate` says so first.
+        ProgramError: the program has an `Exchange`, which cannot be run.
     """
     program = flow.program
     algebra = _SymbolAlgebra(program, flow)

@@ -66,9 +66,10 @@ class _Check:
 
 
 def check_op(program: Program, bound: BoundOp, rank: int) -> None:
-    """Check the shapes and dtypes of one op on one rank.
+    """Check one op on one rank by itself.
 
-    Raises ProgramError, naming op, rank and buffer, where they do not fit each other.
+    Raises ProgramError, naming op, rank and mostly a buffer, where shapes or dtypes do not fit each other, a
+    remote view is not allowed, an output overlaps an input, or tiles or the work of a call are unknown.
     """
     check, op = _Check(program, bound, rank), bound.op
     _check_remote(check, op)

@@ -2,8 +2,8 @@
 
 Updates (`accumulate`, and products or copies that are released as updates) commute in exact arithmetic, and a
 program leaves their order open. In floating point they do not. An executor that makes them wait for one
-another as this module says adds them up in one order, that of `untimed_order`; no wait is in vain, since all
-ops can happen in that order.
+another as this module says adds them up in one order, that of `untimed_order`. These waits add no deadlock, since
+all ops can happen in that order.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ def has_updates(program: Program) -> bool:
 def update_order(program: Program) -> dict[Node, tuple[Node, ...]]:
     """Return for each update the earlier updates of the same elements that must be complete before it is made.
 
-    Lanes run one op at a time, in program order. What that implies is left out: only the last such update of each
-    lane of each rank is listed, and none of the op's own lane.
+    It is taken that lanes run one op at a time, in program order. What that implies is left out: only the last
+    such update of each lane of each rank is listed, and none of the op's own lane. Updates without any are left
+    out too.
 
     Raises:
-        ProgramError: the program deadlocks.
+        ProgramError: messages or collectives do not match, or the program deadlocks.
     """
     flow = analyse(replace(program, lanes=tuple(Lane(lane.name) for lane in program.lanes)))
     made: dict[tuple[int, str, int], list[tuple[Node, View]]] = defaultdict(list)

@@ -75,6 +75,9 @@ class TermTable:
         products: the declared products by their result.
         functions: the declared results of calls by (fn, number of the result).
         arrived: the tensors that arrive in parts.
+
+    Raises ProgramError where input buffers hold terms of a tensor that is computed, or of one tensor twice, or for
+    different reductions.
     """
 
     def __init__(self, program: Program) -> None:
@@ -345,7 +348,10 @@ def _some(values: Sequence[object], between: str = ", ") -> str:
 
 
 def partial_term_ranks(layout: Layout, rank: int) -> list[int]:
-    """Return the ranks whose local values sum to the value of which `rank` holds a term, by their coordinates."""
+    """Return the ranks whose local values reduce to the value of which `rank` holds a term; [rank] if it has all.
+
+    They are in row-major order of their coordinates along the partial axes of the layout.
+    """
     holders = [rank]
     for axis in layout.partial_axes:
         holders = [other for holder in holders for other in layout.mesh.group(holder, axis)]

@@ -20,8 +20,8 @@ class GroupColumns:
     """The ranks of a program, the sets of them that statements are for, and the groups that ops run over.
 
     Attributes:
-        copies: how many times more members the groups of a mesh axis ("p0.data") have, where images of these are
-            left out (`cost.folded`).
+        copies: by mesh axis ("p0.data") how many times as many members its groups really have, where images of
+            the listed ones are left out (`cost.folded`).
     """
 
     def __init__(self, program: Program, copies: Mapping[str, int] | None = None) -> None:

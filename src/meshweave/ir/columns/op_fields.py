@@ -49,7 +49,7 @@ _PART_NUMBERS = {part: number for number, part in enumerate(CALL_PARTS)} | {"in_
 NUM_FIELDS = NUM_WORK_SIZES + 1
 
 OpFields = list[int]
-"""The row of one op, -1 in the fields that it does not have."""
+"""The row of one op. Fields that it does not have are at their defaults, as `blank_fields` sets them."""
 
 
 def _blank(kind: int) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ _BLANK = {kind: _blank(number) for number, kind in enumerate(OP_TYPES)}
 
 
 def blank_fields(op: Op) -> OpFields:
-    """Return the row of an op with its kind alone set."""
+    """Return the row of an op with its kind set, and all other fields at their defaults: -1, of some 0 or 1."""
     return list(_BLANK[op.kind])
 
 

@@ -21,7 +21,8 @@ from meshweave.ir.program.written import WrittenProgram
 def check_includes(program: Program) -> None:
     """Check every include of a program as written, and the uses of the program's indices.
 
-    Raises ProgramError, with the path of the include, where it does not give what its sub-program declares.
+    Raises ProgramError, with the path of the include, where it does not give what its sub-program declares. Raises
+    it also for names and slots that a sub-program may not have, and for an index outside of the args of calls.
     """
     for name, part in program.parts.items():
         if not name.isidentifier():

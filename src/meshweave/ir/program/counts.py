@@ -125,7 +125,10 @@ def cell_rows(program: WrittenProgram, tables: Mapping[str, NDArray[np.int64]]) 
 
 @dataclass(frozen=True)
 class CellRows:
-    """Where the rows of each rank's cells lie in one buffer."""
+    """Where the rows of each rank's cells lie in one buffer.
+
+    `written` is the buffer of the tensor `cells`; `values` are the entries of the `table` of counts.
+    """
 
     written: Buffer
     cells: Tensor

@@ -137,7 +137,10 @@ _AST_BOOL: dict[str, ast.boolop] = {"and": ast.And(), "or": ast.Or()}
 
 
 def binary(op: str, left: Index, right: Index) -> Index:
-    """Return `left op right`, folded where both are known or one is neutral."""
+    """Return `left op right`, folded where both are known or one is neutral.
+
+    Raises ProgramError for a division by 0.
+    """
     if right == 0 and op in ("//", "%"):
         raise ProgramError(f"division by zero in '{left} {op} 0'")
     if isinstance(left, int) and isinstance(right, int):
@@ -170,7 +173,10 @@ def maximum(left: Index, right: Index) -> Index:
 
 
 def select(entries: Sequence[Index], index: Index) -> Index:
-    """Return `entries[index]`, folded where the index is known or all entries are the same."""
+    """Return `entries[index]`, folded where the index is known or all entries are the same.
+
+    Raises ProgramError for a known index outside of the entries.
+    """
     if all(entry == entries[0] for entry in entries):
         return entries[0]
     if not isinstance(index, int):
@@ -222,7 +228,10 @@ def equal(left: Index, right: Index) -> Index:
 
 
 def evaluate(index: Index, env: Mapping[str, int]) -> int:
-    """Return the value of an index. Raises ProgramError for a name that `env` does not know."""
+    """Return the value of an index, given the values of variables.
+
+    Raises ProgramError for a name that `env` lacks, a division by 0, and a place outside of a table.
+    """
     if isinstance(index, int):
         return int(index)
     if isinstance(index, Var):

@@ -77,7 +77,8 @@ class Submesh:
         """Return the shape of the sub-mesh and its global ranks in row-major order.
 
         Raises:
-            ProgramError: a coordinate is outside the mesh, or their number is not that of its axes.
+            ProgramError: a coordinate is outside the mesh, their number is not that of its axes, or `order` is no
+                permutation of the axes that remain.
         """
         if len(self.coordinates) != len(mesh.shape):
             raise ProgramError(
@@ -156,7 +157,7 @@ class Include(Collective):
         )
 
     def on_rank(self, rank: int, ranks: tuple[int, ...]) -> Include:
-        """Return the op as `rank` runs it: with the buffers that this rank has in the sub-program alone.
+        """Return the op as `rank` runs it: with only those buffers that this rank has in the sub-program.
 
         `ranks` are all that take part, in the order of the sub-program's ranks.
         """

@@ -70,7 +70,8 @@ def read_placement(node: ast.expr) -> Placement:
 def read_arguments(call: ast.Call, names: tuple[str, ...], optional: int = 0) -> list[Any]:
     """Return the argument nodes of a call in the order of `names`; None for optional ones that are left out.
 
-    The last `optional` names may be left out. Raises ProgramError where the call has others.
+    The last `optional` names may be left out. Raises ProgramError where the call has others, lacks one or gives
+    one twice.
     """
     values: dict[str, ast.expr] = dict(zip(names, call.args, strict=False))
     for keyword in call.keywords:
@@ -111,7 +112,10 @@ def read_sizes(node: ast.expr) -> Any:
 
 
 def read_over(node: ast.expr) -> str | tuple[int, ...]:
-    """Return what a collective runs over: "mesh.axis", or a tuple of global ranks; else raise ProgramError."""
+    """Return what a collective runs over: a string ("mesh.axis"), or a tuple of global ranks.
+
+    Raises ProgramError for another node.
+    """
     return read_ints(node) if isinstance(node, ast.Tuple) else read_string(node)
 
 

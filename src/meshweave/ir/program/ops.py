@@ -98,7 +98,7 @@ class Matmul(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class MoveOp(Op):
-    """Base of ops that read `src` and write `out`, of equal shape."""
+    """Base of ops that read `src` and write `out`."""
 
     out: View
     src: View
@@ -198,7 +198,7 @@ class Call(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class DataCollective(MoveOp, Collective):
-    """Base of collectives that read `src` and write `out` on every member."""
+    """Base of collectives with a `src` to read and an `out` to write on every member."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,13 +284,13 @@ class Exchange(Collective):
     begins when all members are there, and all of them end at once.
 
     Attributes:
-        carries: "dispatch" or "combine", or the kind of a collective of what has arrived.
+        carries: "dispatch" or "combine"; without a `library` "all_gather", "reduce_scatter" or "all_reduce".
         num_ranks: the members of the whole group, also where images of some are left out (`cost.folded`).
-        part_bytes: of one copy of a token; of a collective, of the largest part.
-        tokens: of a rank.
-        experts, chosen: how many there are, and of each token.
-        groups, top_groups: groups of experts, and those of them that a token may go to.
-        load: copies that the most loaded rank gets over the average.
+        part_bytes: bytes of one copy of a token; of a collective, of the largest part.
+        tokens: number of tokens of each rank.
+        experts, chosen: number of all experts, and of those that each token goes to.
+        groups, top_groups: number of groups of experts, and of those groups that a token may go to.
+        load: copies that the most loaded rank gets, divided by the average of all ranks.
         library: what sends the copies (`cost.exchange`); "" for a collective.
     """
 

@@ -1,6 +1,6 @@
 """Reads the text form of a program back. Nothing in the text is executed.
 
-Every mistake is a ProgramError of one line that says where (line, column) and what would be right.
+Every mistake is a ProgramError of one line that says what is wrong, and mostly where (line, column).
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def parse(text: str) -> Program:
     """Return the program that `text` describes.
 
     Raises:
-        ProgramError: the text is not in the form that `ir.program.text` prints; says line and column.
+        ProgramError: the text is too long, is not in the form that `ir.program.text` prints, or defines a
+            sub-program that nothing includes.
     """
     if len(text) > PROGRAM_BYTES.most:
         raise ProgramError(f"the text {PROGRAM_BYTES.refusal(len(text))}")

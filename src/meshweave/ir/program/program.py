@@ -128,7 +128,11 @@ class Program(Shown, WrittenProgram):
         return self.mesh_of[block.where].ranks if isinstance(block.where, str) else block.where
 
     def ops_on_rank(self, rank: int) -> tuple[BoundOp, ...]:
-        """Return the ops of one rank in program order. Raises ProgramError where an expression does not fit."""
+        """Return the ops of one rank in program order, loops unrolled.
+
+        Raises ProgramError where an expression has no value, a view does not fit its buffer, counts have no
+        values, or the rank has more than `base.limits.RANK_STEPS` steps.
+        """
         return tuple(self._bind(rank))
 
     def unbound_ops_on_rank(self, rank: int) -> Iterator[tuple[Op, Mapping[str, int]]]:
@@ -157,10 +161,7 @@ class Program(Shown, WrittenProgram):
 
     @cached_property
     def ops_by_rank(self) -> dict[int, tuple[BoundOp, ...]]:
-        """Return the ops of every rank, by rank, in program order.
-
-        Raises ProgramError where an expression does not fit.
-        """
+        """Return the ops of every rank, by rank, in program order. Raises ProgramError as `ops_on_rank`."""
         return {rank: self.ops_on_rank(rank) for rank in self.ranks}
 
     @cached_property

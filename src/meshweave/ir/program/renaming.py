@@ -26,7 +26,10 @@ def fresh_name(name: str, taken: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class RankMap:
-    """The rank that stands for each rank of a program, as expressions; the keys of `ranks` ascend."""
+    """Which rank of the including program stands for each rank of a sub-program.
+
+    `ranks` has that by rank of the sub-program, ascending; the methods map expressions.
+    """
 
     ranks: Mapping[int, int]
 
@@ -68,6 +71,8 @@ class Renaming:
         views: of buffers: the function from a view of the buffer to the one that stands for it.
         meshes: of meshes: the name, and those of the axes.
         ranks: None where ranks stay.
+        lanes: of lanes.
+        stash: returns the name that stands for that of a stash.
         prefix: what is put before the label of each op, "" for nothing.
     """
 

@@ -83,7 +83,7 @@ FULL = Range()
 
 
 def selector_bounds(selector: Selector) -> tuple[int, int]:
-    """Return the first and last bound of a resolved selector; this is where analyses spend their time."""
+    """Return (start, stop) of a resolved selector."""
     start, stop = selector.start, selector.stop
     assert isinstance(start, int) and isinstance(stop, int), "selector is not resolved"
     return start, stop
@@ -250,7 +250,7 @@ def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> t
 def view(
     buffer: str, *selectors: Selector | slice, slot: Index = 0, rank: Index | None = None, dims: int = 2
 ) -> View:
-    """Return a view of `buffer` from slices or selectors per dim; dims without one are whole."""
+    """Return a view of `buffer`, of `dims` dims, from slices or selectors per dim; dims without one are whole."""
     out: list[Selector] = []
     for selector in selectors:
         if isinstance(selector, slice):

@@ -95,7 +95,7 @@ class WrittenProgram:
 
     Attributes:
         body: the statements.
-        computes: the meaning of each output tensor, which `ir.analysis.validate` proves.
+        computes: the meanings of outputs and of other tensors, which `ir.analysis.validate` proves.
         indices: names that an including program gives a value (a micro-batch, say) and that only the `args` of
             calls may use. They are 0 where the program is not included.
         counts: tables of numbers of rows, which `Program.with_counts` gives values; nothing runs before.
@@ -214,7 +214,8 @@ class WrittenProgram:
         """Return the shapes of one slot of a buffer on all ranks of its mesh, in their order.
 
         Raises:
-            ProgramError: there is no such buffer.
+            KeyError: there is no such buffer.
+            ProgramError: its layout does not fit its tensor, or an extent has no value or is negative.
         """
         shapes = self._shapes_of_all.get(name)
         if shapes is None:
@@ -254,7 +255,10 @@ class WrittenProgram:
         return mesh.size(axis) if axis else mesh.num_ranks
 
     def group(self, over: Over, rank: int) -> tuple[int, ...]:
-        """Return the global ranks that `over` means for `rank`, in the order of the coordinate."""
+        """Return the global ranks that `over` means for `rank`, in the order of the coordinate.
+
+        Raises ProgramError for an unknown mesh or axis, and for an axis of a mesh that lacks `rank`.
+        """
         if not isinstance(over, str):
             return over
         mesh_name, _, axis = over.partition(".")
