@@ -44,6 +44,7 @@ _MOST_PAIRS = 8
 _BEST_OF = 3
 _QUANTILE = 0.25
 _QUICK_PRODUCTS = 96
+_LEAST_PRODUCTS = 20
 _QUICK_FLOPS = 4e8
 _QUICK_LOOP_S = 2e-4
 _ABOVE_BEST = 1.25
@@ -217,8 +218,7 @@ def fit_device(
     Raises:
         DescriptionError: there are fewer products than constants can be fitted to.
     """
-    if len(shapes) < 20:
-        raise DescriptionError(f"{len(shapes)} products are too few to fit constants; give at least 20")
+    _check_count(len(shapes))
     sizes, measured = np.array(shapes, dtype=np.float64), np.array(seconds)
     best = float((2 * sizes.prod(axis=1) / measured).max())
     constants: ProductModel
@@ -231,6 +231,13 @@ def fit_device(
     errors = np.abs(product_seconds(constants, m, n, k, item_bytes(dtype)) / measured - 1)
     kernels = ChipKernels(name, source, products=((dtype, constants),))
     return DeviceCalibration(kernels, dtype, len(shapes), float(errors.mean()), float(errors.max()))
+
+
+def _check_count(count: int) -> None:
+    if count < _LEAST_PRODUCTS:
+        raise DescriptionError(
+            f"{count} products are too few to fit constants; give at least {_LEAST_PRODUCTS}"
+        )
 
 
 def calibrate_device(
@@ -255,6 +262,7 @@ def calibrate_device(
     """
     is_cuda = device.startswith("cuda")
     kind = "cuda" if is_cuda else "cpu"
+    _check_count(count)
     shapes = draw_shapes(count, seed, _MOST_FLOPS[kind], _LARGEST[kind])
     seconds = measure_products(device, dtype, shapes, repeat, say)
     name, units = _identity(device)

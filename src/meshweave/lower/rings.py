@@ -45,7 +45,7 @@ def lower_rings(
 ) -> Program:
     """Return the program with its all-gathers and reduce-scatters over mesh axes as rings of `permute`.
 
-    A reduce-scatter is taken for a sum, whatever its `op`. Included sub-programs are lowered, too.
+    Reduce-scatters that are no sums stay as they are. Included sub-programs are lowered, too.
 
     Args:
         num_directions: 2 for bidirectional rings.
@@ -184,7 +184,8 @@ class _RingLowering:
         }
 
     def _applies(self, op: AllGather | ReduceScatter) -> bool:
-        return isinstance(op.over, str) and "." in op.over and self.should_lower(op)
+        adds = not isinstance(op, ReduceScatter) or op.op == "sum"
+        return adds and isinstance(op.over, str) and "." in op.over and self.should_lower(op)
 
     def _parts(self, op: AllGather | ReduceScatter, count: int) -> list[_DirectedPart]:
         for view in (op.src, op.out):

@@ -140,14 +140,12 @@ class Simulation(Shown):
 
     @cached_property
     def links(self) -> tuple[LinkUse, ...]:
-        """Return the load of every link that a message of the program can take.
-
-        Links that only earlier simulations of this process on an equal machine used are listed too, with 0 bytes.
-        """
+        """Return the load of every link that messages of the program take."""
         carried = self.outputs["carried"][2 * len(self.ranks) :].tolist()
         whole_s = max(self.duration_s, 1e-12)
         rates = [self.machine.link_rate(link) for link in self.link_names]
         return tuple(
             LinkUse(link, rate, amount, amount / (rate * whole_s))
             for link, rate, amount in zip(self.link_names, rates, carried, strict=False)
+            if amount  # others were numbered by earlier simulations on an equal machine
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from meshweave.base.errors import UnsupportedError, listed
 from meshweave.ir.program.expressions import number_of
 from meshweave.ir.program.ops import Matmul
 from meshweave.ir.program.release import Release
@@ -88,7 +89,14 @@ def block_of(shapes: Sequence[tuple[int, int, Release]], depth: int, element_byt
         shapes: (rows, columns, release) of each region.
         depth: the K of the product.
         element_bytes: the size of an operand's element, 2 or 4.
+
+    Raises:
+        UnsupportedError: the kernel has no blocks for elements of that size.
     """
+    if element_bytes not in BLOCKS:
+        raise UnsupportedError(
+            f"tracked products have elements of {listed(sorted(BLOCKS))} bytes, not {element_bytes}"
+        )
     most = [1, 1]
     for *sizes, release in shapes:
         for dim in (0, 1):

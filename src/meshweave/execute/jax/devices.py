@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
 
-from meshweave.base.errors import UnsupportedError
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Over
@@ -55,6 +55,7 @@ class DeviceMesh:
 
     Raises:
         UnsupportedError: no mesh of the program has all ranks.
+        LayoutError: there are more or fewer names than axes.
     """
 
     def __init__(self, program: Program, names: Sequence[str] | None = None) -> None:
@@ -67,6 +68,8 @@ class DeviceMesh:
             )
         self.mesh: Mesh = mesh
         self.axes = tuple(names or mesh.axes)
+        if len(self.axes) != len(mesh.shape):
+            raise LayoutError(f"mesh {mesh.name} has {len(mesh.shape)} axes, and {len(self.axes)} are named")
         self.sizes = dict(zip(self.axes, mesh.shape, strict=True))
         self._number = {rank: number for number, rank in enumerate(mesh.ranks)}
 

@@ -227,11 +227,15 @@ class OpWriter:
             case _:
                 assert isinstance(op, ops.Reduce)
                 value = self._reduce(op.op, self._sent(), group, keywords)
-        if self.in_order:
-            moved = f"moved[{quoted(op.lane)}]"
-            self.line(f"{moved} = {value}")
-            value = moved
-        self._store("out", value, self._dtype(op.src))
+        self._store("out", self._moved(op.lane, value), self._dtype(op.src))
+
+    def _moved(self, lane: str, value: str) -> str:
+        """Return the text of what a lane has moved; in order, it is kept under the lane's name first."""
+        if not self.in_order:
+            return value
+        kept = f"moved[{quoted(lane)}]"
+        self.line(f"{kept} = {value}")
+        return kept
 
     def _group(self, op: Any) -> DeviceGroup:
         """Return the devices of a collective."""

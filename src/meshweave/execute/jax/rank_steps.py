@@ -186,11 +186,9 @@ class RankStepWriter(StatementWriter):
         axes = tuple(axis for axis, size in self.devices.sizes.items() if size > 1)
         pairs = [(self.devices.number(rank), self.devices.number(_peer(op))) for rank, op in step.ops.items()]
         value = f"lax.ppermute({self._sent()}, {quoted(axes)}, {sorted(pairs)!r})"
-        if self.in_order:
-            self.line(f"moving.append({value})")
-            value = "moving[-1]"
         sent = next(iter(step.ops.values()))
         assert isinstance(sent, Send)
+        value = self._moved(sent.lane, value)
         self._take(step.receivers)
         first = next(iter(step.receivers.values()))
         assert isinstance(first, Recv)

@@ -63,7 +63,10 @@ class InPlaceProgram:
         own = [buffer for buffer in program.buffers if rank in program.mesh_of[buffer.mesh]]
         inputs = [buffer.name for buffer in own if buffer.kind == "input"]
         (output,) = (buffer for buffer in own if buffer.kind == "output")
-        self._inputs = [(name, program.local_shape(name, rank)) for name in inputs]
+        self._inputs = [
+            (name, program.local_shape(name, rank), getattr(torch, program.buffer_of[name].dtype))
+            for name in inputs
+        ]
         self._dtype: torch.dtype = getattr(torch, output.dtype)
         self._shape = program.local_shape(output.name, rank)
         self._place = {name: place for place, name in enumerate([*inputs, output.name])}
@@ -94,14 +97,14 @@ class InPlaceProgram:
         """Run this rank's part; all ranks of the program run it together. See the class docstring.
 
         Raises:
-            BindError: an input has another shape than the program's buffer, or another dtype than the output.
+            BindError: an input has another shape or dtype than the program's buffer.
             RankLostError, DeadlineError: other ranks are missing or late, see `TorchContext`.
             UnsupportedError: the memory is closed, or an earlier run in this context failed.
         """
-        for (name, shape), tensor in zip(self._inputs, inputs, strict=True):
-            if tensor.shape != shape or tensor.dtype != self._dtype:
+        for (name, shape, dtype), tensor in zip(self._inputs, inputs, strict=True):
+            if tensor.shape != shape or tensor.dtype != dtype:
                 error = BindError(
-                    f"buffer {name} is of shape {shape} and {self._dtype}, "
+                    f"buffer {name} is of shape {shape} and {dtype}, "
                     f"what was given of {tuple(tensor.shape)} and {tensor.dtype}"
                 )
                 if self._call is not None:
@@ -154,7 +157,9 @@ class InPlaceProgram:
             case Fence(over=over) if self._window is not None and over == self._program.ranks:
                 fence = self._window.fence(0, bound.label)
                 return lambda given: fence()
-            case Matmul(out=out, a=a, b=b, accumulate=accumulate, transpose_a=False, transpose_b=False):
+            case Matmul(
+                out=out, a=a, b=b, accumulate=accumulate, transpose_a=False, transpose_b=False, release=None
+            ):
                 return _matmul(self._operand(out), self._operand(a), self._operand(b), bool(accumulate))
             case Copy(out=out, src=src, release=None):
                 target, source = self._operand(out), self._operand(src)

@@ -141,8 +141,9 @@ def read_int(node: ast.expr) -> int:
 
 def read_number(node: ast.expr) -> float:
     """Return the number in decimal notation that a node is. Raises ProgramError for another node."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and node.value == node.value:
-        return float(node.value)
+    value = node.value if isinstance(node, ast.Constant) else None
+    if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
+        return float(value)
     raise fault_at(node, "expected a number")
 
 

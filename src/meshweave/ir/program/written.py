@@ -184,9 +184,7 @@ class WrittenProgram:
         shape = self._shapes.get((name, rank))
         if shape is not None:
             return shape
-        buffer = self.buffer_of.get(name)
-        if buffer is None:
-            raise ProgramError(f"there is no buffer '{name}'; declared are {listed(self.buffer_of)}")
+        buffer = self._declared(name)
         if rank not in self.mesh_of[buffer.mesh]:
             raise ProgramError(f"mesh {buffer.mesh} has no rank {rank}", rank=rank, buffer=name)
         if buffer.tensor is not None:
@@ -210,16 +208,22 @@ class WrittenProgram:
     def _shapes_of_all(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         return {}
 
+    def _declared(self, name: str) -> Buffer:
+        buffer = self.buffer_of.get(name)
+        if buffer is None:
+            raise ProgramError(f"there is no buffer '{name}'; declared are {listed(self.buffer_of)}")
+        return buffer
+
     def local_shapes(self, name: str) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of one slot of a buffer on all ranks of its mesh, in their order.
 
         Raises:
-            KeyError: there is no such buffer.
-            ProgramError: its layout does not fit its tensor, or an extent has no value or is negative.
+            ProgramError: there is no such buffer, its layout does not fit its tensor, or an extent has no value
+                or is negative.
         """
         shapes = self._shapes_of_all.get(name)
         if shapes is None:
-            buffer = self.buffer_of[name]
+            buffer = self._declared(name)
             mesh = self.mesh_of[buffer.mesh]
             keys: Sequence[object] = mesh.ranks
             if buffer.layout is not None:
