@@ -205,7 +205,7 @@ def number_of(value: Hashable) -> int:
 
 
 def value_of(number: int, kind: type[Value]) -> Value:
-    """Return the value that `number_of` numbered so; it must be of class `kind`."""
+    """Return the value to which `number_of` gave this number; it must be of class `kind`."""
     value = _VALUES[number]
     assert isinstance(value, kind), (number, value)
     return value

@@ -33,8 +33,8 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.torch import compat
 
 Side = Literal["left", "right"] | None
-"""Which operand of a product a tensor is; a vector is a row on the left, a column on the right. None where it is
-none: its dims are seen as they are, also where there are none."""
+"""Which operand of a product a tensor is; a vector is a row on the left, a column on the right. None: it is no
+operand; its dims are not folded into a matrix, and it may have none."""
 
 _DEFAULT_AXES = ("row", "col", "depth")
 
@@ -89,7 +89,8 @@ def layout_on(
 ) -> Layout:
     """Return the layout of a tensor of global `shape` with these placements on `device_mesh`, as `layout_of`.
 
-    `shard_order` None applies them left to right.
+    `shard_order` None applies them left to right. Raises LayoutError for another number of placements than mesh
+    dims, an order that does not fit them, and as `layout_of`.
     """
     mesh = mesh_of(device_mesh)
     if len(placements) != len(mesh.shape):
@@ -133,7 +134,7 @@ class MatrixView:
 
     @property
     def order(self) -> tuple[int, int] | None:
-        """(1, 0) where the local matrix, before it is transposed, is column-major in memory; else None."""
+        """(1, 0) where a DTensor of two dims is column-major by its global strides; else None."""
         if self.tensor.ndim != 2:
             return None
         down, across = self.tensor.stride()
@@ -145,7 +146,7 @@ def matrix_shape(shape: Sequence[int], side: Side = "left") -> tuple[int, int]:
 
     Leading dims are folded into rows.
 
-    Raises LayoutError for a tensor without dims.
+    Raises LayoutError for a tensor without dims, and for `side` None.
     """
     rows, columns = _folds(tuple(shape), side)
     return math.prod(rows), math.prod(columns)

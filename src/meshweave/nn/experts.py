@@ -44,10 +44,10 @@ class DispatchHandle:
 
     Attributes:
         choices: the experts of each own token, (tokens, top_k).
-        counts: the rows of each expert and source, (experts, ranks).
-        rows_per_expert: how many rows each expert of this rank has, in their order.
-        num_dropped: the own pairs of a token and an expert that were dropped.
-        num_tokens: the own tokens; `choices` may have more rows, that name no expert.
+        counts: how many rows each expert gets from each rank, (experts, ranks), a numpy array.
+        rows_per_expert: how many rows each expert of this rank has, in the order of experts.
+        num_dropped: how many pairs of an own token and an expert were dropped.
+        num_tokens: how many tokens this rank has; `choices` may have more rows, all -1.
         hidden, dtype: of the tokens; rows that are combined have the same.
     """
 
@@ -66,11 +66,12 @@ class ExpertExchange:
     Args:
         ranks: global ranks; those of rank i of n are experts i E / n to (i + 1) E / n.
         num_experts: E, a multiple of the ranks.
-        entry: the algorithm, as in the table; one whose rows go from end to end.
-        capacity: the most tokens of a rank for an expert; later ones are dropped. None drops none.
+        entry: the name of the algorithm in `ALGORITHMS`, one for experts.
+        capacity: the most tokens that a rank sends to an expert; later ones are dropped. None drops none.
+        context: None takes the default one of `device`, which is used for nothing else.
 
     Raises:
-        UnsupportedError: there is no such algorithm for experts.
+        UnsupportedError: there is no such algorithm for experts, or it does not take these ranks.
         LayoutError: the experts are no multiple of the ranks, the capacity takes none, or a rank repeats.
         BindError: this process is none of the ranks, or one of them is not there.
     """
@@ -112,8 +113,8 @@ class ExpertExchange:
             choices: the experts of each token, distinct integers (tokens, top_k); -1 for none.
 
         Raises:
-            LayoutError: tokens and choices do not fit each other or this exchange, or ranks give other kinds
-                of them, or have other exchanges.
+            LayoutError: tokens and choices do not fit each other or this exchange, or ranks differ in hidden
+                size, top_k or dtype, or in the arguments of the exchange.
             BindError: another rank refuses what it was given.
             RankLostError, DeadlineError: other ranks are missing or late.
         """
@@ -131,7 +132,7 @@ class ExpertExchange:
 
         Args:
             x: what experts made of the rows of the dispatch, in their order, as wide and of the same dtype.
-            gates: the weights of choices, (tokens, top_k); None for 1.
+            gates: the weights of choices, (tokens, top_k), of the dtype of the tokens; None for 1.
 
         Raises:
             LayoutError: rows or gates are not those of the dispatch.
@@ -208,7 +209,8 @@ class ExpertExchange:
     def run(
         self, part: Part, handle: DispatchHandle, hidden: int, tensors: dict[str, Tensor]
     ) -> BoundProgram:
-        """Run the exchange of `part` ("dispatch", ...) and return the bound program, which has its outputs.
+        """Run the exchange of `part`, "dispatch", "combine" or "weighted_dispatch", and return the bound program,
+        which has its outputs.
 
         Collective. `tensors` are its inputs by buffer; `hidden` is the number of features of a row. Raises as
         `dispatch`.

@@ -4,8 +4,8 @@
 are sharded by rows in between (sequence parallelism). They run the programs of `algorithms.fused`, which are also
 simulated, with their products written out by tiles. The backward pass of each is the other's program.
 
-Ranks communicate along one dim of a device mesh: each ring of ranks along it runs a program of its own, beside the
-others.
+Ranks communicate along one dim of a device mesh: each ring of ranks along it runs a program of its own,
+independently of the others.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def linear_reduce_scatter(
     of weight takes the rows that it gathers. Equal calls give equal bits.
 
     DTensors may be on a mesh of several dims. On the others x may be sharded by rows, or weight by N (Shard(0)).
-    All rings then run beside each other.
+    All rings then run independently.
 
     Args:
         x: the local tensor of each rank, or a DTensor.
         weight: as x.
-        dim: which dim of x, but the last, is scattered; its size is d. Where ranks do not divide it the last has
-            less, which needs an x of two dims.
+        dim: the dim of the result, not the last, that is scattered; its size in x is d. Where ranks do not divide
+            it the last one has less, which needs an x of two dims.
         device_mesh: for local tensors, the mesh of one dim whose ranks are the ring; None for the default process
             group.
         algorithm: "t3_ring", "t3_direct", "t3_copied"; without tiles "looped_reduce_scatter", "t3_sequential".
@@ -94,9 +94,10 @@ def linear_reduce_scatter(
         context: as for `meshweave.matmul`.
 
     Raises:
-        LayoutError: shapes or placements do not fit; some rank would have no rows, or parts would cut through d.
-        BindError: dtypes differ, or ranks are about to run different products.
-        UnsupportedError: the transport is not available here; a second derivative.
+        LayoutError: shapes or placements do not fit; some rank would have no rows, or parts would cut through d;
+            `algorithm` or `products` has no such value, or the ring has one rank.
+        BindError: dtypes differ, ranks are about to run different products, or there is no process group.
+        UnsupportedError: the transport, or "tracked" over it, is not available here; a second derivative.
         RankLostError, DeadlineError: other ranks are missing or late. The error names the region that is not
             whole, its rank, and the ranks that have not delivered.
     """
@@ -130,6 +131,7 @@ def all_gather_linear(
     Rows go around a ring, and those of a tile are multiplied as soon as they are there. Differentiable once: the
     gradient of x is `linear_reduce_scatter`'s program with `algorithm`; what was gathered is kept for that of
     weight. Arguments and errors are those of `linear_reduce_scatter`; local tensors have one shape on all ranks.
+    `dim` is the dim of x that is gathered; for DTensors it follows from the placements of x, whatever `dim` is.
     """
     options = _options(FusedOptions(algorithm, tiles or Tiles(), transport, products), context, x)
     name = "all_gather_linear"

@@ -1,4 +1,4 @@
-"""Linear layers of DTensors as rings have them: the product of a ring, and how result and gradients lie."""
+"""Fused linear layers of DTensors: the product on a ring of ranks, and the placements of result and gradients."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from meshweave.nn.products import DTYPES
 
 @dataclass(frozen=True)
 class PlacedLinear:
-    """A layer of DTensors, as this rank's ring has it.
+    """A linear layer of DTensors as a product on this rank's ring.
 
     Attributes:
         problem: the product on the ring.
-        dim: of x, which is scattered or gathered.
+        dim: the dim of x that is gathered, or of the result that is scattered.
         out: the placements of the result.
-        grads_x, grads_w: those of the gradients as each ring computes them: partial sums where rings share.
+        grads_x, grads_w: the placements of the gradients as each ring computes them: Partial on mesh dims along
+            which several rings have the same x or weight.
     """
 
     problem: UniversalProblem
@@ -43,7 +44,8 @@ def placed_linear(
     """Return the ring product of a linear layer of DTensors, and how its result and gradients are placed.
 
     Args:
-        dim: the dim of x that is scattered; that which is gathered follows from x.
+        dim: the dim of the result that is scattered; ignored with `is_gather`, where x is gathered along the dim
+            that its own placements shard on the ring.
         is_gather: whether rows are gathered before the product, and not scattered after it.
         name: of the function, for errors.
 

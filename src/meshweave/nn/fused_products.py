@@ -45,7 +45,7 @@ class FusedOptions:
 def bound_product(
     problem: UniversalProblem, options: FusedOptions, context: TorchContext
 ) -> CachedProgram[BoundProgram]:
-    """Return a product on a ring, bound to memory of its own. Collective at the first of its kind on the ring.
+    """Return a product on a ring, bound to memory of its own. Collective unless the context has bound it already.
 
     Raises:
         LayoutError: the algorithm does not take the layouts.
@@ -65,7 +65,7 @@ def bound_product(
 def prepare_fused(
     problem: UniversalProblem, options: FusedOptions, context: TorchContext
 ) -> CachedProgram[LocalProduct]:
-    """Return a product on a mesh of rings as a function of this rank's shards; bound at the first of its kind.
+    """Return a product on a mesh of rings as a function of this rank's shards; bound unless the context has it.
 
     All ranks of the problem call it. Each ring binds a program of its own. Raises as
     `products.prepare_cached`.

@@ -20,7 +20,7 @@ def grouped_product(rows: Tensor, weights: Tensor, rows_per_group: Sequence[int]
     Args:
         rows: (rows, k).
         weights: (groups, k, n).
-        rows_per_group: integers whose sum is that of the rows.
+        rows_per_group: how many of the rows each group has, one group after another; together all of them.
 
     Raises LayoutError where these do not fit each other.
     """

@@ -69,11 +69,11 @@ class LocalPlan(Protocol):
 
 
 class TracedProduct(LocalFunction):
-    """The product of local matrices of one kind, which is planned at its first run.
+    """A product of local matrices as a function of a graph, planned at its first run.
 
     Args:
         title: what it multiplies, in words.
-        identity: all that says what kind it is.
+        identity: text that differs between any two products of a process that may not share a plan.
         shape: of this rank's part of the result, (rows, columns).
         plan: plans and binds it, all ranks together; outside of any trace.
     """

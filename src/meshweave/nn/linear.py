@@ -58,7 +58,7 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
         overlap: as for `meshweave.matmul`, but "fused" holds where a fused product takes the operands; other
             layers are universal products.
         matmul: also do the matrix products of two DTensors, `a @ b`, `torch.matmul` and `torch.mm`, where b has
-            two dims.
+            two dims. For them `overlap` "fused" is "auto".
 
     Calls raise what `meshweave.matmul` raises, and LayoutError where some of the tensors are no DTensors.
     """

@@ -93,14 +93,14 @@ def matmul(
         overlap: how communication is hidden. "slices": by the universal product, which fetches the next slices
             while it multiplies. "fused": tile by tile, by the entries of `algorithms.fused`. On one mesh dim `a`
             is then sharded by columns, `b` and `out` by rows (a reduce-scatter behind the product), or `a` by
-            rows, `b` and `out` by columns (an all-gather before it). Gradients are fused where their operands lie
-            so. "auto": the universal product, or over messages a fused one that is simulated to be faster on
-            `cluster`.
+            rows, `b` and `out` by columns (an all-gather before it). Gradients are fused where their operands are
+            sharded in one of these ways. "auto": the universal product, or over messages a fused one that is
+            simulated to be faster on `cluster`.
         algorithm: the name of a 2D product of `ALGORITHMS` ("meshslice", "wang", "summa", ...) in place of all
             these. Both operands are then matrices on one mesh of two dims, stored as [Shard(0), Shard(1)]; one of
             them may be given as its `.t()`, which is the dataflow: A B is "os", A B.t() "ls", A.t() B "rs".
-            Gradients lie as what they are gradients of, and no matrix is transposed.
-        slices: of such a product: MeshSlice's slice count, or the relative widths of unequal slices.
+            Gradients have the placements of what they are gradients of, and no matrix is transposed.
+        slices: with `algorithm`, MeshSlice's slice count, or the relative widths of unequal slices; else unused.
 
     Returns:
         A DTensor on a's device mesh of the operands' dtype. Its copies on several ranks have the same bits, and so
@@ -113,8 +113,8 @@ def matmul(
             it does not have.
         BindError: dtypes that differ or that no program has; ranks that do not ask for the same product at the
             first one of its kind, before any byte of it moves.
-        UnsupportedError: there is no such transport, or it is not available here; in a backward pass, a second
-            derivative.
+        UnsupportedError: there is no such transport or algorithm, or it is not available here; in a backward pass,
+            a second derivative (without `algorithm`).
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     if algorithm is not None:

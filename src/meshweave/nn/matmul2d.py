@@ -63,6 +63,7 @@ def matmul2d(
     Args:
         mesh: a 2D DeviceMesh that this rank is in.
         shape: the global (M, N, K).
+        algorithm: the name of a 2D product, such as "meshslice", "summa", "wang".
         slices: slice count of MeshSlice, or the relative widths of unequal slices. At most as many as the
             sliced dim (K for os, N for ls, M for rs) has elements; more are cut down to that.
         block: neighbouring elements that stay together in a slice.
@@ -75,9 +76,11 @@ def matmul2d(
         gradient must be the same on all ranks.
 
     Raises:
-        LayoutError: shards do not fit `shape` on `mesh`, or the mesh is not 2D.
-        BindError: a and b differ in dtype, or have one that no program has; another rank refuses the product, or
-            is in another call; there is no process group.
+        LayoutError: shards do not fit `shape` on `mesh`, the mesh is not 2D, there is no such dataflow, or the
+            algorithm shards otherwise.
+        UnsupportedError: there is no such algorithm.
+        BindError: a and b differ in dtype, or have one that no program has; `slices` or `ring_ways` has no such
+            value; another rank refuses the product, or is in another call; there is no process group.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     if torch.compiler.is_dynamo_compiling():

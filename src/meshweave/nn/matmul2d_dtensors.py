@@ -1,6 +1,6 @@
 """2D products of DTensors, which `meshweave.matmul` has as `algorithm`: `matmul2d` of what each rank has of them.
 
-The dataflow is not said but lies in the operands: a matrix that is stored transposed is given as its `.t()`.
+The placements of the operands give the dataflow: a matrix that is stored transposed is given as its `.t()`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ def matmul2d_of_dtensors(
     """Return the product of two DTensors by a 2D algorithm; `meshweave.matmul` documents the arguments.
 
     Args:
-        others: the names of options that the caller has given too, of which a 2D product has none.
+        others: the names of options of the universal product that the caller has given too; any is refused.
 
     Raises:
-        LayoutError: operands that no dataflow has, a result elsewhere than at [Shard(0), Shard(1)], other options.
+        LayoutError: operands that no dataflow has, `out` other than [Shard(0), Shard(1)], or any of `others`.
+
+    Raises also as `matmul2d`.
     """
     if torch.compiler.is_dynamo_compiling():
         number = -1 if context is None else context.number

@@ -168,7 +168,7 @@ class MatmulPlan:
 
 
 def as_dtensor(local: Tensor, shape: tuple[int, ...], spec: compat.DTensorSpec) -> DTensor:
-    """Return the DTensor of a local matrix whose rows are all dims of `shape` but the last."""
+    """Return the DTensor of a local matrix whose rows are all dims of the local `shape` but the last."""
     if len(shape) != 2:
         local = local.view(shape)
     return compat.from_spec(local, spec)
@@ -223,7 +223,7 @@ def _title(a: MatrixView, b: MatrixView) -> str:
 def plan_of(
     a: MatrixView, b: MatrixView, shape: torch.Size, out: ShardSpec, options: MatmulOptions
 ) -> MatmulPlan:
-    """Return the plan of a product, tuned and bound at the first of a kind by all of its ranks together.
+    """Return the plan of a product, tuned and bound by all of its ranks together unless the context has it.
 
     Args:
         shape: the global shape of the result, whose dims but the last are rows of the product.

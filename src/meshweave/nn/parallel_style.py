@@ -30,8 +30,8 @@ class UniversalParallel(ParallelStyle):  # type: ignore[misc]
 
     Args:
         weight: placements of the weight (features out, features in), one per dim of the mesh.
-        input: placements that a plain tensor has which is given to the layer; None for the whole on each rank. A
-            DTensor is taken as it is.
+        input: placements of an input that is a plain tensor, this rank's shard; None: each rank has the whole. An
+            input that is a DTensor keeps its own.
         output: placements of the result; None takes what is cheapest of Shard and Replicate.
         use_local_output: whether the result is this rank's part as a plain tensor.
         transport: as for `meshweave.matmul`.

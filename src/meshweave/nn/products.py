@@ -73,11 +73,11 @@ def tune(
 ) -> TunedUniversal:
     """Return how to compute a product over a transport: the stationary operand, slices and order.
 
-    At the caller's `rates`, what is estimated to be fastest. Without any, over messages what moves least,
-    which is never more than DTensor moves, and of such the fastest at `default_rates`. In shared memory
-    moving is cheaper than computing twice, so it is again the fastest, at the rates of a host; but a product
-    that moves nothing is left as it is where more would not pay for the fences. Schedule and limits change
-    none of that.
+    With the caller's `rates`, it is what is estimated to be fastest. Without any, and not in shared memory, it is
+    what moves least, which is never more than DTensor moves, and of several the fastest at `default_rates`. In
+    shared memory moving is cheaper than computing twice, so it is again the fastest, without `rates` at those of a
+    host; but one that moves nothing is preferred to one that is faster by less than the fences take
+    (`FENCES_S`). Schedule and limits change none of that.
     """
     search = partial(tune_universal, problem, stationary=stationary, schedule=schedule, limits=limits)
     if transport != "shared":
@@ -136,10 +136,10 @@ def prepare_cached(
 ) -> CachedProgram[LocalProduct]:
     """Bind a product at its first use in a context, or the first since it was dropped; every rank does so.
 
-    What is returned holds a function from this rank's shards of A and B to that of C.
+    What is returned holds a function from this rank's shards of A and B to that of C, in new memory.
 
-    Where nothing has to move, and in shared memory, operands are read and the result is written where the
-    caller has them. Other transports copy them into buffers of the program.
+    Where nothing has to move, and in shared memory, operands are read where the caller has them. Other transports
+    copy them into buffers of the program.
 
     Raises:
         BindError: ranks are about to run different products; nothing has moved then. Some rank has no memory

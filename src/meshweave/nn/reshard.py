@@ -48,23 +48,23 @@ def reshard(
 ) -> DTensor:
     """Move a DTensor to another device mesh, or to other placements on its own; every rank of either calls it.
 
-    The first reshard of a kind is planned and bound. What it is bound to, an input, an output and room for
-    messages, is kept for the next of its kind as long as the context lives; `reshard_state_dict` keeps none of
-    that. `torch.compile` breaks the graph at the call.
+    The first reshard of a kind is planned and bound. Its buffers, for the input, the output and messages, are kept
+    for the next of its kind until the context drops them (`cache_bytes` of `TorchContext`); `reshard_state_dict`
+    keeps none. `torch.compile` breaks the graph at the call.
 
     A rank outside the source mesh calls it with the DTensor that torch has there, without elements and with the
     global shape: `torch.distributed.tensor.empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)`,
     or `DTensor.from_local(torch.empty(0, dtype=dtype), mesh, placements, run_check=False, shape=shape,
-    stride=stride)`, which takes Partial, too. A rank outside the destination mesh gets such a one. Ranks that are
-    in neither may call it, take no part, and get one as well.
+    stride=stride)`, which takes Partial, too. A rank outside the destination mesh gets a DTensor without elements.
+    Ranks that are in neither mesh may call it, too: they communicate nothing, and get one as well.
 
     Args:
         tensor: with placements that a layout has: Shard, Replicate, Partial("sum"), _StridedShard. Sums are
             made on the source mesh, by torch, before anything leaves it.
         device_mesh: the destination.
         placements: one per dim of `device_mesh`: Shard, Replicate or _StridedShard.
-        cluster: the machine, described or named as in the catalog, rank r being its chip r. None lets the ranks
-            tell each other their host, and takes the catalog's rates inside and between hosts. All ranks must
+        cluster: the machine, described or named as in the catalog, rank r being its chip r. None: ranks exchange
+            the names of their hosts, and rates of the catalog are taken inside and between hosts. All ranks must
             name the same.
         context: process groups, deadline and liveness; by default those of the default process group.
 

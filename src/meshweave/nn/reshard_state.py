@@ -72,7 +72,7 @@ def reshard_state_dict(
             become as small as that needs. None sets no limit. Sums that have to be made are not counted, nor
             is the program itself.
         into: tensors that get the results, such as the parameters of a receiver, by some or all of the names;
-            they must lie as asked for, and not in the memory of `state`.
+            they must have the shape, dtype and placements asked for, and no memory in common with `state`.
         cluster: as for `reshard`.
         context: as for `reshard`.
 

@@ -80,7 +80,7 @@ class _AgreedReshard:
 
 @dataclass(frozen=True)
 class ReshardSession:
-    """The context of the ranks that reshard, and the cluster that they plan for; None takes their hosts."""
+    """The context of the ranks that reshard, and the cluster that they plan for; None plans for their hosts."""
 
     context: TorchContext
     cluster: Cluster | str | None
@@ -133,7 +133,8 @@ class DTensorMove:
         `target`.
 
         Raises:
-            LayoutError: the placements do not fit the tensor, or `target` is partial.
+            LayoutError: the placements do not fit the tensor, `target` is partial, or the meshes are of different
+                types of device.
             BindError: tensors of the dtype cannot be moved.
         """
         shape, prefix = tuple(map(int, tensor.shape)), f"{name}: " if name else ""
@@ -202,8 +203,8 @@ def given_spec(device_mesh: DeviceMesh, placements: Sequence[Placement], num_dim
 def summed_spec(source: ShardSpec, target: ShardSpec, shape: Sequence[int]) -> ShardSpec:
     """Return the placements of a tensor of global `shape` once partial sums are made on its own mesh.
 
-    A sum is scattered over a dim that `target` shards, if the mesh dim divides its size evenly; else it is
-    replicated.
+    A sum is scattered over a dim that `target` shards and `source` does not, if the mesh dim divides its size
+    evenly; else it is replicated.
     """
     placements = source.placements or ()
     sharded_dims = [placement.dim for placement in placements if compat.is_sharded(placement)]

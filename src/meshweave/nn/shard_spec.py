@@ -1,4 +1,4 @@
-"""How a tensor lies on a device mesh, apart from its shape and dtype: `ShardSpec`."""
+"""How a tensor is sharded over a device mesh, apart from its shape and dtype: `ShardSpec`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshweave.nn.dtensor import Side, layout_of, layout_on
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a tensor lies on a device mesh: PyTorch's DTensorSpec without shape and dtype.
+    """How a tensor is sharded over a device mesh: PyTorch's DTensorSpec without shape and dtype.
 
     Attributes:
         placements: one per dim of the device mesh; None where they are yet to be chosen.
@@ -58,7 +58,10 @@ class ShardSpec:
         return self.without_partial([TorchReplicate()] * self.device_mesh.ndim)
 
     def without_partial(self, instead: Sequence[TorchPlacement]) -> ShardSpec:
-        """Return the spec with the placements of `instead` on the mesh dims where this one is partial."""
+        """Return the spec with the placements of `instead` on the mesh dims where this one is partial.
+
+        Where there are any, the shard order becomes that from left to right.
+        """
         if not self.is_partial:
             return self
         assert self.placements is not None

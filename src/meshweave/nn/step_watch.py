@@ -1,11 +1,11 @@
-"""Predicted beside measured while a model trains: `StepWatch` records a step now and then, and says who is behind.
+"""Measured and predicted times while a model trains: `StepWatch` records steps, and warns of what is too slow.
 
-Every program that runs in a recorded step is simulated once on the described cluster. Of its ops both have spans,
-and what is compared does not need clocks that agree between hosts:
+Every program that runs in a recorded step is simulated once on the described cluster. Measured and simulated spans
+of its ops are compared by what needs no clocks that agree between hosts:
 
 - the transfer of a collective is the shortest of the spans of its ranks, for the last to come waits for nobody;
   that of a message is the shorter of the spans of both ends;
-- how much later a rank came than the first is the longest span of the collective less its own.
+- how much later a rank came to a collective than the first is the longest span of the collective less its own.
 
 A link is behind where transfers along an axis take longer than predicted, a rank where its products do, or where
 the others wait for it longer than predicted.
@@ -32,7 +32,7 @@ from meshweave.simulate import simulate
 from meshweave.trace import Span, Trace
 
 LEAST_SHARE_OF_STEP = 0.01
-"""What is measured or lost less than this share of the step is no reason for a warning."""
+"""A loss of less than this share of the step is no reason for a warning."""
 
 Kind = Literal["link", "products", "late"]
 
@@ -43,12 +43,12 @@ class FallingBehindWarning(RuntimeWarning):
 
 @dataclass(frozen=True)
 class WatchRow:
-    """Measured beside predicted seconds of a step, of one thing.
+    """Measured and predicted seconds in a step of one link, or of one rank.
 
     Attributes:
         kind: "link" for transfers of one op along an axis, "products" for those of a rank, "late" for how long
             others waited for a rank.
-        op: the name of the op in its program; of a rank, where most of it was.
+        op: the name of the op in its program; in rows of a rank, the op that lost most.
         where: the mesh axis, or the rank.
     """
 
@@ -64,7 +64,7 @@ class WatchRow:
         return self.measured_s - self.predicted_s
 
     def is_behind(self, share: float, step_s: float) -> bool:
-        """Return whether measured exceed predicted seconds by more than `share` of these, and count in a step
+        """Return whether it lost more than `share` of the predicted seconds, and more than `LEAST_SHARE_OF_STEP`
         of `step_s`.
         """
         return self.lost_s > share * self.predicted_s and self.lost_s > LEAST_SHARE_OF_STEP * step_s
@@ -78,14 +78,14 @@ class WatchRow:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """A recorded step beside what was predicted of its programs.
+    """A recorded step and what was predicted of its programs.
 
     Attributes:
         step: the number of the step, from 0.
         step_s: seconds of the step on this rank.
         rows: links and ranks, equal on all ranks.
         measured: the ops of this rank.
-        predicted: the same ops as simulated; each program begins where it began.
+        predicted: the same ops as simulated; each program begins when its measured run began.
     """
 
     step: int
@@ -121,10 +121,9 @@ class StepWatch:
             with watch.step():
                 train(batch)
 
-    A recorded step times each op of the programs of the context, and ends with two small exchanges among all
-    ranks; the other steps cost nothing. All ranks use it alike. A warning, `FallingBehindWarning`, is given on
-    every rank. A rank that is lost or late in an exchange ends it with RankLostError or DeadlineError, within the
-    deadline of the context.
+    A recorded step times each op of the programs of the context (on CUDA of those bound with `trace`), and ends
+    with two small exchanges among all ranks; the other steps cost nothing. All ranks use it alike. Each rank gives
+    the warnings, `FallingBehindWarning`. `latest` is the last `StepComparison`, None before the first.
 
     Args:
         cluster: what is predicted for, described or named as in the catalog; rank r is its chip r.
@@ -156,7 +155,7 @@ class StepWatch:
     def step(self) -> Iterator[None]:
         """Run a training step in the block; record and compare it if its turn has come. Collective on such a step.
 
-        Raises RankLostError or DeadlineError where a rank is lost or late then.
+        Raises RankLostError or DeadlineError where a rank is lost or late in the exchanges of such a step.
         """
         number = self._number
         self._number += 1

@@ -1,4 +1,4 @@
-"""How the ranks of a product reach what others have: by messages, or in memory that they share.
+"""How the ranks of a product get operands of others: by messages, or in memory that they share.
 
 `"auto"` is memory shared by the ranks of a host where all ranks of the product are processes of one host, and
 messages otherwise. All ranks find out together, at their first product with it. Ranks in different network
@@ -30,7 +30,7 @@ Resolved = Literal["messages", "shared", "mpi", "symmetric"]
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 
 FENCES_S = 150e-6
-"""Seconds that the fences of a product in shared memory take; as little is not worth sharing work for."""
+"""Seconds that the fences of a product in shared memory take; what saves less time does not pay for them."""
 
 _POOL_BYTES = 1 << 20
 

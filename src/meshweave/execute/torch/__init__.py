@@ -5,7 +5,7 @@ file            what it does
 `context`       what bound programs of a process share: process groups, lane threads, caches, deadlines
 `groups`        which lanes share process groups, and between which ranks each group is formed
 `compat`        the private names of torch, each behind one documented function
-`call_order`    counts the calls of ranks, so that data of one never serves another
+`call_order`    numbers the calls of ranks, so that a message of one is never taken for another's
 `call_watch`    compares the calls of ranks that wait for long
 `bind`          makes each op an action, and runs the whole
 `buffers`       checks the tensors that are given, and allocates the rest
@@ -16,6 +16,6 @@ file            what it does
 `comm`          messages, ring steps and collectives as actions over `wire`
 `one_sided`     gets, puts, updates, fences and completion flags as actions over a remote memory
 `issue`         how the actions are issued: a thread per lane, or one thread in one order
-`lanes`         runs the actions so
+`lanes`         the threads of lanes, and what each op waits for in other lanes
 `measure`       ranks that begin together, for timings
 """

@@ -91,7 +91,7 @@ class RankAnalysis:
 
     @cached_property
     def regions(self) -> TrackedRegions | None:
-        """The regions of released products that run as kernels; None where no product runs as such a kernel."""
+        """The regions of released products that run as kernels; None without `tracks` or one-sided access."""
         return tracked_regions(self.program) if self.tracks and self.is_one_sided else None
 
     @cached_property
@@ -101,7 +101,10 @@ class RankAnalysis:
 
     @cached_property
     def awaited_regions(self) -> list[tuple[Node, ...]]:
-        """For each op the regions in other lanes and ranks whose counters it waits for."""
+        """For each op the regions in other lanes and ranks whose counters it waits for, as (rank, op index).
+
+        `regions` must not be None.
+        """
         assert self.regions is not None
         return [
             (*((self.rank, other) for other in local), *self.regions.remote.get((self.rank, index), ()))

@@ -1,7 +1,7 @@
 """Products with batch dims as bound actions: one matrix product where shapes allow, else a batch of them.
 
-Where one operand serves the whole batch and the other is the left one, its rows of all batches form one
-matrix. A sum over the batch is one product with the batch before k. Everything else is `torch.bmm`.
+Where the right operand has no batch dims, the left one's rows of all batches form one matrix. A sum over the
+batch is one product whose k runs over the batch, too. Everything else is `torch.bmm`.
 """
 
 from __future__ import annotations

@@ -88,7 +88,10 @@ class BoundProgram:
 
     @property
     def next_run(self) -> int:
-        """Return a number below 65,521 of the program and its next run: the same on ranks that are in step."""
+        """Return a number below 65,521 made of the program's number and that of its ranks' next call.
+
+        It is the same on ranks that are in step; 0 for a program that does not communicate.
+        """
         if self._call is None:
             return 0
         return (8191 * self._call.number + self._call.sequence.count + 1) % 65_521
@@ -100,8 +103,8 @@ class BoundProgram:
             inputs: new values by buffer name, copied into the bound tensors first.
 
         Returns:
-            The spans of this rank if bound with `trace`. Their times are those of CLOCK_MONOTONIC, which the
-            processes of a host share.
+            The spans of this rank if bound with `trace`, else None. Their times are those of CLOCK_MONOTONIC,
+            which the processes of a host share.
 
         Raises:
             BindError: an input never got a value, or a new value does not fit, here or on another rank; other
@@ -137,13 +140,14 @@ class BoundProgram:
     def begin(self, take: Callable[[], None]) -> Callable[[], None]:
         """Begin a run on what `inputs` hold, and return what ends it; all ranks of the program call both.
 
-        A program that is one collective of torch's on a CPU runs beside what the caller does until then, or until
-        the next call of the context begins. Others have run when this returns.
+        Where the program is one collective of torch's on a CPU, and is not timed, its transfer overlaps with what
+        the caller does until the returned function is called, or the next call of the context begins. Any other
+        program has run, and `take` was called, when this returns.
 
         Args:
-            take: takes the results from `outputs`, as soon as they are there.
+            take: called once the results are in `outputs`.
 
-        Raises as `run` does.
+        Raises what `run` raises; so does the returned function.
         """
         lanes, call = self._execute, self._call
         if not isinstance(lanes, LaneExecution) or not lanes.has_halves or call is None:
@@ -221,8 +225,8 @@ def bind(
 ) -> BoundProgram:
     """Bind the ops of one rank to its tensors, ready to run. All ranks of the program must call it.
 
-    Ranks bind their programs in the same order; see `TorchContext`. At the first of its kind in a context the
-    ranks of a program that communicates check that they bind the same.
+    Ranks bind their programs in the same order; see `TorchContext`. The first time that a program is bound in a
+    context, and each time with `memory`, its ranks check that all bind the same program.
 
     Mode "threads" (the default on a CPU) runs each lane in a thread of its own, in program order one op at a
     time, also where the lane is declared wider or ready-first. Mode "linear" (the default on CUDA) issues all
@@ -252,17 +256,19 @@ def bind(
             "library" runs each product as a call of torch.
         graph: capture what a run issues into a CUDA graph at the second run, and replay it since. Not for programs
             with one-sided ops or `trace`; `calls` must be fit for capture.
-        meets: let ranks meet before the first of torch's own collectives in a run, by a message from each to each.
-            False for who finds out from the data that other ranks run another program.
+        meets: whether ranks exchange a message, each with each, before the first of torch's own collectives in a
+            run, since collectives of two programs may match. False where the caller notices that from the data.
         agreed: the program that ranks agree on in place of this one, which follows from it and from values
-            that they share, as counts are (`execute.torch.counted`).
+            that they share, as counts are (`execute.torch.counted`). Ignored where `memory` is used.
         twin: the same program, bound on other memory in the same context; None for a program of its own. The two
-            are one call: in each run a rank takes either. Only for a program without messages of its own.
+            count as one program: in each run a rank may run either. Only for mode "threads", without messages.
 
     Raises:
-        BindError: tensors, calls, ranks or order do not fit the program, here or on another rank; ranks bind
+        BindError: tensors, calls, ranks or options do not fit the program, here or on another rank; ranks bind
             different programs.
-        UnsupportedError: the program has one-sided ops and there is no `memory` (give one, or lower them first).
+        UnsupportedError: the program has one-sided ops and there is no `memory` (give one, or lower them first);
+            it cannot be a graph, or "tracked" lacks Triton; an earlier run in this context failed.
+        RankLostError, DeadlineError: other ranks are missing or late.
     """
     program = program.expanded
     if context is None:

@@ -19,13 +19,16 @@ Products = Literal["library", "tracked"]
 
 
 def check_update_order(update_order: UpdateOrder) -> None:
-    """Raise BindError for an order of updates that there is none of."""
+    """Raise BindError where `update_order` is neither "fixed" nor "arrival"."""
     if update_order not in get_args(UpdateOrder):
         raise BindError(f"update_order is {update_order!r}; it must be 'fixed' or 'arrival'")
 
 
 def checked_products(products: Products, memory: RemoteMemory | None) -> bool:
-    """Return whether released products count their tiles. Raises what `bind` does where that cannot be."""
+    """Return whether released products count their tiles: whether `products` is "tracked".
+
+    Raises BindError for an unknown word, or "tracked" without memory; UnsupportedError for it without Triton.
+    """
     if products not in get_args(Products):
         raise BindError(f"products is {products!r}; it must be 'library' or 'tracked'")
     if products == "tracked" and memory is None:
@@ -40,7 +43,11 @@ def checked_products(products: Products, memory: RemoteMemory | None) -> bool:
 def checked_mode(
     program: Program, rank: int, context: TorchContext, mode: Mode | None, order: Sequence[int] | None
 ) -> Mode:
-    """Return the mode to bind for. Raises what `bind` does where rank, context, mode and order do not fit."""
+    """Return the mode to bind for: the default of the context's device where `mode` is None.
+
+    Raises BindError where rank, context, mode and order do not fit; UnsupportedError after a failed run in the
+    context; RankLostError where ranks are known to be lost.
+    """
     context.lane_threads.check()
     if rank not in program.ranks:
         raise BindError(f"program {program.name} has no rank {rank}")
@@ -55,7 +62,7 @@ def checked_mode(
 
 
 def check_serial(program: Program) -> None:
-    """Refuse a program that needs its wide or ready-first lanes to end: here each runs one op at a time."""
+    """Raise BindError for a program that deadlocks where, as here, each lane runs one op at a time, in order."""
     serial = tuple(Lane(lane.name) for lane in program.lanes)
     if serial == program.lanes:
         return

@@ -6,7 +6,7 @@ numbered as they are bound. Two mechanisms rest on these numbers.
 
 - Messages carry the number of their program in their tag (`wire_tag`), so that those of two programs never match,
   whatever sizes they have. Calls in another order then wait for each other; no byte of one is taken for another's.
-- A rank that waits for long says what it is in, and compares (`call_watch`). So an order that differs ends in
+- A rank that waits for long publishes its call, and compares it (`call_watch`). So an order that differs ends in
   an error that names the ranks and their calls, at once and not at the deadline.
 
 Neither adds a message or a wait to a call. What cannot be told apart: two calls of one bound program with other
@@ -46,9 +46,10 @@ class CallSequence(SharedCalls):
     """The calls of one context among one set of ranks.
 
     Attributes:
-        num_bound: the programs bound so far.
-        digests: those of the programs that these ranks have agreed on.
-        last_key: the key in the store of the last words that this rank has said to the others.
+        num_bound: how many programs were bound so far.
+        digests: of the programs that these ranks have agreed on.
+        last_key: the key in the store of the last message of this rank to the others; "" before the first.
+        session: how many contexts of this process have had calls among these ranks, this one included.
     """
 
     def __init__(self, order: CallOrder, ranks: tuple[int, ...]) -> None:
@@ -65,6 +66,8 @@ class CallSequence(SharedCalls):
         Raises:
             BindError: the process group of the context is gone.
             UnsupportedError: an earlier call in the context was out of order.
+
+        Raises also what the call that was left open raises, which is ended first.
         """
         order = self.order
         if order.open is not None:
@@ -85,9 +88,9 @@ class CallSequence(SharedCalls):
 
     @contextlib.contextmanager
     def agreement(self, what: str) -> Iterator[int]:
-        """Begin a call in which ranks exchange words, yield its number, and end it with the block.
+        """Begin a call in which ranks exchange messages, yield its number, and end it with the block.
 
-        `what` names it where the context's order has no title. Raises as `begin` does.
+        `what` names the call in errors where the context's order has no title. Raises what `begin` raises.
         """
         number = self.begin(CallKind(TALK, self.order.title or what))
         try:
@@ -99,7 +102,7 @@ class CallSequence(SharedCalls):
 
     @contextlib.contextmanager
     def resume(self) -> Iterator[None]:
-        """Wait inside for what the call that was begun last has left open."""
+        """Make the call that was begun last the current one again in the block, which waits for the rest of it."""
         self.order.current = self
         self.order.serial += 1
         try:
@@ -110,7 +113,7 @@ class CallSequence(SharedCalls):
         self.end()
 
     def bind(self, title: str) -> BoundCall:
-        """Number a program that all ranks bind now; `title` is what it does, in words."""
+        """Return the numbered call of a program that all ranks bind now; `title` is what it does, in words."""
         self.num_bound += 1
         return BoundCall(self, self.num_bound, title)
 
@@ -139,7 +142,7 @@ class CallSequence(SharedCalls):
             store.set(self.words_key(number, order.rank), json.dumps({"refuses": why, "title": title}))
 
     def words_key(self, number: int, rank: int) -> str:
-        """Return the key in the store of what `rank` says in call `number`."""
+        """Return the key in the store of the message of `rank` in call `number`."""
         return f"{self.folder}/{number}/{rank}"
 
     @property
@@ -154,7 +157,7 @@ _sessions = CountsPerWorld()
 
 
 class OpenCall:
-    """A call that runs beside what follows it; whoever needs its answer first waits for it.
+    """A call that overlaps with what follows it; whoever needs its answer waits for it.
 
     Args:
         finish: waits for the answer, and takes it.
@@ -167,7 +170,7 @@ class OpenCall:
         self._error: BaseException | None = None
 
     def end(self) -> None:
-        """Wait for the answer, once. Raises what that raises, each time.
+        """Wait for the answer at the first call. Raises what that raised, at each call.
 
         Called from within its own wait, which begins calls itself, it returns at once.
         """
@@ -207,12 +210,12 @@ class BoundCall:
 
 
 class CallOrder(ContextCalls):
-    """The calls of one context. What waits for other ranks asks `check_verdict` now and then, or is aborted.
+    """The calls of one context. A wait for other ranks polls `check_verdict`, or is aborted.
 
     Attributes:
-        title: what the calls under way belong to, in words; "" where nobody says.
-        open: the call that runs beside what follows it; None where there is none. The next call begins with its
-            end.
+        title: what the calls under way belong to, in words; "" outside of `titled`.
+        open: the call that overlaps with what follows it; None where there is none. The next call waits for it
+            first.
     """
 
     def __init__(self, context: TorchContext) -> None:
@@ -237,8 +240,9 @@ class CallOrder(ContextCalls):
         return sequence
 
     def leave_open(self, finish: Callable[[], None]) -> OpenCall:
-        """Have the next call of this context begin with `finish`, in the place of what was open; return what runs
-        it earlier.
+        """Have the next call of this context run `finish` first, in the place of what was open before.
+
+        Return the open call, whose `end` runs it earlier.
         """
         self.open = OpenCall(self, finish)
         return self.open
@@ -272,12 +276,12 @@ class CallOrder(ContextCalls):
         self.check_verdict()
 
     def publish(self, store: Any) -> None:
-        """Write into `store` what this rank is in."""
+        """Write the record of this rank's calls into `store`."""
         self._watched.publish(store)
 
     @contextlib.contextmanager
     def titled(self, title: str) -> Iterator[None]:
-        """Name what is agreed on and bound inside."""
+        """Give calls that are agreed on or bound in the block this title."""
         before, self.title = self.title, title
         try:
             yield
@@ -285,17 +289,17 @@ class CallOrder(ContextCalls):
             self.title = before
 
     def watch(self) -> None:
-        """Look after the calls from here on, as the first one does."""
+        """Watch the calls from here on. The first call of `sequence` does it, too."""
         self._watch = CallWatch.of_world(self.world)
         self._watch.add(self._watched)
 
     def close(self) -> None:
-        """Look after the calls no more; the context's groups are about to be destroyed."""
+        """Stop watching the calls for good; the context's groups are about to be destroyed."""
         self._watched.close()
         self.unwatch()
 
     def unwatch(self) -> None:
-        """Look after the calls no more, until `watch`."""
+        """Stop watching the calls, until `watch`."""
         if self._watch is not None:
             self._watch.remove(self._watched)
 
@@ -314,10 +318,10 @@ def call_order(context: TorchContext) -> CallOrder:
 
 
 def bound_call(context: TorchContext, ranks: Sequence[int], name: str) -> BoundCall | None:
-    """Return the call that a program on `ranks` is, bound now by all of them; None where no others run it.
+    """Return the call of a program that all of `ranks` bind now; None where no other rank runs it.
 
     Args:
-        name: what it is called unless what is under way has a title.
+        name: the call's title where the context's order has none.
     """
     if not context.is_distributed or len(ranks) == 1:
         return None
@@ -367,7 +371,7 @@ _SHARED = "is_known_to_other_ranks"
 
 
 def mark_as_shared(error: BaseException) -> None:
-    """Say of an error that the other ranks know of it, or wait no longer."""
+    """Mark an error of which the other ranks know, or for which none of them waits."""
     with contextlib.suppress(AttributeError):
         setattr(error, _SHARED, True)
 

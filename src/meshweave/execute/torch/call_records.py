@@ -46,7 +46,7 @@ class ContextCalls:
     Attributes:
         token: names the record of this context in the store.
         sequences: the calls among each set of ranks.
-        current: the calls of which one is under way, if there are any.
+        current: the calls among the ranks of the one that is under way; None between calls.
         serial: the calls begun so far, of all sequences.
         verdict: why calls are out of order; "" as long as they are not.
     """

@@ -1,7 +1,7 @@
-"""Looking after calls that take long: what each rank is in goes into the store, and is compared there.
+"""Watching calls that take long: each rank writes its call under way into the store, and compares it there.
 
-A thread of the process looks ten times a second. A call that it sees twice is one that waits, or that computes for
-long: the rank writes a record of its calls into the store and reads those of the ranks it shares the call with.
+A thread of the process checks ten times a second. A call that it sees twice is one that waits, or that computes
+for long: the rank writes a record of its calls into the store and reads those of the other ranks of the call.
 Calls are out of order where another rank did something else in the call of the same number, or where ranks wait
 for each other in calls among different ranks, in a circle. Both are facts, no guesses from time: what a call was
 does not change afterwards, and each rank of a circle has been seen twice in the same call.
@@ -30,7 +30,7 @@ from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.world import SignedStore, close_connections, signed_store
 
 TICK_S = 0.1
-"""Seconds between two looks at what goes on in this process."""
+"""Seconds between two checks of the calls under way in this process."""
 
 _LONGEST_PAUSE_S = 1.0
 _REPLY_S = 1.0  # how long a failed wait is kept for a look at the others
@@ -38,8 +38,8 @@ _NUM_PEERS = 32  # whose records one look reads, in turns where there are more
 _NUM_LISTED = 16  # calls of a sequence in a record
 
 Record = Mapping[str, Any]
-"""What a rank is in: its "rank", "serial" and "beat", the "current" call if there is one, its "sequences" with
-their last calls, and the "verdict"."""
+"""The calls of a rank: its "rank", "serial" and "beat" (a count of records), the "current" call or None, its
+"sequences" with their last calls, and the "verdict"."""
 
 
 def record_key(token: str) -> str:
@@ -48,7 +48,7 @@ def record_key(token: str) -> str:
 
 
 class CallWatch:
-    """The thread of a process that looks after the calls of its contexts, for one default process group."""
+    """The thread of a process that watches the calls of its contexts, for one default process group."""
 
     def __init__(self, world: Any) -> None:
         self._world = weakref.ref(world)
@@ -61,7 +61,7 @@ class CallWatch:
 
     @classmethod
     def of_world(cls, world: Any) -> CallWatch:
-        """Return the watch of `world`, the present default process group; one for another world is closed."""
+        """Return the watch of `world`, the present default process group; closes that of an earlier one."""
         global _watch
         if _watch is None or _watch._world() is not world:
             _close()
@@ -69,7 +69,7 @@ class CallWatch:
         return _watch
 
     def add(self, watched: WatchedCalls) -> None:
-        """Look after the calls of a context from now on."""
+        """Watch the calls of a context from now on."""
         with self._lock:
             self._watched.add(watched)
             if not self._is_running:
@@ -82,7 +82,7 @@ class CallWatch:
                 self._thread.start()
 
     def remove(self, watched: WatchedCalls) -> None:
-        """Stop looking after the calls of a context; the thread ends with the last one."""
+        """Stop watching the calls of a context; the thread ends when none is left."""
         with self._lock:
             self._watched.discard(watched)
         self._wake.set()
@@ -162,7 +162,7 @@ class _Seen:
 
 
 class WatchedCalls:
-    """The calls of a context as the watch sees them. Of its thread alone but for `record`, `publish`, `close`."""
+    """The calls of a context as the watch sees them. Its thread alone calls more than `publish` and `close`."""
 
     def __init__(self, order: ContextCalls, context: TorchContext) -> None:
         self._order, self._context = order, weakref.ref(context)
@@ -214,13 +214,13 @@ class WatchedCalls:
         return {rank: known[rank] for rank in sequence.ranks if rank in known}
 
     def look(self, store: Any, *, is_urgent: bool = False) -> None:
-        """Compare the call under way with other ranks' if it has lasted since the last look.
+        """Compare the call under way with other ranks' if it was under way at the last `look`, too.
 
         Where they are out of order, write the verdict to the store and end this rank's waits.
 
         Args:
             store: where the ranks' records are.
-            is_urgent: whether a wait has failed, so that they are compared at once.
+            is_urgent: whether a wait has failed, so that calls are compared at once.
         """
         order = self._order
         sequence, serial = order.current, order.serial

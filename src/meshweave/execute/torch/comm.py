@@ -1,7 +1,8 @@
 """Communication ops as bound actions over `torch.distributed`.
 
-Messages and ring steps post the receive before the send. Parts of unequal sizes, and groups whose members are
-not in ascending order, go as messages between all pairs; no padding is sent.
+Messages and ring steps post the receive before the send. A gather or scatter of unequal or empty parts goes as
+messages between all pairs, and so does one, or an all-to-all, whose members are not in ascending order; no padding
+is sent.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def bind_communication(wire: Wire, bound: BoundOp) -> Action:
     """Return the action of a communication op on this rank.
 
     Raises:
-        UnsupportedError: the op is one-sided.
+        UnsupportedError: the op is one-sided, or has a reduction other than sum, prod, max and min.
         BindError: a tag is negative, a peer is this rank or none, or a collective does not include this rank.
     """
     op = bound.op

@@ -1,6 +1,6 @@
 """The private names of torch that meshweave uses, each behind one documented function.
 
-No other module touches a name of torch that begins with an underscore, or replaces a function of torch.
+Only this module and its parts `compat_*` touch names of torch that begin with an underscore, or replace functions.
 `tests/execute/test_compat.py` has a test per function, which fails on a torch where what the function relies on
 has changed; it has run with torch 2.13, and the names were compared with the sources of torch 2.9. A name that is
 gone raises an UnsupportedError that gives the version of torch.
@@ -65,7 +65,7 @@ _SPEC = "torch.distributed.tensor._dtensor_spec"
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """Return this rank's part of a DTensor, arrived and outside autograd: the same memory.
+    """Return this rank's part of a DTensor outside autograd: the same memory, after a wait if it is in transfer.
 
     Relies on `DTensor._local_tensor` and `_functional_collectives.AsyncCollectiveTensor` (torch 2.9 and 2.13).
     The public `to_local` costs an autograd node. Raises UnsupportedError where either is gone.
@@ -113,7 +113,7 @@ def add_each(sums: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
 
 
 def views_of(flat: Tensor, alike: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of (elements,) that lie one after the other in it, with the shapes of other tensors.
+    """Return consecutive views of the 1-D tensor `flat`, with the shapes of the tensors `alike`.
 
     Relies on `torch._utils._unflatten_dense_tensors` (torch 2.9 and 2.13). Raises UnsupportedError where it is
     gone.
@@ -122,7 +122,7 @@ def views_of(flat: Tensor, alike: Sequence[Tensor]) -> list[Tensor]:
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
-    """Return the DTensorSpec of a DTensor, which is hashable and equal for tensors that lie alike.
+    """Return the DTensorSpec of a DTensor, hashable and equal for DTensors of one layout, shape and dtype.
 
     Relies on `DTensor._spec` (torch 2.9 and 2.13). Raises UnsupportedError where it is gone.
     """
@@ -179,7 +179,7 @@ def from_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def apply_directly(function: type[torch.autograd.Function], *given: Any) -> Any:
-    """Return what a function of autograd makes of tensors of this thread, as its `apply` does.
+    """Return the result of an autograd function, as its `apply` does.
 
     `Function.apply` looks at each argument for wrappers of functorch first. Where no transform of functorch is
     active this is left out, by `torch._C._FunctionBase.apply` (torch 2.9 and 2.13).
@@ -248,7 +248,7 @@ def bare_step(kind: type) -> Callable[..., Any]:
 
 
 def other_step_hooks(optimizer: Any) -> bool:
-    """Return whether an optimizer has hooks around steps, or there are some for all beside one each way.
+    """Return whether an optimizer has step hooks, or there are two or more for all optimizers, before or after.
 
     Relies on `Optimizer._optimizer_step_pre_hooks` and `_optimizer_step_post_hooks`, and those of all optimizers,
     `torch.optim.optimizer._global_optimizer_pre_hooks` and `_global_optimizer_post_hooks` (torch 2.9 and 2.13).

@@ -69,7 +69,7 @@ class GuardedWait(Protocol):
 
 
 class RunRecorder(Protocol):
-    """Who wants the traces of programs as they run: those on a CPU, and those that are bound with `trace`."""
+    """Takes the traces of programs as they run: of those on a CPU, and of those that are bound with `trace`."""
 
     def add(self, program: Program, trace: Trace) -> None:
         """Take this rank's trace of one run of `program`."""
@@ -157,7 +157,7 @@ class TorchContext:
         self.rank: int | None = dist.get_rank() if self.is_distributed else None
         self.num_ranks: int = dist.get_world_size() if self.is_distributed else 1
         self.number = next(_numbers)
-        """Which context of this process it is: text that a graph can hold."""
+        """The number of this context in the process, which a compiled graph holds in place of the context."""
         _by_number[self.number] = self
         self.lane_threads = LaneThreads(
             deadline_s, None if self.liveness is None else self.liveness.check_lost
@@ -214,7 +214,7 @@ class TorchContext:
 
     @property
     def recorder(self) -> RunRecorder | None:
-        """Return what takes the trace of each run in this context; None, the default, records none."""
+        """Return what takes the traces of runs in this context, see `RunRecorder`; None by default."""
         return self._observers.recorder
 
     @recorder.setter
@@ -287,7 +287,7 @@ class TorchContext:
             )
 
     def channels(self, program: Program) -> dict[str, int]:
-        """Return the channel number of each communicating lane of a program; lanes of one share process groups."""
+        """Return the channel of each communicating lane of a program; lanes of a channel share process groups."""
         return assign_channels(program, shared=self.shares_groups)
 
     @property
@@ -307,7 +307,7 @@ class TorchContext:
         """Return a context manager for one wait for other ranks; its `timeout` is the rest of the deadline.
 
         Inside it a failed wait raises RankLostError, which names the lost ranks, or DeadlineError where all
-        still answer.
+        still answer. Without liveness an error names what was waited for, and not always ranks.
 
         Args:
             what: completes "waiting for ..." in errors.

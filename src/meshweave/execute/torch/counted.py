@@ -1,8 +1,8 @@
-"""A program with counts on one rank: its cells get rows at every run, when the counts are known.
+"""A program whose numbers of rows are known only at run time, on one rank: bound at every run, for its counts.
 
 Ranks agree on the program once. A run then needs the counts of all ranks on the host, which is one synchronisation
-of device and host; views, messages and buffers follow from them alone. A caller that wants none gives every
-cell its capacity: `bind` of `program.with_counts` of that table is bound once, with rows that hold nothing.
+of device and host; views, messages and buffers follow from them alone. A caller that wants no synchronisation
+makes every count its capacity, and binds `program.with_counts` of these once: some rows then hold nothing.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from meshweave.ir.program import Program
 
 @dataclass(frozen=True)
 class Count:
-    """What an op waits for of one lane of one rank: so many of the steps that a counter counts.
+    """What an op waits for from one lane of one rank: that a counter has counted `needed` steps of the run.
 
     Attributes:
-        counter: number of the counter, which is this rank's.
+        counter: number of the counter, which is in the memory of the rank that waits.
         writer: the rank that counts.
         needed: steps of a run that must be complete.
         region: what they write to, in words.

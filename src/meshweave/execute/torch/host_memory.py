@@ -23,7 +23,7 @@ _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNAB
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Let this process keep memory that was freed, and return whether it does; once a process.
+    """Let this process keep memory that was freed, and return whether it does; only the first call does anything.
 
     It does not where the C library is another than glibc, or the user has set its limits. Other allocators
     (jemalloc, tcmalloc) take no notice.

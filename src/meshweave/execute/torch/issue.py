@@ -60,7 +60,7 @@ class LaneExecution:
     """Runs the lanes of a rank, each in a thread of its own.
 
     Attributes:
-        sends_messages: whether the rank sends or receives messages, beside collectives of torch's.
+        sends_messages: whether the rank sends or receives messages, apart from torch's collectives.
     """
 
     def __init__(self, context: TorchContext, lanes: Sequence[LaneRun], trace: bool) -> None:
@@ -86,7 +86,9 @@ class LaneExecution:
 
     @property
     def has_halves(self) -> bool:
-        """Return whether `begin` can be called: the program is one collective, and runs are not timed."""
+        """Return whether `begin` can be called: the rank has one lane with one collective of torch's, no messages
+        and no timing.
+        """
         return self._halves is not None and self._context.recorder is None and self._context.waits is None
 
     def begin(self) -> Callable[[], None]:

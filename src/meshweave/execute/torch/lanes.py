@@ -60,7 +60,7 @@ def cross_lane_waits(lane_of: Sequence[int], before: Sequence[Sequence[int]], nu
 
 
 class LaneRun:
-    """The steps of a lane and its progress. Only the lane's thread writes it, except for `wanted`."""
+    """The steps of a lane and its progress. In a run only the lane's thread writes it, except for `wanted`."""
 
     __slots__ = (
         "actions",

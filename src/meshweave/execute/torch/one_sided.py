@@ -38,7 +38,7 @@ _Result = TypeVar("_Result")
 
 
 class OneSidedAccess:
-    """A bound program's use of a remote memory. Set up in steps: buffers come before what is bound to them.
+    """A bound program's use of a remote memory. `set_binder` is called before `bind`.
 
     `own` is the memory of this rank's exposed buffers by (buffer, slot).
     """
@@ -129,7 +129,7 @@ class OneSidedAccess:
         Args:
             bind_local_or_matched: binds an op that has nothing to do with remote memory.
 
-        Raises UnsupportedError where the memory cannot run the op.
+        Raises UnsupportedError where the memory cannot run the op, BindError for a fence without this rank.
         """
         op, node = bound.op, (self._rank, index)
         self._updating = node

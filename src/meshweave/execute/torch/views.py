@@ -143,8 +143,8 @@ def _part(whole: Tensor, piece: Sequence[BlockRun]) -> Tensor:
 
 
 def pair_up(out: StridedView, src: StridedView) -> list[tuple[Tensor, Tensor]] | None:
-    """Return pairs (part of `out`, part of `src`) of equal shapes that cover both; None where their pieces
-    differ.
+    """Return pairs (part of `out`, part of `src`) of equal shapes that cover both; None where neither is one
+    tensor and their pieces differ.
     """
     if out.direct is not None:
         return [(_part(out.direct, piece), tensor) for piece, tensor in src.pieces]
@@ -163,7 +163,7 @@ def row_major(num_dims: int) -> Order:
 def empty_in_order(
     shape: Sequence[int], dtype: torch.dtype, order: Order | None, device: torch.device
 ) -> Tensor:
-    """Return a dense tensor of `shape` whose dims lie in memory in `order`, outermost first."""
+    """Return a dense tensor of `shape` whose dims lie in memory in `order`, outermost first; None is row-major."""
     if order is None:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     dense = torch.empty([shape[dim] for dim in order], dtype=dtype, device=device)
@@ -197,7 +197,7 @@ class Staging:
     ) -> Tensor:
         """Return a dense tensor of logical `shape` whose dims lie in memory in `order`, outermost first.
 
-        The same memory for the same lane, use and size up to the next power of two. None is row-major.
+        The same memory for the same lane, use and size up to the next power of two. `order` None is row-major.
         """
         size = math.prod(shape) * dtype.itemsize
         bits = max(size - 1, 0).bit_length()

@@ -3,7 +3,7 @@
 Wire order. Dims travel in an order that both ends know without asking: for gathers and scatters the dim they
 cut comes first, so that a member's part is one run of memory; otherwise it is the memory order of the buffers
 that such ops of the lane use as written, where they agree, and row-major where they do not. A view that
-already lies so is sent and received in place, any other through staging.
+already has that order is sent and received in place, any other through staging.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ WireKey = tuple[str, str, int]
 def wire_orders(program: Program) -> dict[WireKey, Order]:
     """Return the memory order in which a lane's ops of one kind send tensors, by (lane, kind, num_dims).
 
-    It is that of the buffers that they read and write, or row-major where these differ.
+    The kind is "message", or the kind and name of a collective. The order is that of the buffers that they read
+    and write, or row-major where these differ.
     """
     orders: dict[WireKey, Order] = {}
     for op in program.ops():
@@ -119,7 +120,7 @@ class MessageExchange:
 
 
 class GroupEntry:
-    """The ranks of a group meet in each run before the first of torch's own collectives, as an action.
+    """An action in which the ranks of a group meet: they exchange a message, each with each, once in a run.
 
     Messages of two programs never match, for they carry the number of their program; torch's collectives carry
     none. Ranks that have met run the same program.
@@ -137,7 +138,7 @@ class GroupEntry:
         self._call, self._seen = call, 0
 
     def __call__(self) -> None:
-        """Meet the others, unless this run has."""
+        """Exchange the messages, unless this run has done it."""
         count = self._call.sequence.count
         if self._seen != count:
             self._seen = count
@@ -189,7 +190,7 @@ class Wire:
     call: BoundCall | None = None
     """The program as a call of its ranks; None where no others run it."""
     meets: bool = True
-    """Whether ranks meet before torch's own collectives."""
+    """Whether ranks meet before the first of torch's own collectives in a run; see `GroupEntry`."""
     num_received: dict[str, Iterator[int]] = field(default_factory=dict)
     """By lane, the messages that have been bound to be received."""
     _entries: dict[Any, GroupEntry] = field(default_factory=dict)
@@ -236,7 +237,7 @@ class Wire:
 
         Args:
             what: completes "waiting for ..." in errors.
-            tag: tells messages of this program between two ranks apart.
+            tag: tells messages of this program between two ranks apart; unused on CUDA, where they match in order.
         """
         sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
         recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
@@ -252,8 +253,9 @@ class Wire:
         return [MessageExchange(self, what, group, tag, peers, sends, recvs)]
 
     def order(self, op: Op, view: View) -> Order:
-        """Return the dims of a view in the order in which this op sends them, outermost first, unless it
-        splits one.
+        """Return the dims of a view in the order in which this op sends them, outermost first.
+
+        Not for ops that split a dim, which send that first.
         """
         num_dims = len(view.selectors)
         return self.orders.get(_wire_key(op, num_dims), row_major(num_dims))

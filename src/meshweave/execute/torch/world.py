@@ -1,7 +1,7 @@
 """What all contexts of a process share in one default process group: its liveness, and its store.
 
 Contexts come and go, and a process has one heartbeat: a thread, a connection to the store, and 5 beats a second,
-each of one write, one look and one read (0.1 ms of processor time a beat over loopback).
+each of one write, one check and one read of keys (0.1 ms of processor time a beat over loopback).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def adopt(liveness: Liveness) -> None:
 
 
 def join_ranks(backend: str = "gloo", *, deadline_s: float = 60.0) -> None:
-    """Make the default process group that the environment says, as `init_process_group()` does. Collective.
+    """Make the default process group from the environment, as `init_process_group()` does. Collective.
 
     Each rank has a heartbeat from the first moment, so that a rank that does not come, or is lost before the
     first context is made, is named.
@@ -137,7 +137,7 @@ def form_world(liveness: Liveness, store: Any, num_ranks: int, backend: str, **o
     """Make the default process group within the deadline of `liveness`, which becomes the group's. Collective.
 
     Args:
-        store: that all ranks reach.
+        store: a `torch.distributed.Store` that all ranks share.
         options: for `torch.distributed.init_process_group`.
 
     Raises RankLostError or DeadlineError where ranks do not come.
@@ -180,7 +180,7 @@ def close_connections(groups: Sequence[Any] | None = None) -> None:
 class SignedStore:
     """The part of a `torch.distributed.Store` by which ranks agree, with what they write signed; see `signing`.
 
-    A value that no rank of this run has written is as good as none.
+    A value that no rank of this run has written counts as absent in `check`, and as an error where it is read.
 
     Args:
         store: where the values are.
@@ -224,7 +224,7 @@ class SignedStore:
         self._call(partial(self._store.delete_key, key))
 
     def clone(self) -> SignedStore:
-        """Return the same store over a connection of its own."""
+        """Return the same store over a connection of its own; over this one where it cannot be cloned."""
         clone = getattr(self._store, "clone", None)
         return SignedStore(self._store if clone is None else clone(), self._limit_s)
 
@@ -233,7 +233,7 @@ class SignedStore:
 
 
 def signed_store(limit_s: float | None = None) -> SignedStore:
-    """Return the store of the default process group, for what ranks say to each other; see `SignedStore`.
+    """Return the store of the default process group, for messages between ranks; see `SignedStore`.
 
     Raises ValueError where there is no default process group.
     """

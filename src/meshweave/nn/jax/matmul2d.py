@@ -59,8 +59,9 @@ def matmul2d(
 ) -> Array:
     """Return the product of two matrices, both and the result sharded over a 2D mesh.
 
-    Rows of each matrix lie over the first mesh axis, columns over the second: `PartitionSpec(*mesh.axis_names)`.
-    Operands that lie otherwise are moved there first. Sizes need not divide by those of the mesh.
+    Rows of each matrix are sharded over the first mesh axis, columns over the second:
+    `PartitionSpec(*mesh.axis_names)`.
+    Operands with other shardings are resharded first. Sizes need not divide by those of the mesh.
 
         dataflow  computes       x (global)  w (global)  stationary
         os        Y = X W        (M, K)      (K, N)      Y
@@ -72,6 +73,7 @@ def matmul2d(
     for float32 on TPUs `jax.default_matmul_precision` holds.
 
     Args:
+        algorithm: the name of a 2D product, such as "meshslice", "summa", "wang".
         slices: slice count of MeshSlice, or the relative widths of unequal slices. At most as many as the
             sliced dim (K for os, N for ls, M for rs) has elements; more are cut down to that.
         block: neighbouring elements that stay together in a slice.

@@ -35,14 +35,15 @@ from meshweave.nn.pipelining.tied import TiedTable
 
 @dataclass(frozen=True)
 class BoundPipeline:
-    """A program bound for batches of one kind.
+    """A program bound for batches of one shape and dtype.
 
     Attributes:
         problem: stages and edges.
         schedule: the actions of the program.
         bound: the program with its calls.
         functions, gradients: of the stages of this rank, by number.
-        tied: the table that the first and the last stage share, where this rank has a copy.
+        tied: the table that the first and the last stage share; None where this rank has no copy, or without
+            backwards.
     """
 
     problem: PipelineProblem
@@ -69,11 +70,12 @@ def bind_stages(
         stages: the modules of this rank, by stage.
         data: shapes of what the first or the last stage is given for a micro-batch, on their ranks; else
             None.
-        memory: counts the bytes that stages keep; None counts nothing.
+        memory: counts the bytes that stages keep; None, and without `trains`, nothing is counted.
         trains: whether there are backwards.
 
     Raises:
-        LayoutError, UnsupportedError, BindError: as `meshweave.pipeline` says.
+        LayoutError, UnsupportedError: stages, their parameters, data and schedule do not fit together.
+        BindError, RankLostError, DeadlineError: other ranks refuse, are missing or late.
     """
     rank = context.rank or 0
     profiles, rows = profile_all(

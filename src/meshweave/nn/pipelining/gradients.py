@@ -22,7 +22,7 @@ class StageGradients:
     """The gradients of one stage.
 
     Attributes:
-        parameters: those that have gradients.
+        parameters: those that require gradients.
         vector: gradients of all parameters and the sum of losses; None where nothing is reduced.
     """
 
@@ -40,8 +40,8 @@ class StageGradients:
             is_reduced: whether data-parallel ranks sum them, so that they lie in one vector.
 
         Raises:
-            UnsupportedError: gradients are reduced, and parameters have several dtypes, or are neither plain
-                tensors nor DTensors.
+            UnsupportedError: gradients are reduced, and parameters have several dtypes or devices, or are neither
+                plain tensors nor DTensors.
         """
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not is_reduced:

@@ -19,15 +19,16 @@ from meshweave.nn.parallel.model import ParallelModel
 
 
 class ParallelStage(nn.Module):  # type: ignore[misc]
-    """The layers from `first` to before `end` of a model, and its ends where these are the first or last.
+    """Layers `first` to `end` - 1 of a model, with the embedding at the first stage and the head at the last.
 
     Modules of other stages are taken out of the model: `model.module` has the parameters of this stage under the
     names that they have in the whole. A model on the meta device costs nothing until then.
 
     Args:
-        model: what `parallelize` returned for the whole model, on the mesh of this stage; one for each stage.
-        first: the number of the stage's first layer.
-        end: that after its last one.
+        model: what `parallelize` returned for the whole model, on the mesh of this stage; each stage needs one of
+            its own, which is changed in place.
+        first: the number of the stage's first layer, from 0.
+        end: the number after that of its last layer.
         sequence: tokens of a row.
 
     Raises:
@@ -57,6 +58,8 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's shard of the residual after the stage, flattened to (rows, elements). Collective.
 
+        It ends with zeros where another rank has a larger shard.
+
         Args:
             x: tokens (rows, sequence) at the first stage, else what the stage before returns.
         """
@@ -70,7 +73,7 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss over all tokens of x, the last stage's output: a `loss_fn` for
-        `meshweave.pipeline`.
+        `meshweave.pipeline`. Raises as `check`.
         """
         self.check(targets=targets)
         loss: Tensor = self._model.head_loss(self._taken_apart(x), targets)

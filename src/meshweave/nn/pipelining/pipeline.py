@@ -62,18 +62,19 @@ def pipeline(
 
     A stage is called with what the stages before it pass on: that of the stage right before it, then those
     of `skips` in their order. It returns one tensor for each stage that reads something of it, in the same
-    order, rows first.
+    order, with the rows (samples) as dim 0.
 
     Args:
         stages: the modules of this process, by the number of their stage. Stages on several ranks have the same
             parameters, or shards of them that the module itself makes one of.
         plan: a schedule: the name of one ("1f1b", "eager-1f1b", ...), a `Schedule`, or a file with a CSV of
             torch's.
-        micro_batches: the number of micro-batches, with the name of a schedule.
+        micro_batches: the number of micro-batches; needed with the name of a schedule, else None or that of the
+            schedule.
         loss_fn: of the output and the target of a micro-batch, on the last stage. Without one only
             `evaluate` works.
-        meshes: how the ranks of a stage lie, where it has several: one mesh for each, or a DeviceMesh whose
-            first dim is that of pipeline ranks.
+        meshes: the meshes of stages that have several ranks, or a DeviceMesh whose first dim is that of pipeline
+            ranks.
         data_axes: the axes of meshes along which ranks share the rows of a micro-batch. Along the other axes
             ranks are given the same rows, and return the same.
         skips: (source stage, target stage) of each skip connection.
@@ -85,7 +86,8 @@ def pipeline(
         has_local_batch: whether `step` is given the rows of this data-parallel rank alone, those of the first
             micro-batch first. By default all ranks of a stage give the whole batch, and each takes its rows
             of each micro-batch.
-        outputs: for stages of this process that do not run on the meta device, examples of what they pass on.
+        outputs: for stages of this process that do not run on the meta device, examples of what they pass on, as
+            this rank has it of one micro-batch.
         ranks: those that call this; default: all.
         trace: keep a `Trace` of each step in `trace`.
         count_memory: count what stages keep, for `memory`; it costs some time for each tensor that autograd
@@ -96,7 +98,7 @@ def pipeline(
     Raises:
         LayoutError: stages, meshes, skips and schedule do not fit together.
         DescriptionError: the CSV file is not one of torch's schedules, or there is no such file.
-        UnsupportedError: there is no schedule of that name.
+        UnsupportedError: there is no algorithm of that name.
         BindError, RankLostError, DeadlineError: other ranks refuse, are missing or late.
     """
     require_process_group()
@@ -148,7 +150,8 @@ class Pipeline:
 
     Attributes:
         places: which rank has which stage.
-        trace: that of the last step on this rank, if wanted. `meshweave.trace.merge` joins those of ranks.
+        trace: that of the last `step` or `evaluate` on this rank; None unless `trace` was given.
+            `meshweave.trace.merge` joins those of ranks.
     """
 
     def __init__(
@@ -183,7 +186,8 @@ class Pipeline:
             On ranks of the last stage the loss of the whole batch, else None.
 
         Raises:
-            LayoutError: a batch has other rows or shapes than the first one had, or a stage other outputs.
+            LayoutError: there is no `loss_fn`; a batch or target is missing, or has other rows than the first one
+                had; a stage has other outputs; ranks that must give the same do not.
             BindError, RankLostError, DeadlineError: other ranks refuse, are missing or late.
         """
         if self._options.loss_fn is None and self._is_last:
@@ -194,7 +198,7 @@ class Pipeline:
         """Run forwards alone; on ranks of the last stage return (outputs of this rank's rows, loss), else
         (None, None).
 
-        Arguments and errors are those of `step`; without a target the loss is None.
+        Arguments and errors are those of `step`; without a target or a `loss_fn` the loss is None.
         """
         loss, outputs = self._run(batch, target, trains=False, wants_outputs=True)
         return outputs, loss
@@ -297,9 +301,10 @@ class Pipeline:
     def prepare(
         self, batch: Batch = None, target: Tensor | None = None, *, trains: bool = True
     ) -> BoundPipeline:
-        """Write and bind the program for batches of this kind, unless that is done; return it. All ranks call it.
+        """Write and bind the program for batches of these shapes, unless one is bound; return it. Collective.
 
-        `step` and `evaluate` do it at their first call. Arguments and errors are those of `step`.
+        `step` and `evaluate` do it at their first call. Arguments and errors are those of `step`. `trains` False
+        is for the program of `evaluate`.
         """
         if trains not in self._bound:
             with share_refusal(self._context, self.places.ranks, "pipeline"):

@@ -36,7 +36,7 @@ class PipelineOptions:
 
 
 def plan_of(plan: str | Path | Schedule) -> PipelineAlgorithm | Schedule:
-    """Return the schedule that a plan is, or names by an algorithm or a CSV file.
+    """Return a plan that is a `Schedule` as it is, the schedule of a CSV file, or the algorithm of a name.
 
     Raises:
         DescriptionError: there is no such file, or it is none of torch's schedules.

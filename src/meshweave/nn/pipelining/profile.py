@@ -36,8 +36,8 @@ class StageProfile:
         flops: of the forward, the input gradient and the weight gradient.
         bytes: of parameters, inputs and outputs, which each of these reads or writes at least.
         kept_bytes: what is kept after the forward, and what after the input gradient.
-        recomputed_bytes: what the forward keeps if the stage recomputes: its inputs.
-        num_parameters: elements of the parameters that have gradients.
+        recomputed_bytes: what the forward keeps if the stage recomputes: its inputs; 0 at the first stage.
+        num_parameters: elements of the parameters that require gradients; of a DTensor those of its largest shard.
         dtype: of these; "" if there are several, or none.
         lost_parameter: one whose gradient a backward in two parts misses; "" if there is none. torch looks for
             parameters where their graph meets that of inputs, so it misses those whose results depend on no
@@ -90,7 +90,8 @@ def profile_stage(
         trains: whether backwards are run, too.
 
     Raises:
-        LayoutError: it does not run on such inputs, or returns something else than one tensor per target.
+        LayoutError: it does not run on such inputs, returns something else than one tensor per target, or one for
+            a target that is not floating point.
     """
     clone = _on_meta(module)
     batch = tuple(torch.empty(kind.shape, dtype=kind.dtype, device="meta") for kind in inputs)

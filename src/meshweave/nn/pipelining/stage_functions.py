@@ -4,7 +4,7 @@ The forward builds an autograd graph from copies of what arrived, and keeps it i
 gradient and a weight gradient take the graph apart with the functions that torch's own stages use
 (`compat_pipelining`); a whole backward runs it at once. Gradients of parameters add up in their `.grad`.
 
-What belongs to one rank alone goes past the program: the batch, targets, losses and outputs lie in a
+What one rank alone has is not in the program's buffers: the batch, targets, losses and outputs are in a
 `StageStep`, parameters and their gradients in the module. Their buffers in the program hold one element, or
 the gradients of all parameters where several data-parallel ranks add them up.
 """
@@ -71,7 +71,7 @@ class StageShape:
 
     Attributes:
         number: of the stage.
-        num_rows: rows of a micro-batch.
+        num_rows: rows of a micro-batch that this rank has.
         ins: the tensors that arrive, none for the first stage.
         outs: the tensors that are passed on, none for the last stage.
         sources, targets: the stages at the other ends.
@@ -94,7 +94,7 @@ class StageFunctions:
         loss_fn: of the last stage; None where only outputs are wanted.
         whole_backwards: micro-batches whose input and weight gradients are one action.
         trains: whether any backward follows.
-        loss_total: where losses are added up, a tensor of one element, if anywhere.
+        loss_total: a tensor of one element to which losses are added in place; None adds them nowhere.
         memory: counts what is kept; None counts nothing.
         recomputes: whether the forward keeps only its inputs, and runs again before the backward.
         has_signals: whether one byte stands for each tensor between stages.
@@ -147,6 +147,7 @@ class StageFunctions:
     def forward(self, stash: dict[str, Any], *operands: Any) -> list[Tensor]:
         """Run the module on a micro-batch; return the tensors for other stages, and keep the graph in `stash`.
 
+        The last stage returns zeros (rows, 1); with signals the others return one byte for each tensor.
         `operands` are the tensors that arrived, a token of order, and the micro-batch's number.
         """
         *arrived, token, micro_batch = operands
@@ -281,7 +282,10 @@ class StageFunctions:
         return [*self.input_grad(stash, *before, micro_batch), total]
 
     def weight_grad(self, stash: dict[str, Any], *operands: Any) -> Tensor:
-        """Add the gradients of parameters to their `.grad`; return the vector of gradients that these lie in."""
+        """Add the gradients of parameters to their `.grad`; do nothing where a whole backward has done it.
+
+        `operands` begin with the vector of gradients, which is returned, and end with the micro-batch's number.
+        """
         total, micro_batch = operands[0], operands[-1]
         if micro_batch in self.whole_backwards:
             return total

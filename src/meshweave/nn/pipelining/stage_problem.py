@@ -1,8 +1,8 @@
 """What all ranks must know of a pipeline of modules before it is written: which rank has which stage, and
 profiles.
 
-A rank has the modules of its own stages alone. So ranks tell one another, stage after stage, what a stage
-makes of what the stages before it make; each then builds the same `PipelineProblem`.
+A rank has the modules of its own stages alone. So ranks exchange, stage after stage, the profile of a stage run on
+the shapes that the stages before it pass on; each then builds the same `PipelineProblem`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StagePlaces:
         return math.prod(self.meshes[stage].size(axis) for axis in self.data_axes_of(stage))
 
     def data_index(self, stage: int, rank: int) -> int:
-        """Return which of these parts of the rows `rank` has at a stage, from 0."""
+        """Return which of the `data_parallelism` parts of the rows `rank` has at a stage, from 0."""
         mesh, index = self.meshes[stage], 0
         for axis, size, coordinate in zip(mesh.axes, mesh.shape, mesh.coords(rank), strict=True):
             if axis in self.data_axes:
@@ -96,7 +96,8 @@ def agreed_places(
         skips: edges besides those to the next stage.
 
     Raises:
-        LayoutError: stages are missing, or the ranks of a stage are those of no mesh.
+        LayoutError: stages are missing, the ranks of a stage are those of no mesh, or a skip does not lead over a
+            stage.
         RankLostError, DeadlineError: another rank died, or did not come in time.
         BindError: another rank is in another call, or refuses this one.
     """
@@ -177,8 +178,9 @@ def profile_all(
         outputs: examples of what stages of this rank return, for those that do not run on the meta device.
 
     Raises:
-        LayoutError: a stage does not run on what those before it make.
-        BindError: ranks of one stage differ.
+        LayoutError: a stage does not run on what those before it make, rows are not dim 0 of what it passes on, or
+            its data-parallel ranks do not divide the rows.
+        BindError: ranks of one stage differ; another rank is in another call, or refuses this one.
         RankLostError, DeadlineError: another rank died, or did not come in time.
     """
     profiles: list[StageProfile] = []

@@ -1,4 +1,4 @@
-"""What a rank says of its stages and of what it gives a pipeline, for `agreed`."""
+"""Texts on a rank's stages and on what it gives a pipeline, which `nn.parallel.agreed` compares between ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A table that the first and the last stage of a pipeline have a copy of each: embedding and head are one tensor.
+"""A table of which the first and the last stage of a pipeline each have a copy: embedding and head are one tensor.
 
 After a step both have the sum of their gradients, with the same bits (Narayanan et al., Efficient Large-Scale
-Language Model Training, SC '21): optimizers of equal settings keep the copies equal. Each sum also
-carries numbers that say what is in the copies, so that copies that have grown apart are not trained on.
+Language Model Training, SC '21): optimizers of equal settings keep the copies equal. Each sum also carries a
+checksum of the copies. On a CPU it is looked at, so that copies that differ are not trained on; on CUDA it is not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DIGITS = 4
 
 
 class TiedTable:
-    """The copies, on this rank, of a table that the first and the last stage share: of one stage, or of both.
+    """The copies that this rank has of a table that the first and the last stage share: one, or both.
 
     Raises LayoutError where the meshes of the two stages differ in shape or overlap.
     """
@@ -77,7 +77,7 @@ class TiedTable:
         """Set the gradient of each copy to the sum of both; ranks of the first and the last stage call it
         together.
 
-        Raises LayoutError where the copies differ, or one has no gradient.
+        Raises LayoutError where one has no gradient or, on a CPU, the copies differ. Nothing is set then.
         """
         grads = [_local(copy.grad) for copy in self._copies.values() if copy.grad is not None]
         if len(grads) != len(self._copies):

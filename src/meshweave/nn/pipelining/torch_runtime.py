@@ -50,9 +50,9 @@ def torch_pipeline(
         scale_grads: divide gradients by the number of micro-batches, for losses that are means.
 
     Raises:
-        LayoutError: the schedule does not end, or its stages are not those of this process.
-        UnsupportedError: the schedule has skip connections, which torch's runtime does not run; or torch has no
-            such runtime here.
+        LayoutError: the schedule does not end, or its stages are not those of this process; or it lists transfers
+            of skip connections, which torch's runtime does not run.
+        UnsupportedError: this torch has no such runtime.
     """
     if not stages:
         raise LayoutError("there is no stage; give the PipelineStages of this process")

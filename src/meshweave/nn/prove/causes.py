@@ -22,10 +22,11 @@ class RankSample:
     Attributes:
         key: equal on ranks that have the same part.
         actual, wanted: elements that are not 0 in the original, the same ones on ranks with the same part.
-        flat_actual, flat_wanted: elements at the same places of parts of the same size.
-        elsewhere: where else in the whole this rank's part is; "" if it is not, else in words.
-        bias: what may have been added to each of `actual`.
-        extent: where it differs, in words; "" where it does so throughout.
+        flat_actual, flat_wanted: elements at the same flat positions on all ranks whose parts have one size.
+        elsewhere: where else in the original these values are, in words, or the part's shape where that is wrong;
+            "" for neither.
+        bias: the bias that may have been added to each of `actual`; empty where there is none.
+        extent: the positions at which it differs, in words; "" where they are most of them.
     """
 
     key: int
@@ -52,7 +53,7 @@ def likely_cause(
     """Return text on what likely makes a tensor differ.
 
     Args:
-        samples: of each rank.
+        samples: those of each rank, by rank.
         wrong: the ranks whose shards are wrong.
         lines: the ranks along each axis of the mesh, and all of them.
         hint: what is known of where the tensor is computed; the answer where nothing explains the values.

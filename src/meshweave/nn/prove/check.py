@@ -31,20 +31,20 @@ def check_layers(
 ) -> str:
     """Prove that a strategy computes what the model's own forward pass does, on reduced copies. Collective.
 
-    Each kind of layer is proved in a copy of the model with that layer alone, in which windows and original
-    positions are short enough to bind; then the first layers of different kinds in one copy.
+    Each kind of layer is proved in a copy of the model with that layer alone, in which attention windows and the
+    original context length are shorter than the inputs; then the first layers of different kinds in one copy.
 
     Args:
-        make: parallelises a copy, in place.
-        title: what the model was taken for.
+        make: parallelises a copy, in place, and returns what `parallelize` returns.
+        title: the architecture that the model was taken for, for errors.
 
     Returns:
         Text on what was proved.
 
     Raises:
         ProofError: something differs, on every rank.
-        UnsupportedError: the model's own forward pass takes something else than tokens, or it cannot be
-            copied.
+        UnsupportedError: the model's own forward pass takes something else than tokens, it cannot be copied, or
+            does not run under the strategy.
     """
     kinds = kinds_of(module, names)
     first = sorted(set(kinds))

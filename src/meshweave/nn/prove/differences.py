@@ -1,4 +1,4 @@
-"""How far tensors of a model and its original lie apart, and the first that all ranks find to differ."""
+"""How much tensors of a model and its original differ, and the first that all ranks find to differ."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class Difference:
         what: the tensor, such as "gradient of model.norm.weight".
         rank: the first rank that has it wrong.
         shard: which part of the tensor that rank has, as ranges of positions along each dim.
-        error: the norm of the difference over that of what would be right.
+        error: the norm of the difference over that of what would be right; nan where one is missing, only copies
+            differ from each other, or a model does not run.
         allowed: the error that rounding explains.
-        cause: what likely is the cause.
+        cause: the likely cause, in words.
     """
 
     what: str
@@ -62,8 +63,8 @@ class Compared:
         what: its name in messages.
         actual: this rank's part; None where it has none.
         wanted: the whole of the original; None where that has none.
-        allowed: the norm of a difference that rounding explains, over the norm of `wanted`, and
-        floor: that of each element of it beside.
+        allowed: the norm of a difference that rounding explains, over the norm of this rank's part of `wanted`.
+        floor: what rounding explains besides, in each element.
         has_copies: whether ranks with the same part must have the same bits.
         hint: what is known of the place where it is computed.
         bias: what may have been added to it, in the shape of its last dim.
@@ -79,8 +80,9 @@ class Compared:
     bias: Tensor | None = None
 
     def error(self) -> tuple[float, float]:
-        """Return (error, allowed error), norms relative to the right value's; the error is infinite where one
-        is missing.
+        """Return (error, allowed error), as norms over that of the right part, or absolute where that is 0.
+
+        The error is infinite where one of the two is missing or has another shape; of integers it is 0 or 1.
         """
         if self.actual is None or self.wanted is None:
             return (0.0 if self.actual is None and self.wanted is None else math.inf), 0.0
@@ -230,7 +232,13 @@ def _extent(actual: Tensor, wanted: Tensor) -> str:
 
 @dataclass
 class ProofRanks:
-    """The ranks of a proof, which tell one another what they find."""
+    """The ranks of a proof, which exchange what they find.
+
+    Attributes:
+        ranks: the global ranks.
+        rank: this one.
+        lines: the groups of ranks along each axis of the meshes, over which a sum may be missing.
+    """
 
     ranks: tuple[int, ...]
     rank: int
@@ -238,12 +246,12 @@ class ProofRanks:
     lines: list[list[int]] = field(default_factory=list)
 
     def say(self, words: Any) -> dict[int, Any]:
-        """Return the `words`, JSON values, that each rank says, by rank. Collective."""
+        """Return what each rank gives as `words`, any JSON value, by rank. Collective."""
         said = exchange(self.context, self.ranks, json.dumps(words), "all ranks of a proof", topic="proof")
         return {rank: json.loads(text) for rank, text in said.items()}
 
     def failures(self, error: Exception | None) -> dict[int, str]:
-        """Return the error of each rank that has one, as text by rank. Collective; a rank without gives None."""
+        """Return the errors, as text by rank, of ranks that give one; None is for none. Collective."""
         own = "" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}"
         return {rank: text for rank, text in self.say(own).items() if text}
 

@@ -1,4 +1,4 @@
-"""What a proof gives to a model and its original, and how it gets outputs and losses of them."""
+"""The inputs that a proof gives to a model and its original, and how it gets outputs and losses of both."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class Given:
 
     Attributes:
         inputs: arguments of the module, each with the batch as its first dim.
-        targets: per token the one that is to be foretold; None where inputs are no tokens.
-        loss: how to get the loss of a module; None to take what the module is as.
-        parts: ranks that have batches of their own; each takes as many rows.
-        part: which of them this rank takes.
+        targets: for each token the one to predict, or `IGNORED`; None where inputs are no tokens.
+        loss: how to get the loss of a module; None for the cross entropy of its logits with `targets`, or a
+            weighted sum of its output without.
+        parts: the number of data-parallel ranks, over which the rows are split as by `Tensor.chunk`.
+        part: which of these parts this rank takes.
     """
 
     inputs: tuple[Any, ...]
@@ -40,7 +41,7 @@ class Given:
     part: int = 0
 
     def rows(self, part: int) -> Given:
-        """Return the inputs with the rows of part number `part` alone, of `parts` equal ones."""
+        """Return the inputs with the rows of part number `part` alone, of `parts`."""
 
         def taken(value: Any) -> Any:
             return value.chunk(self.parts)[part] if isinstance(value, Tensor) and value.ndim else value
@@ -62,14 +63,14 @@ class Given:
 
 
 def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int, int] | None) -> Given:
-    """Return seeded inputs for a model: tokens where it has an embedding, else rows of random features.
+    """Return seeded inputs for a model: tokens where it has a vocabulary, else rows of random features.
 
     Args:
-        ranks: that batch and sequence must be divisible by.
+        ranks: the number by which the chosen batch and sequence are divisible; unused with `sizes`.
         like: the device of the inputs.
         sizes: batch and sequence; None to choose them.
 
-    Raises UnsupportedError where the model has neither an embedding nor a linear layer.
+    Raises UnsupportedError where the model has neither a vocabulary nor a linear layer.
     """
     generator = torch.Generator().manual_seed(31)
     batch, sequence = sizes or (max(2, ranks), ranks * max(1, -(-_TOKENS // ranks)))
@@ -89,7 +90,7 @@ def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return the number of words in a model's embedding; 0 where it has none."""
+    """Return `vocab_size` of a model's configuration, or the rows of its first embedding; 0 without either."""
     table = next((child for child in model.modules() if isinstance(child, nn.Embedding)), None)
     said = getattr(getattr(model, "config", None), "vocab_size", None)
     return int(said) if isinstance(said, int) else (table.num_embeddings if table is not None else 0)
@@ -98,7 +99,8 @@ def vocabulary_of(model: nn.Module) -> int:
 def outputs_of(module: nn.Module, given: Given) -> dict[str, Tensor]:
     """Return the results of a module by name: "logits" or "output", "loss", and its own "loss of labels".
 
-    The last is there where the module takes labels. Of DTensors the whole is returned, which is collective.
+    It is "logits" with targets. The last is there where the module takes labels and returns a loss. With
+    `given.loss` there is "loss" alone. Of DTensors the whole is returned, which is collective.
     """
     if given.loss is not None:
         return {"loss": whole(given.loss(module, *given.inputs))}

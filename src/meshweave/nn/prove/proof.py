@@ -39,8 +39,8 @@ class Proof:
     Attributes:
         difference: the first tensor that differs; None where all are equal.
         num_tensors: how many tensors were compared on each rank.
-        dtype: in which type the models were run.
-        ranks: that were compared: those of the meshes of parameters and of the data.
+        dtype: the dtype in which the models were run.
+        ranks: the ranks that were compared: those of the meshes of parameters and of the data.
         num_ranks: how many ranks there are.
     """
 
@@ -98,7 +98,7 @@ def prove(
         inputs: what both are called with, equal on all ranks, the batch as first dim; None for generated tokens.
         loss: called with a module and its inputs, returns the loss; None for the cross entropy of logits, or a sum
             of outputs.
-        data_mesh: the ranks that take rows of their own; None as FSDP2 and DDP say.
+        data_mesh: the ranks that take rows of their own; None for those of FSDP2 or DDP, else none.
         after_backward: called with the parallelised module after its backward pass: what a training loop does with
             gradients before the optimizer steps, such as sums over ranks.
 
@@ -106,7 +106,9 @@ def prove(
         A `Proof`, the same on all ranks; its `require()` raises.
 
     Raises:
-        UnsupportedError: the original does not run by itself, or has no weights.
+        UnsupportedError: the original does not run by itself, is on the meta device or has DTensors, or inputs
+            cannot be generated for it.
+        BindError: there is no process group.
         RankLostError, DeadlineError: a rank is gone, or does not call this.
     """
     require_process_group()
@@ -123,10 +125,10 @@ def _given(model: nn.Module, inputs: Sequence[Any] | Tensor, loss: LossOf | None
 
 
 class ModelPair:
-    """A model and its original, and what is needed to compare them.
+    """A model and its original, and what is needed to compare them. Arguments and errors are those of `prove`.
 
     Args:
-        given: inputs; None to generate them.
+        given: inputs with targets, of which loss and parts are replaced; None to generate them.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Copies of a model with some of its layers, few words, random weights, and windows that bind at short inputs."""
+"""Copies of a model with some of its layers, few words, random weights, and windows shorter than short inputs."""
 
 from __future__ import annotations
 
@@ -121,7 +121,8 @@ def reduced(
         chosen: the indices of the layers, in order.
         words: of the vocabulary; the model's own where it has no more.
         sequence: tokens per row that it will be given.
-        binds: which of "window" and "positions", the original ones, are made shorter than that.
+        binds: which of "window" (of attention) and "positions" (the original context length) are made shorter than
+            `sequence`.
         device, dtype: of the copy.
 
     Raises UnsupportedError where it cannot be copied.

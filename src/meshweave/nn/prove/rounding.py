@@ -22,13 +22,13 @@ class Rounding:
     """The errors that rounding explains, by tensor.
 
     A tensor's error is the distance of its values in the model's own type from those in double precision, over
-    their norm. It may be small by chance, that of a loss most of all: so what is usual counts as well: the largest
-    error of outputs and losses, and the median of those of gradients.
+    their norm. It may be small by chance, that of a loss most of all. So in half precision a tensor is allowed at
+    least what is usual: the largest error of outputs and losses, and the median of those of gradients.
 
     Args:
         dtype: in which the parallelised model was run.
         right: the original in double precision, or where memory is short in single precision or its own type.
-        own: the original in its own type; None without the former.
+        own: the original in its own type; None where only one of the two runs was made, which is then `right`.
     """
 
     def __init__(self, dtype: torch.dtype, right: ModelRun, own: ModelRun | None) -> None:

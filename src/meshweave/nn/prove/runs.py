@@ -47,7 +47,7 @@ def narrowest_seen() -> Iterator[list[torch.dtype]]:
 
 
 def settled_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return a parameter's gradient with the parameter's placements, None without.
+    """Return a parameter's gradient with the parameter's placements; None where it has none.
 
     Collective where it is partial.
     """
@@ -71,7 +71,7 @@ def context_for(strategy: Any, device: torch.device) -> TorchContext:
 
 
 def free_bytes(device: torch.device, ranks: int) -> int:
-    """Return the free bytes of memory for all ranks of this host: of a GPU times `ranks`, else of the host.
+    """Return the free bytes of memory for all `ranks` of this host: on CUDA `ranks` times those of `device`.
 
     2^62 where the system does not say.
     """

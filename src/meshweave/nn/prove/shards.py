@@ -26,7 +26,7 @@ class LocalTensor:
     Attributes:
         values: what it has.
         places: where that is in the whole.
-        part: of which rows of a batch it is made, where ranks have rows of their own.
+        part: the number of the part of the batch that it is computed from; 0 where ranks share the whole batch.
     """
 
     values: Tensor
@@ -68,6 +68,8 @@ def _range(places: Sequence[int]) -> str:
 def local_of(tensor: Tensor, rank: int, ranges: Any = None) -> LocalTensor:
     """Return the shard of a tensor that `rank`, this one, has; all of it where it is no DTensor.
 
+    A DTensor without a layout, such as a partial sum, is gathered whole, which is collective.
+
     Args:
         ranges: for each dim the (start, stop) ranges of the shard, where placements do not say them; None
             where they do.
@@ -106,8 +108,8 @@ def ranks_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def lines_of(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the groups of ranks along each axis of the meshes of DTensors, and each whole mesh; none of one
-    rank.
+    """Return the groups of ranks along each axis of the meshes of DTensors, and each whole mesh, without groups
+    of one rank.
     """
     lines: set[tuple[int, ...]] = set()
     for mesh in {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}:

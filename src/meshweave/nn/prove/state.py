@@ -21,7 +21,7 @@ _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
 class WideCasts(TorchFunctionMode):  # type: ignore[misc]
-    """Casts to narrow floating types are to double precision inside, so that a model rounds nowhere."""
+    """A context in which casts to narrow floating types go to double precision: a model rounds nowhere."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -40,7 +40,7 @@ class WideCasts(TorchFunctionMode):  # type: ignore[misc]
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Return whether FSDP2, DDP or hooks of gradients hold the parameters of a module."""
+    """Return whether a module is under FSDP2 or DDP, or parameters have gradient hooks not of this library."""
     from torch.distributed.fsdp import FSDPModule
 
     wrappers = (FSDPModule, nn.parallel.DistributedDataParallel)
@@ -54,7 +54,10 @@ def is_managed(module: nn.Module) -> bool:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a floating tensor in another type, in new memory; a DTensor keeps its placements."""
+    """Return a floating tensor in another type, any other in its own, in new memory.
+
+    A floating DTensor keeps its placements.
+    """
     if not tensor.is_floating_point():
         return tensor.detach().clone()
     if not isinstance(tensor, DTensor):
@@ -80,8 +83,8 @@ def prepared(
     Args:
         dtype: of parameters, buffers and computation; None as they are. Must be None for modules under FSDP2
             and DDP, which keep parameters elsewhere.
-        owner: what is around the module, and may have a dropout of its own.
-        training: whether it is in training.
+        owner: the object that runs the module, which may have `recompute` or a dropout of its own; None for none.
+        training: whether modules are in training mode.
         casts_buffers: whether buffers and tensors that are attributes get the type, too.
     """
     modules = list(module.modules())

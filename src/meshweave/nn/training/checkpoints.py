@@ -1,7 +1,7 @@
-"""`meshweave.Checkpoints`: the tensors of all ranks, saved beside the training.
+"""`meshweave.Checkpoints`: the tensors of all ranks, saved in the background of the training.
 
 `save` copies what this rank writes and returns. A thread of each rank writes it (`files`). When all have written,
-the first rank gives the checkpoint its name (`folder`). What ranks tell each other goes through the store
+the first rank gives the checkpoint its name (`folder`). Messages between ranks go through the store
 (`rounds`), and whatever one of them refuses, all of them refuse.
 """
 
@@ -52,7 +52,7 @@ _LEFT_S = 3.0
 
 
 class Checkpoints:
-    """The checkpoints in a folder that all ranks reach.
+    """The checkpoints in a folder of a file system that all ranks share.
 
     All ranks make one, and call its methods in the same order. A tensor is a DTensor, or a plain tensor that is
     the same on all ranks that give it. Names are global: ranks that give different names, as the stages of a
@@ -60,12 +60,12 @@ class Checkpoints:
 
     Args:
         folder: is made where it is not there. What an earlier run left unfinished in it goes with the first save.
-        keep: how many whole checkpoints stay. Those go first that a training saved which another one, gone on from
-            an earlier step, has replaced; then the oldest.
+        keep: how many whole checkpoints stay, at least 1. Those from which the last one does not descend, since
+            the training was resumed from an earlier step, are removed first; then the oldest.
         context: deadline and liveness of waits for other ranks; default: those of the default process group.
 
     Raises:
-        CheckpointError: the folder cannot be made; on all ranks.
+        CheckpointError: the folder cannot be made, or `keep` is no positive integer; on all ranks.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
 
@@ -91,14 +91,14 @@ class Checkpoints:
     # --- saving ----------------------------------------------------------------------------------------------
 
     def save(self, step: int, tensors: Mapping[str, Saved], notes: Mapping[str, Any] | None = None) -> None:
-        """Copy the tensors, and write them beside the training that follows.
+        """Copy the tensors, and write them in the background of the training that follows.
 
-        Collective; waits for the save before.
+        Collective; waits for the previous save first.
 
         Args:
             step: how many steps were trained; names the checkpoint.
             tensors: by global name. They may change as soon as this returns.
-            notes: what else there is, the same on all ranks, as JSON.
+            notes: what else to keep, as JSON values that are the same on all ranks.
 
         Raises:
             CheckpointError: on all ranks, where one of them gives what cannot be saved, another job saves
@@ -217,7 +217,7 @@ class Checkpoints:
 
     @property
     def is_saving(self) -> bool:
-        """Whether the last `save` has not ended on this rank, or `wait` has not been called since."""
+        """Whether there was a `save` since the last `wait`, which `save`, `latest` and `load` call, too."""
         return self._saving is not None
 
     def wait(self) -> None:
@@ -290,11 +290,12 @@ class Checkpoints:
         """Return the manifest of the checkpoint of a step. Collective.
 
         Args:
-            fits: from the manifest says in `wrong` why the checkpoint is not for this rank, and in `unused`
-                which tensors, by index, it does not take; None for no such test.
+            fits: a function of the manifest that returns a dict: with "wrong", in words, where this rank cannot
+                take the checkpoint, else with "unused", the indices of tensors that it does not take. None for
+                no such test.
 
-        Raises CheckpointError on all ranks where it is not whole, or not for one of them; and what `wait`
-        does.
+        Raises CheckpointError on all ranks where it is not whole, one of them cannot take it, or all leave the
+        same tensor unused; and what `wait` raises.
         """
         self.wait()
         round_ = self._rounds.begin(f"all ranks to look at the checkpoint of step {step}")
@@ -335,7 +336,7 @@ class Checkpoints:
 
         Args:
             casts: whether a tensor of one floating-point dtype may be loaded into another.
-            extra: whether the checkpoint may have tensors that no rank gives; or which, by name.
+            extra: whether the checkpoint may have tensors that no rank gives; or a function that says it by name.
 
         Raises:
             CheckpointError: on all ranks, and no tensor was touched: it is not whole, a file has other bytes

@@ -55,7 +55,7 @@ def opened_file(folder: int, name: str, num_bytes: int | None = None) -> Iterato
         folder: a descriptor of the folder.
         num_bytes: the size that the file must have; None for any.
 
-    Raises CheckpointError where there is no such file, or it has another size.
+    Raises CheckpointError where there is no such regular file, it cannot be read, or has another size.
     """
 
     def check(status: os.stat_result) -> None:
@@ -118,7 +118,7 @@ def check_bytes(folder: int, manifest: Manifest, share: int, num_shares: int, ti
         folder: a descriptor of the folder.
         tick: called now and then, between reads.
 
-    Raises CheckpointError where a file has other bytes than were written.
+    Raises CheckpointError where a file is missing, cannot be read, or has other bytes than were written.
     """
     scratch = bytearray(_SLICE_BYTES)
     for name in sorted(manifest.files)[share::num_shares]:

@@ -115,7 +115,10 @@ def found_checkpoint(folder: Path, step: int) -> FoundCheckpoint | None:
 
 
 def found_checkpoints(folder: Path) -> list[FoundCheckpoint]:
-    """Return all checkpoints in a folder, whole or not, in the order in which they were saved."""
+    """Return all checkpoints in a folder, whole or not, in the order in which they were saved.
+
+    Those whose manifest cannot be read come first.
+    """
     if not folder.is_dir():
         return []
     steps = {step for step, suffix, _ in _named(folder) if suffix in ("", ".new")}
@@ -208,10 +211,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_older(folder: Path, keep: int) -> None:
-    """Remove whole checkpoints until `keep` are left; never the last saved.
+    """Remove whole checkpoints until `keep`, at least 1, are left; never the last saved.
 
     Those go first from which the last saved does not descend: they are of a training that another one, begun at an
-    earlier step or anew, has replaced. Then those that were saved first.
+    earlier step or anew, has replaced. Then those that were saved first. Raises OSError where that fails.
     """
     whole = [each for each in found_checkpoints(folder) if not each.wrong and each.manifest is not None]
     by_serial = {each.manifest.serial: each for each in whole if each.manifest}
@@ -245,7 +248,7 @@ class FolderLock:
         """Take the lock on a folder for `holder`, unless it has it already.
 
         Args:
-            is_busy: whether another holder in this process, which it is given, saves at the moment.
+            is_busy: called with another holder of this process; returns whether that is saving now.
 
         Raises:
             CheckpointError: another process, or another holder, saves into the folder.

@@ -1,9 +1,10 @@
 """What stands in the manifest of a checkpoint, and what must hold of it before anything is made of it.
 
 A manifest is one JSON text. It begins with the SHA-256 of all that follows that, so that no bit of it changes
-unnoticed, and says of each file its bytes, its CRC-32 and the boxes of tensors in it, one after another without a
-gap. What reads it believes none of that: files have the names that writers give, boxes tile each tensor, and the
-bytes of a file are those of its boxes.
+unnoticed. Then come the version of the format, the step, the serial and parent (see `Manifest`), the name, dtype
+and shape of each tensor, of each file its bytes, its CRC-32 and the boxes of tensors in it, one after another
+without a gap, and the notes. A reader checks all of it: files have the names that writers give, boxes tile each
+tensor, and the bytes of a file are those of its boxes.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class Manifest:
 
     Attributes:
         step: how many steps were trained.
-        serial: counts what was ever saved in a folder; the last saved has the highest.
-        parent: the serial of what the training was saved as, or loaded from, before; None at a beginning.
+        serial: one more than the highest in the folder when it was saved; the last saved has the highest.
+        parent: the serial of the checkpoint that this training saved or loaded last before; None for its first.
         tensors: all tensors, by name.
         files: all files besides the manifest, by name.
         notes: what is the same on all ranks and no tensor, as JSON.

@@ -114,7 +114,7 @@ def pieces_of(name: str, value: Saved) -> ShardPieces:
 def share_out(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, WrittenTensor], list[list[SavedBox]]]:
     """Return all tensors, and for each rank the boxes that it writes.
 
-    A box that several ranks have goes to the one that has fewest bytes to write.
+    A box that several ranks have goes to the one of them that has fewest bytes to write so far.
 
     Args:
         offers: of each rank, (name, dtype, shape, boxes as (offsets, sizes)) of each tensor.

@@ -1,4 +1,4 @@
-"""What ranks tell each other of their checkpoints, through the store of the default process group.
+"""Messages between ranks about their checkpoints, through the store of the default process group.
 
 A deadline counts the silence of ranks and not the time that they take: one that reads or writes says so now and
 then, and is waited for while its heart beats and its disk finishes something within `STALLED_S`.
@@ -25,11 +25,14 @@ _sessions = CountsPerWorld()
 
 
 class AgreementRound:
-    """One exchange: each rank gives words once, and gets those of all or of one.
+    """One exchange: each rank gives a message once, and gets those of all ranks or of one.
 
     Args:
-        key: the same on all ranks, and of no other round.
-        what: what the ranks are to do, for errors.
+        key: begins the keys of the round in the store; the same on all ranks, and of no other round.
+        what: completes "waiting for ..." in errors.
+
+    Attributes:
+        is_given_up: whether this rank has stopped waiting for the round, after an error.
     """
 
     def __init__(self, context: TorchContext, key: str, what: str) -> None:
@@ -145,7 +148,7 @@ class Rounds:
         """Return the next round, and tell the others that this rank is at work in it.
 
         Args:
-            what: what all ranks are to do, for errors.
+            what: completes "waiting for ..." in errors.
         """
         self._count += 1
         round_ = AgreementRound(self._context, f"meshweave/checkpoints/{self._session}/{self._count}", what)

@@ -6,7 +6,7 @@ names                         tensors
 `optimizer.<name>.<key>`      what the optimizer keeps of the parameter of that name, such as `exp_avg` and `step`
 `random.<rank>`               the state of the random number generator of a rank
 
-Names do not depend on where a tensor lies, so another mesh or other stages load them.
+Names do not depend on the mesh or the stages, so that others load them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ class TrainingState:
 
     Args:
         modules: of this rank, such as its stages. Names of parameters must differ among them.
-        optimizer: of some or all of their parameters.
+        optimizer: of some or all of their parameters, and of no others.
         rank: this rank.
-        places: how ranks share the model, as JSON. A training that goes on at the same places has the random
-            states that it had; at other places they are drawn from `seed`, the step, and the seed that torch was
-            given last, which ranks that share a model have alike.
+        places: a JSON value that says how ranks share the model. A training resumed with an equal value gets the
+            random states that were saved. With another value generators are seeded from `seed`, the step, and
+            torch's present seed, which ranks that share a model must have set alike.
         seed: see `places`.
+
+    Raises:
+        LayoutError: two modules have a parameter of one name.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class TrainingState:
     def save(self, checkpoints: Checkpoints, step: int, notes: Mapping[str, Any] | None = None) -> None:
         """Save the state after `step` steps; `notes` are kept with it.
 
-        Collective; raises as `Checkpoints.save`.
+        Collective. Raises as `Checkpoints.save`, and LayoutError, on this rank alone, where the optimizer has a
+        parameter of none of the modules.
         """
         tensors = {**self._model(), **self._optimized(), f"random.{self._rank}": torch.get_rng_state()}
         own = {"places": self._places, "groups": self._groups()}

@@ -1,4 +1,4 @@
-"""What ranks find in a folder of checkpoints, and say of it to each other before anything is taken from it."""
+"""What ranks find in a folder of checkpoints, and agree on before anything is loaded from it."""
 
 from __future__ import annotations
 

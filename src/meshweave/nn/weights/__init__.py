@@ -1,4 +1,4 @@
-"""Weights in safetensors files, as Hugging Face keeps them, into and out of a module whose tensors lie anyhow.
+"""Weights in safetensors files, as Hugging Face keeps them, into and out of a module with any placements.
 
 `load_weights` reads on each rank the parts that the rank has, and nothing else, from one file or from the files of
 an index. `save_weights` writes whole tensors under the names of the module: what was trained on one mesh can be

@@ -17,10 +17,11 @@ SINGLE_FILE = "model.safetensors"
 
 
 class Checkpoint:
-    """Tensors in safetensors files: one file, or a folder with one or with an index of several.
+    """Tensors in safetensors files: one file, an index of several, or a folder with model.safetensors or an index.
 
     Raises:
-        DescriptionError: there is no such file, or an index names tensors or files that are not there.
+        DescriptionError: there is no such file, one cannot be read or is not whole, or an index names tensors or
+            files that are not there.
         UnsupportedError: safetensors is not installed.
     """
 
@@ -42,7 +43,10 @@ class Checkpoint:
         return tuple(self._part(name).get_shape())
 
     def read(self, name: str, block: Block) -> Tensor:
-        """Return the part `block` of a tensor, on the CPU; only its bytes are read."""
+        """Return the part `block` of a tensor, on the CPU; only its bytes are read. () is the whole tensor.
+
+        Raises KeyError where there is none of the name.
+        """
         if not block:
             whole: Tensor = self._opened(name).get_tensor(name)
             return whole

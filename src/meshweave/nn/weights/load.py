@@ -21,9 +21,9 @@ class LoadReport:
     """What `load_weights` did on this rank.
 
     Attributes:
-        loaded: tensors of the module by where they came from.
-        missing: tensors of the module that the checkpoint does not have; they are as they were.
-        unused: tensors of the checkpoint that the module does not have.
+        loaded: from the name of a tensor in the module, the first of several, to its name in the checkpoint.
+        missing: names of tensors of the module that the checkpoint does not have; these are as they were.
+        unused: names of tensors of the checkpoint that the module does not have.
         bytes_read: the bytes of the parts that this rank read.
     """
 
@@ -101,10 +101,11 @@ def load_weights(
         path: a .safetensors file, or a folder with model.safetensors or with model.safetensors.index.json.
         mapping: where a tensor is stored under another name, or transposed.
         device: where tensors go that are on the meta device. None is the CPU.
-        strict: whether a tensor that the checkpoint does not have is an error; extra ones never are.
+        strict: whether a tensor that the checkpoint does not have is an error, once all others are filled; extra
+            ones never are.
 
     Raises:
-        DescriptionError: there is no such checkpoint, or tensors of the module are missing in it.
+        DescriptionError: there is no such checkpoint, or with `strict` tensors of the module are missing in it.
         LayoutError: a tensor has another shape there, or fractions for integers here, or is a partial sum here.
         UnsupportedError: safetensors is not installed.
     """

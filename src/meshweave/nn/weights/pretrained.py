@@ -1,4 +1,4 @@
-"""`save_pretrained` of a model whose parameters lie on several ranks: what `from_pretrained` reads."""
+"""`save_pretrained` of a model whose parameters are sharded over ranks: it writes what `from_pretrained` reads."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ class RankSavePretrained:
     ) -> None:
         """Write config.json, generation_config.json and the weights in safetensors, as `save_weights` does.
 
+        On rank 0 it sets `dtype` and `architectures` of the model's configuration.
+
         Args:
             save_directory: the folder.
             max_shard_size: the most bytes of tensors in one file, such as "5GB".
@@ -58,8 +60,10 @@ class RankSavePretrained:
             **given: other arguments of transformers' method, which must change nothing.
 
         Raises:
-            UnsupportedError: an argument would change something, or safetensors is not installed.
-            LayoutError: ranks do not have all of a tensor.
+            UnsupportedError: an argument would change something, the model has LoRA adapters, or safetensors is
+                not installed.
+            LayoutError: ranks do not have all of a tensor, or `max_shard_size` is no size.
+            BindError: another rank refuses what it was given.
             CheckpointError: a rank cannot write; on all ranks.
             RankLostError, DeadlineError: other ranks are missing or late.
         """
@@ -101,7 +105,11 @@ def bytes_of(size: int | str) -> int:
 
 
 def stored_names(module: nn.Module) -> dict[str, str]:
-    """Return the names under which transformers stores a model's tensors, by their first names in the module."""
+    """Return the names under which transformers stores a model's tensors, by the first name of each in the module.
+
+    Where transformers would join or split tensors as it saves them, all names are the module's own, of tied ones
+    the one that it keeps; `from_pretrained` reads these, too.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -62,7 +62,8 @@ def save_weights(
 
     Args:
         mapping: where a tensor is to be stored, as for `load_weights`.
-        file_bytes: the most bytes of tensors in one file; more than one file makes an index.
+        file_bytes: the most bytes of tensors in one file, but for a larger tensor, which has one of its own.
+            Several files get an index.
         context: liveness of waits for other ranks, and the deadline of those that are silent; default: that of the
             default process group.
 
@@ -71,7 +72,7 @@ def save_weights(
 
     Raises:
         CheckpointError: a rank cannot write; on all ranks.
-        LayoutError: ranks differ in what a tensor is, or do not have all of it.
+        LayoutError: ranks differ in the shape or dtype of a tensor, do not have all of it, or it is a partial sum.
         UnsupportedError: safetensors is not installed.
         BindError: another rank refuses what it was given.
         RankLostError, DeadlineError: other ranks are missing or late.
