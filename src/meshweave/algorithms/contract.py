@@ -192,8 +192,8 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         """Return seconds that no config of a part takes less than; a config is a part of its own.
 
         Args:
-            is_tight: whether a higher bound is wanted, which may take longer to compute. It is asked of parts
-                that a search begins with, of the one that has the least bound so far.
+            is_tight: whether a higher bound is wanted, which may take longer to compute. A search asks for it only
+                among the parts that it begins with, of the one with the least bound so far.
         """
         return 0.0
 
@@ -250,7 +250,7 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return outputs
 
     def random_inputs(self, problem: ProblemT, seed: int = 0) -> dict[str, Array]:
-        """Return small random integers for every input tensor, in the dtype of its buffer (float32 for bfloat16).
+        """Return small random integers for every input tensor, in its dtype (float32 for 16-bit floats).
 
         Sums and products of them are exact in every dtype, so results compare with `==`.
         """
