@@ -110,7 +110,8 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         estimate_accuracy: how `estimate` compares with the uncontended simulation. An upper bound is within a
             picosecond per op where all shards are equal.
         memory_accuracy: how `peak_bytes` compares with what the program holds; None where that is not known.
-        is_proved: whether `validate` proves programs. It cannot where calls have no equations, and `run` is all.
+        is_proved: whether `validate` proves programs. It cannot where calls have no equations: there only a run is
+            compared with `reference`.
     """
 
     name: ClassVar[str]
@@ -150,8 +151,8 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
     def placements(self, problem: ProblemT) -> dict[str, Layout]:
         """Return the layout of every input and output tensor, by name.
 
-        This default writes the program of the first config. Where all configs have the same layouts, algorithms
-        say them.
+        This default writes the program of the first config. Algorithms override it where the layouts follow from
+        the problem.
         """
         buffers = self.program(problem, next(iter(self.candidates(problem)))).buffers
         placed = ((b.tensor, b.layout) for b in buffers if b.kind in ("input", "output"))

@@ -25,7 +25,8 @@ def problem_from_settings(entry: Algorithm[Any, Any], settings: Iterable[str] = 
     and a spec string.
 
     Raises:
-        LayoutError: there is no such field, or the value does not fit it.
+        LayoutError: there is no such field, the value has another form, or the problem refuses it.
+        DescriptionError: a step problem refuses the value.
     """
     problem = next(entry.examples())
     assert is_dataclass(problem) and not isinstance(problem, type)

@@ -28,7 +28,7 @@ class Atp(BlockAlgorithm):
         """Yield configs by number of chunks, first with a reduce-scatter of sums, then with an all-reduce.
 
         The paper's is the all-reduce, after which each rank takes its shard. On one column both are the same, and
-        each number of chunks is yielded once.
+        only the first are yielded.
         """
         yield from super().candidates(problem, cluster)
         if problem.mesh_shape[1] > 1:

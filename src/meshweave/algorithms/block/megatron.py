@@ -14,7 +14,7 @@ from meshweave.algorithms.block.strategy import BlockAlgorithm
 
 
 class Megatron(BlockAlgorithm):
-    """All-reduces after the second product of a half forward, and after the gradient of its operand backward.
+    """In each half an all-reduce after the second product forward and after the first one's backward part.
 
     It is ATP on a mesh (N, 1).
     """

@@ -68,15 +68,18 @@ def write_parts(
     """Return the forward and backward programs of a piece on a mesh whose axes have these roles.
 
     Args:
-        problem: one with training; for the pieces "embedding" and "head" also with a vocabulary.
+        problem: one with training; for the pieces "embedding" and "head" also with a vocabulary. Of a layer with
+            experts or latent attention it has one.
         roles: none may reduce last (ZeRO-1): the backward program would lack the gradients of matrices.
         name: what the names of both programs begin with.
         recompute: what the backward program recomputes; "selective" is attention alone.
 
     Raises:
         UnsupportedError: attention alone is to be recomputed in several layers, in several chunks, or in a piece
-            that has none; or the backward program reads scratch that the forward one writes in a loop, as the
-            keys of ring attention in several chunks.
+            that has none (in several layers of included 2D products all from the first attention to the last is
+            recomputed instead); the backward program reads scratch that the forward one writes in a loop, as the
+            keys of ring attention in several chunks; or ranks have different numbers of tokens in a layer with
+            experts or latent attention.
     """
     writer = ProgramWriter(problem, config, mesh, batch_dims(roles))
     layers = WRITERS[piece](problem, roles, writer)

@@ -182,7 +182,7 @@ BLOCK_ROLES = {
 
 
 def num_parts(dims: AxisDims, shape: tuple[int, ...], of: Iterable[Dim]) -> int:
-    """Return into how many parts the axes of a mesh of a shape split a tensor along some dims together."""
+    """Return into how many parts mesh axes of the sizes `shape` split a tensor along the dims `of` together."""
     return math.prod(size for dim, size in zip(dims, shape, strict=True) if dim in of)
 
 
@@ -329,6 +329,7 @@ class Roles:
 
     def stored(self, used: AxisDims, sides: Iterable[Side]) -> AxisDims:
         """Return the layout in which ranks store a weight: as used, but sharded by axes with `shards_weights`.
+
         `used` is its layout where it is multiplied, `sides` its dims. These axes shard the first dim that no axis
         splits in `used`.
 
@@ -338,7 +339,7 @@ class Roles:
         return _divided(used, sides, [role.shards_weights for role in self.axes])
 
     def gradient(self, used: AxisDims, sides: Iterable[Side]) -> AxisDims:
-        """Return the layout in which the gradient of a weight ends: as `stored`, by `scatters_gradients`.
+        """Return the layout in which the gradient of a weight ends: as `stored` does, by `scatters_gradients`.
 
         Raises:
             LayoutError: no dim of the weight is left to scatter over.

@@ -128,7 +128,7 @@ class SizedSkeleton:
 
     @cached_property
     def for_weights(self) -> frozenset[int]:
-        """Return the numbers of the backward tasks on which gradients of weights depend, but not "DX"."""
+        """Return the numbers of the backward tasks that gradients of weights depend on, and DX does not."""
         begin = next((at for at, task in enumerate(self.tasks) if task.access.is_backward), 0)
         numbers = self._leading_to("weight_grad") - self._leading_to("input_grad")
         return frozenset(number for number in numbers if number >= begin)

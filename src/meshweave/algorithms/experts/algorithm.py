@@ -96,7 +96,7 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
         return super().machine(problem, config, cluster)
 
     def reference(self, problem: ExpertsProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return the outputs of a loop over experts, without sharding; of an exchange its rows by rank."""
+        """Return the outputs of a loop over experts, without sharding; of an exchange as `cells_reference`."""
         if problem.part in ("layer", "training"):
             return layer_reference(problem, inputs)
         return cells_reference(problem, inputs, self.source_order(problem))

@@ -147,7 +147,7 @@ class Tiles:
         )
 
     def release(self, update: bool) -> str:
-        """Return the `release` argument of an op in the text form; `update` says that the op adds to the output."""
+        """Return the `release` argument of an op in the text form; with `update` the op adds to its output."""
         tile = (self.rows, self.columns) if self.rows else ()
         return value_to_text(Release(tile, self.order, self.first, update))
 
