@@ -110,7 +110,8 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         estimate_accuracy: how `estimate` compares with the uncontended simulation. An upper bound is within a
             picosecond per op where all shards are equal.
         memory_accuracy: how `peak_bytes` compares with what the program holds; None where that is not known.
-        is_proved: whether `validate` proves programs. It cannot where calls have no equations, and `run` is all.
+        is_proved: whether `validate` proves programs. It cannot where calls have no equations: there only a run is
+            compared with `reference`.
     """
 
     name: ClassVar[str]
@@ -150,8 +151,8 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
     def placements(self, problem: ProblemT) -> dict[str, Layout]:
         """Return the layout of every input and output tensor, by name.
 
-        This default writes the program of the first config. Where all configs have the same layouts, algorithms
-        say them.
+        This default writes the program of the first config. Algorithms override it where the layouts follow from
+        the problem.
         """
         buffers = self.program(problem, next(iter(self.candidates(problem)))).buffers
         placed = ((b.tensor, b.layout) for b in buffers if b.kind in ("input", "output"))
@@ -192,8 +193,8 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         """Return seconds that no config of a part takes less than; a config is a part of its own.
 
         Args:
-            is_tight: whether a higher bound is wanted, which may take longer to compute. It is asked of parts
-                that a search begins with, of the one that has the least bound so far.
+            is_tight: whether a higher bound is wanted, which may take longer to compute. A search asks for it only
+                among the parts that it begins with, of the one with the least bound so far.
         """
         return 0.0
 
@@ -250,7 +251,7 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return outputs
 
     def random_inputs(self, problem: ProblemT, seed: int = 0) -> dict[str, Array]:
-        """Return small random integers for every input tensor, in the dtype of its buffer (float32 for bfloat16).
+        """Return small random integers for every input tensor, in its dtype (float32 for 16-bit floats).
 
         Sums and products of them are exact in every dtype, so results compare with `==`.
         """

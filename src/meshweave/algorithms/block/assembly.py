@@ -51,7 +51,10 @@ def write_skeleton(
 def write_sized_skeleton(
     problem: BlockProblem, roles: Roles, mesh: Mesh, overlap: Overlap = "layers"
 ) -> SizedSkeleton:
-    """Return the tasks of `write_skeleton` in one chunk, to be priced for any number of sequences."""
+    """Return the tasks of `write_skeleton` in one chunk, to be priced for any number of sequences.
+
+    The batch of the problem is ignored.
+    """
     writer = SizedWriter(problem, mesh, batch_dims(roles), overlap)
     _layers(writer.problem, roles, writer).write()
     return writer.sized()
@@ -78,7 +81,10 @@ def _assembled(writer: ProgramWriter, roles: Roles, name: str) -> Program:
 
 
 def equations(problem: BlockProblem, roles: Roles) -> list[Meaning]:
-    """Return the equations of all layers, and with a vocabulary those of embedding, last norm, logits and loss."""
+    """Return the equations of all layers, and with a vocabulary those of embedding, last norm, logits and loss.
+
+    For training those of the gradients are included.
+    """
     layers = layers_of(problem, roles.is_flat)
     meanings = [meaning for layer in layers for meaning in layer_meanings(layer, roles)]
     for layer in reversed(layers) if problem.training else ():
@@ -100,5 +106,5 @@ def tensors_of(problem: BlockProblem, roles: Roles) -> list[Tensor]:
 
 
 def batch_dims(roles: Roles) -> AxisDims:
-    """Return for each mesh axis whether it divides the batch; the same in the operands of every op."""
+    """Return "batch" for each mesh axis that divides the batch and "" for the others, as in all operands."""
     return tuple("batch" if dim == "batch" else "" for dim in roles.residual)

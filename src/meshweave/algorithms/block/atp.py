@@ -27,7 +27,8 @@ class Atp(BlockAlgorithm):
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
         """Yield configs by number of chunks, first with a reduce-scatter of sums, then with an all-reduce.
 
-        The paper's is the all-reduce, after which each rank takes its shard. On one column both are the same.
+        The paper's is the all-reduce, after which each rank takes its shard. On one column both are the same, and
+        only the first are yielded.
         """
         yield from super().candidates(problem, cluster)
         if problem.mesh_shape[1] > 1:

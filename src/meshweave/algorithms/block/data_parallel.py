@@ -28,7 +28,7 @@ class DataParallel(BlockAlgorithm):
 
 
 class ZeroOne(BlockAlgorithm):
-    """Weights gathered once; gradients reduced and scattered after the last layer's backward."""
+    """Weights gathered once; gradients reduced and scattered after the whole backward part."""
 
     name = "zero1"
     title = "ZeRO-1"

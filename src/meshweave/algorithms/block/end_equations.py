@@ -3,7 +3,7 @@
 A part of the vocabulary is enough for each step: rows of other tokens are zeros and add up; the greatest logit,
 the sum of exponentials and the logit of the target are reductions over the vocabulary (Shoeybi et al. 2019,
 section 3).
-IDS_IN and IDS_OUT are the tokens that rows of E and columns of W_v are of: 0, 1, 2, ...
+IDS_IN and IDS_OUT are the token numbers of the rows of E and of the columns of W_v: 0, 1, 2, ...
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GREATEST, SUMS = "LOGITMAX", "LOGITSUMS"
 
 
 def end_tensors(problem: BlockProblem, roles: Roles) -> Iterator[Tensor]:
-    """Yield the tensors before and after the layers: tokens, embedding, last norm, logits, loss."""
+    """Yield the tensors before and after the layers: tokens, embedding, last norm, logits, loss; and gradients."""
     p, tokens, real = problem, token_sizes(problem, roles.is_flat), problem.statistics_dtype
     for name in (TOKENS_IN, TARGETS, GREATEST):
         yield Tensor(name, tokens, real)

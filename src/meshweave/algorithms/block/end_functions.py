@@ -13,7 +13,10 @@ from meshweave.algorithms.block.problem import BlockProblem
 
 
 class EndFunctions:
-    """The functions of embedding and loss, on the part of the vocabulary that one rank has."""
+    """The functions of embedding and loss, on the part of the vocabulary that one rank has.
+
+    As arguments, `greatest` and `sums` of each token are already reduced over the whole vocabulary.
+    """
 
     def table(self) -> dict[str, Callable[..., Any]]:
         """Return the functions by name."""
@@ -23,8 +26,7 @@ class EndFunctions:
     def embed(self, tokens: Values, vocabulary: Values, table: Values) -> Values:
         """Return the rows of part of an embedding table for tokens, zeros for tokens of other parts.
 
-        `vocabulary` has the numbers of the consecutive tokens whose rows `table` (tokens of the part, hidden)
-        has.
+        `vocabulary` has the consecutive token numbers of the rows of `table` (tokens of the part, hidden).
         """
         rows, is_here = _rows_of(tokens, vocabulary)
         if not vocabulary.shape[0]:
@@ -32,7 +34,7 @@ class EndFunctions:
         return table[rows] * is_here[..., None]
 
     def embed_grad(self, tokens: Values, vocabulary: Values, dx: Values, so_far: Values) -> Values:
-        """Return `so_far` plus the gradient with respect to part of an embedding table from these tokens."""
+        """Return `so_far` plus what `tokens` with gradient `dx` add to that of part of an embedding table."""
         rows, is_here = _rows_of(tokens, vocabulary)
         if not vocabulary.shape[0]:
             return so_far
@@ -89,7 +91,7 @@ class RealEnds(EndFunctions):
 
 
 class IntegerEnds(EndFunctions):
-    """Small integers in place of the loss."""
+    """Functions of small integers in place of those of the loss, so that results compare with `==`."""
 
     def softmax_sums(self, logits: Values, greatest: Values, targets: Values, vocabulary: Values) -> Values:
         """Return small integers in place of the two sums over part of the logits of each token."""

@@ -1,4 +1,4 @@
-"""Folds over the nodes of a layer: equations, tensors, functions, and a dense run. They know no node."""
+"""Folds over the nodes of a layer: equations, tensors, functions, and a dense run; for nodes of any type."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _gradients(at: NodePlace[LayerNode]) -> Iterator[tuple[str, list[str]]]:
 
 
 def layer_tensors(layer: LayerPlace, roles: Roles) -> Iterator[Tensor]:
-    """Yield the tensors of a layer and their gradients, in global shapes: the same for every strategy."""
+    """Yield the tensors of a layer and their gradients, in global shapes."""
     dtype, tokens = layer.problem.dtype, layer.tokens
     for parameter in layer.parameters():
         yield parameter

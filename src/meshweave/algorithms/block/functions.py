@@ -1,7 +1,7 @@
 """What the functions of nodes are written with, on numpy, torch or jax arrays.
 
-Models compute real functions. Those of integers depend on the same elements, and have the same sums, but are made
-of small integers: results are the same in any order of sums, in every dtype. Their "gradients" are no derivatives.
+Models compute real functions. Those of integers depend on the same elements and sum over the same dims, but give
+small integers: results are the same in any order of sums, in every dtype. Their "gradients" are no derivatives.
 A program that gives the right integers has moved the right elements to the right places.
 
 Shapes: a residual or its gradient (batch, sequence, features); parameters of a norm (rows, features); statistics

@@ -20,7 +20,7 @@ from meshweave.ir.skeleton import Part, Task
 from meshweave.ir.work import CopyExchange, Transfer
 
 _IN_PARTS = ("all_gather", "reduce_scatter", "all_to_all")
-"""Of these a `Transfer` says one part, and each rank has as many as there are ranks."""
+"""The kinds whose `Transfer.part_bytes` is one of as many parts as there are ranks."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Moved:
     """Equal transfers of a node.
 
     Attributes:
-        kind: that of the transfers, as "all_gather".
+        kind: the collective or message, as `Transfer.kind` has it: "all_gather".
         axis: the mesh axis along which they go, as "row".
         num_ranks: the ranks that take part.
         num_bytes: the bytes of one: of a gather, a reduce-scatter or an all-to-all those of one rank's part times
@@ -49,8 +49,8 @@ class Shards:
     """Into how many parts ranks cut a tensor.
 
     Attributes:
-        sides: along each side; of an edge its tokens and its features.
-        experts: along the experts of a weight.
+        sides: the parts along each side; of an edge (along the tokens, along the features).
+        experts: the parts into which the experts of a weight are divided.
     """
 
     sides: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Tensor parallelism of Megatron-LM on one mesh axis, with and without sequence parallelism.
 
 Each rank has some groups of heads and FFN features. Without sequence parallelism the product that leaves them is
-summed by an all-reduce, and so is the gradient that leaves its first (Shoeybi et al. 2019). With it each rank has
+summed by an all-reduce, and so is the gradient of what enters them (Shoeybi et al. 2019). With it each rank has
 a part of each sequence of the residual: products are scattered by a reduce-scatter and gathered before the next
 one, and gathered again for the gradient of its weight, so that no rank keeps whole sequences (Korthikanti et al.,
 MLSys '23). Norms and residuals are then no longer computed on all ranks.
@@ -14,7 +14,10 @@ from meshweave.algorithms.block.strategy import BlockAlgorithm
 
 
 class Megatron(BlockAlgorithm):
-    """All-reduces after the second product forward, and after the first backward. It is ATP on a mesh (N, 1)."""
+    """In each half an all-reduce after the second product forward and after the first one's backward part.
+
+    It is ATP on a mesh (N, 1).
+    """
 
     name = "megatron"
     title = "Megatron 1D"

@@ -1,7 +1,7 @@
 """What nodes write their programs with: products with what they move, sums over ranks, and what is written later.
 
-The next group of nodes does not wait for gradients of weights. They are put after the next communication that it
-waits for: the products of weight gradients then run beside the reduction of the gradient of the input.
+The next group of nodes does not wait for gradients of weights. They are written after the next communication that
+this group waits for: their products then run beside the reduction of the gradient of the input.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class NodeWriter(BlockTensors):
             tensor: name of the sums, (tokens, `rows`).
             rows: sums per token.
             fn: function of `ins` that is called.
+            ins: its inputs; the layout of the first one says which ranks divide the features.
 
         Returns the buffer of the complete sums.
         """
@@ -101,7 +102,11 @@ class NodeWriter(BlockTensors):
     # --- products -----------------------------------------------------------------------------------------------
 
     def multiply(self, at: NodePlace[Linear]) -> Stored:
-        """Write a forward product with the moves of its operand, weight and result; return the result."""
+        """Write a forward product with the moves of its operand, weight and result; return the result.
+
+        A result that is reduced together with others is not moved: `unmoved` has its partial sums, and nothing is
+        written yet to the buffer that is returned.
+        """
         self.end_site()
         operand, out = self.edge(at), at.layer.home(at.node.out)
         sides, final = self.sides(at.node.result), self.dims(at, at.node.result)
@@ -125,13 +130,17 @@ class NodeWriter(BlockTensors):
         return result
 
     def moved_once(self, src: Stored, dims: AxisDims, suffix: str, key: str) -> Stored:
-        """Return `src` moved to the layout `dims`; the move is written once per `key`, for all that read it."""
+        """Return `src` moved to the layout `dims`; the move is written once per `key`, for all that read it.
+
+        A later call with the same `key` returns the first result, whatever its other arguments. `suffix` is that
+        of `BlockWriter.move`.
+        """
         if key not in self.stored:
             self.stored[key] = self.writer.move(src, dims, suffix)
         return self.stored[key]
 
     def multiply_back(self, at: NodePlace[Linear]) -> None:
-        """Write the product for the gradient of the operand; delay that of the weight (`then`)."""
+        """Write the product for the gradient of the operand; delay that for the weight's gradient by `then`."""
         self.end_site()
         node, edge, arriving = at.node, at.node.ins[0], self.arriving(at)
         first, weight_name = self.edge(at), at.own(at.node.weight)
@@ -260,7 +269,7 @@ class NodeWriter(BlockTensors):
         self.reduce(replace(out, dims=natural), out)
 
     def leave_terms(self, landed: Stored, out: Stored) -> None:
-        """Note that ranks keep partial sums of a weight's gradient in `landed`; here nothing is done."""
+        """Do nothing; a subclass records that ranks keep partial sums of a weight's gradient `out` in `landed`."""
 
     def reduce(self, landed: Stored, out: Stored) -> None:
         """Write the reduction of a weight's gradient over ranks, from `landed` into `out`.

@@ -67,9 +67,19 @@ def write_parts(
 ) -> BlockParts:
     """Return the forward and backward programs of a piece on a mesh whose axes have these roles.
 
+    Args:
+        problem: one with training; for the pieces "embedding" and "head" also with a vocabulary. Of a layer with
+            experts or latent attention it has one.
+        roles: none may reduce last (ZeRO-1): the backward program would lack the gradients of matrices.
+        name: what the names of both programs begin with.
+        recompute: what the backward program recomputes; "selective" is attention alone.
+
     Raises:
-        UnsupportedError: ranks store shards of a weight, whose gathered copy cannot be kept for the backward
-            program, or attention in chunks is to be recomputed alone.
+        UnsupportedError: attention alone is to be recomputed in several layers, in several chunks, or in a piece
+            that has none (in several layers of included 2D products all from the first attention to the last is
+            recomputed instead); the backward program reads scratch that the forward one writes in a loop, as the
+            keys of ring attention in several chunks; or ranks have different numbers of tokens in a layer with
+            experts or latent attention.
     """
     writer = ProgramWriter(problem, config, mesh, batch_dims(roles))
     layers = WRITERS[piece](problem, roles, writer)
@@ -102,8 +112,12 @@ def parts_of_writer(
     """Return the forward and backward programs of what a piece writes with its writer.
 
     Args:
+        layers: the piece; it must not have declared or written anything yet.
+        writer: the writer of `layers`.
+        name: what the names of both programs begin with.
         tensors: those of the piece, of which each program declares what it needs.
         meanings: the equations of the piece, of which each program has those that lead to its outputs.
+        recompute: as in `write_parts`.
 
     Raises UnsupportedError as `write_parts` does.
     """
@@ -159,9 +173,9 @@ def _again(forward: tuple[Statement, ...], recompute: Recompute) -> tuple[Statem
 
 
 def makers_of(scratch: set[str], statements: tuple[Statement, ...], readers: str) -> tuple[Statement, ...]:
-    """Return the calls among statements that write some scratch buffers, which `readers` read.
+    """Return those of `statements` that are calls and write one of the `scratch` buffers.
 
-    Raises UnsupportedError where something else writes one.
+    Raises UnsupportedError for a buffer that none of them writes; `readers` begins its message: what reads it.
     """
     calls = tuple(
         each
@@ -174,7 +188,7 @@ def makers_of(scratch: set[str], statements: tuple[Statement, ...], readers: str
 
 
 def read_first(statements: Iterable[Statement]) -> dict[str, None]:
-    """Return the buffers that statements read before they write them, as an ordered set."""
+    """Return the buffers that statements read before they write them, as the keys of a dict, in order."""
     written: set[str] = set()
     first: dict[str, None] = {}
     for op in ops_of(statements):
@@ -240,7 +254,8 @@ def _part(
 def reaching(meanings: list[Meaning], buffers: Iterable[Buffer]) -> list[Meaning]:
     """Return the equations that lead from the inputs of a program to its other buffers.
 
-    A tensor that is one of these inputs in another shape is that input, whatever else it is computed from.
+    Where an input is `Same` as another tensor, that tensor is taken from the input, and its own equations are left
+    out.
     """
     by_out: dict[str, list[Meaning]] = {}
     given = {buffer.tensor for buffer in buffers if buffer.kind == "input"}

@@ -1,7 +1,7 @@
 """Writers of one piece of a model each: layers, the embedding before them, or norm, logits and loss after them.
 
-They leave sums of gradients of weights, and of losses, over ranks to whoever runs them: a step makes them once,
-not for each micro-batch. Sums of which each rank keeps a part are made here.
+They leave all-reduces of gradients of weights, and of losses, to whoever runs them: a step makes them once, not
+for each micro-batch. Reduce-scatters of gradients are written here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LayersPiece(LayerWriter):
     """Writes layers, and leaves partial sums of gradients of weights to the caller.
 
     Attributes:
-        unsummed: for each gradient of a weight its buffer and layout, by tensor: "partial" along axes still
-            to be reduced over.
+        unsummed: for each gradient of a weight, and for the loss, its buffer and layout, by tensor: "partial"
+            along axes still to be reduced over.
     """
 
     unsummed: dict[str, Stored] = field(default_factory=dict)

@@ -177,7 +177,8 @@ class NodePlace(Generic[AnyNode]):
     def units(self, name: str, features: Features, dtype: str = "", whole: bool = False) -> Tensor:
         """Return the tensor `name` seen by units, (tokens, units, features of a unit), named "NAME_units".
 
-        With `whole` batch and sequence are two dims even if tokens are flat elsewhere.
+        With `whole` batch and sequence are two dims even if tokens are flat elsewhere. A `dtype` of "" is the
+        problem's.
         """
         tokens = token_sizes(self.problem, False) if whole else self.layer.tokens
         return Tensor(f"{name}_units", (*tokens, features.count, features.unit), dtype or self.problem.dtype)
@@ -205,7 +206,11 @@ def token_sizes(problem: BlockProblem, is_flat: bool) -> tuple[int, ...]:
 
 
 def side_of(features: Features) -> Side:
-    """Return features as a side of a tensor; features of the residual are "hidden", all others "inner" or ""."""
+    """Return features as a side of a tensor: "hidden" for those of the residual, "" for what no axis shards.
+
+    Nothing shards features without a dim, and those whose edges lie as the tokens (`WITH_TOKENS`). All others are
+    "inner".
+    """
     dim = features.dim
     if not dim or dim in WITH_TOKENS:
         return Side("", features.count, features.unit)

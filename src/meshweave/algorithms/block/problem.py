@@ -1,4 +1,4 @@
-"""What a block computes: layers of a transformer, forward and backward, on a mesh of two or three axes."""
+"""What a block computes: layers of a transformer, forward and backward, on a mesh of two to four axes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Family = Literal["gpt", "llama"]
 
 MESH = "tp"
 AXES = ("replica", "depth", "row", "col")
-"""Names of the mesh axes; a mesh of two axes has the last two."""
+"""Names of the mesh axes; a mesh of fewer axes has the last ones."""
 
 _FAMILIES = ("gpt", "llama")
 
@@ -31,16 +31,16 @@ class ExpertRanks:
     """How the experts of a layer are divided over ranks, for its price.
 
     Attributes:
-        expert: ranks that share the experts; each has as many.
+        expert: ranks that share the experts; each has equally many.
         tensor: ranks that share each expert, in the dim of its inner features.
-        load: copies of tokens that the most loaded rank gets over those that ranks get on average.
+        load: copies of tokens that the most loaded rank gets, divided by the mean of all ranks.
         dispatcher: how copies travel, a name of `cost.exchange`.
         grouped: whether one kernel multiplies for all experts, and activates between its products.
-        loads: for a program, copies of each rank of a group over the average: the first one's is `load`; ()
-            where all have as many.
-        mesh: for a program, the ranks of a block on a mesh with the axes "rank" and "tensor" of those that
-            share experts and each of them, where there are several, and others; None where work alone is
-            counted.
+        loads: for a program, the copies of each rank of a group divided by their mean; the first one's is `load`.
+            () where all have equally many.
+        mesh: for a program, the ranks of a block as a mesh whose axis "rank" has the ranks that share the experts
+            and "tensor" those that share each expert, where there are several; other axes hold copies. None where
+            work alone is counted.
     """
 
     expert: int = 1
@@ -71,13 +71,13 @@ class ExpertRanks:
 
 @dataclass(frozen=True)
 class BlockProblem:
-    """Layers of a transformer on a mesh (rows, columns) or (depth, rows, columns).
+    """Layers of a transformer on a mesh of rows and columns, also with depth and replicas before them.
 
-    Each layer is N = norm(X), M = X + attention(N W_qkv) W_o, N' = norm(M), Z = M + activation(N' W_1) W_2. Family
-    "gpt" has layer norms with a gain and a bias, and GELU; "llama" has root-mean-square norms with a gain, rotary
-    positions in attention, and SwiGLU, for which W_1 has a gate and an input column by turns. Attention is causal
-    and grouped: `heads / kv_heads` heads of queries share one head of keys and values, and W_qkv has the columns
-    of one such group after those of another.
+    Without a `graph` each layer is N = norm(X), M = X + attention(N W_qkv) W_o, N' = norm(M), Z = M +
+    activation(N' W_1) W_2. Family "gpt" has layer norms with a gain and a bias, and GELU; "llama" has
+    root-mean-square norms with a gain, rotary positions in attention, and SwiGLU, for which W_1 has a gate and an
+    input column by turns. Attention is causal and grouped: `heads / kv_heads` heads of queries share one head of
+    keys and values, and W_qkv has the columns of one such group after those of another.
 
     Without `training` X (batch, sequence, hidden) is taken to Z. With it DZ is one more input, the gradient of a
     loss with respect to Z, and DX and the gradients of all weights are outputs, too.
@@ -90,21 +90,24 @@ class BlockProblem:
         batch, sequence: sequences of all ranks together, and tokens of a sequence.
         hidden, ffn: features of the residual, and inner features of the feed-forward half.
         heads, kv_heads, head_dim: heads of queries, heads of keys and values, and the width of each.
-        mesh_shape: the sizes of the mesh.
+        mesh_shape: the sizes of the mesh: rows and columns, after depth if there are three, after replicas and
+            depth if there are four.
         layers: how many consecutive layers.
         training: whether the gradients are computed, too.
         vocabulary: the number of different tokens; 0 for layers alone.
         counts_masked: whether attention is priced over all pairs of query and key, as for kernels that do not skip
             masked tiles, or in FLOPs as Megatron-LM counts them. Else it is over the pairs that attend, as
             FlashAttention counts them (Dao 2023, section 4.1): sequence // 2 + 1 keys a query.
-        biases: whether each of the four products of a layer has a bias, as in GPT-3: BQKV, BO, B1 and B2.
+        biases: whether each of the four products of a layer without `graph` has a bias, as in GPT-3: BQKV, BO,
+            B1 and B2.
         exact: whether norms, attention and activations are replaced by functions of small integers that depend on
             the same elements, so that results compare with `==` (`functions.py`).
         graph: the layer, where it is another than that of the sizes and the family; it takes `hidden` features.
         experts: where the experts are of a layer that has some; None for all on each rank.
 
     Raises:
-        LayoutError: a size is under 1, `kv_heads` does not divide `heads`, or family or dtype is unknown.
+        LayoutError: a size is under 1, `vocabulary` is negative, the mesh has not two to four axes, `kv_heads`
+            does not divide `heads`, `graph` does not take `hidden` features, or family or dtype is unknown.
     """
 
     batch: int
@@ -161,8 +164,8 @@ class BlockProblem:
     ) -> BlockProblem:
         """Return the problem of `layers` layers of a model, each as `model.layer`.
 
-        A gated FFN makes it "llama" (root-mean-square norms, rotary positions, SwiGLU), any other "gpt"
-        (layer norms, GELU), whatever norms and positions the model has.
+        The family is "llama" for a gated FFN, else "gpt". Where `model.layer` is not the layer that sizes and
+        family describe, it becomes the `graph`.
 
         Raises:
             LayoutError: a size of the model, the workload or the mesh fits no `BlockProblem`.
@@ -234,7 +237,7 @@ class BlockConfig:
             after which a rank takes its part.
         slices: the most slices of each 2D product, which has as many as its sizes allow up to this, or else the
             fewest that they allow; 0 for the fewest, and where a strategy has no 2D products.
-        packets: the packets of each broadcast and reduction of a 2D product.
+        packets: the most packets of each broadcast and reduction of a 2D product.
         overlap: what communication runs beside: see `Overlap`.
     """
 

@@ -138,14 +138,17 @@ class ProgramWriter(BlockWriter):
     # --- sites --------------------------------------------------------------------------------------------------
 
     def begin_part(self, arriving: Iterable[Stored]) -> None:
-        """Begin another program; its first ops wait for the `arriving` tensors, and for nothing written before."""
+        """Begin another program, whose ops wait for nothing written before.
+
+        If the writer `is_by_sites`, its first op in each lane waits for the `arriving` tensors.
+        """
         self._begin_site({ARRIVES: tuple(map(self._view, arriving))})
 
     def end_site(self) -> None:
-        """Let what follows wait for all ops written so far; only if the writer `is_by_sites`.
+        """End the loop over chunks, and if the writer `is_by_sites` let what follows wait for all ops before.
 
         The first op of a site in each lane waits for the last ops of the site before in other lanes. An op
-        that reads neither their outputs nor something of its own site gets an empty call before it, which
+        that reads neither all their outputs nor something of its own site gets an empty call before it, which
         reads them. The transfers of a ring need no such call, since the compute lane reads all of them before
         attention ends.
         """
@@ -191,7 +194,7 @@ class ProgramWriter(BlockWriter):
     def timed(
         self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
-        """Write an op that costs the work of the tokens of a rank, and computes no values.
+        """Write an op without values that costs the work of a rank's tokens, as `BlockWriter.timed` says.
 
         An exchange takes as long as that of the rank with the most copies.
 

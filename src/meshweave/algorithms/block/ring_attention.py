@@ -1,6 +1,6 @@
 """Context parallelism by ring attention (Liu et al.): sequences are sharded throughout.
 
-Keys and values of a rank's tokens go round all ranks while each works on its own queries; softmax is kept so far.
+Keys and values of a rank's tokens go round all ranks while each works on its own queries, by online softmax.
 Nothing but keys and values moves forward, and these and their gradients backward. Weights are whole, and their
 gradients are summed. Every rank works on all keys, masked ones included.
 """

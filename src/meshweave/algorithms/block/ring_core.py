@@ -1,4 +1,4 @@
-"""Writes attention whose keys and values go round a ring: and its gradient.
+"""Writes attention whose keys and values go round a ring, and its gradient.
 
 A rank works on its own part of each sequence. In turn t it has the keys of the rank t places on, and passes them
 on while it works on them. Backward their gradients follow them one turn behind, and are home after the last.
@@ -22,7 +22,14 @@ from meshweave.ir.program.expressions import Index, equal
 
 @dataclass
 class RingCore:
-    """Writes one layer's ring attention along mesh axis number `axis`, with its buffers."""
+    """Writes one layer's ring attention along mesh axis number `axis`, with its buffers.
+
+    Attributes:
+        inner: the joint queries, keys and values, the input of attention.
+        core: its output, the heads.
+        log_sums: the log-sum-exp of each head's scores.
+        positions: the positions of all tokens of a sequence, whole on every rank.
+    """
 
     writer: BlockWriter
     at: NodePlace[Attention]

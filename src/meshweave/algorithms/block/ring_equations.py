@@ -1,7 +1,7 @@
 """The equations of attention whose keys and values go round a ring of ranks that share sequences.
 
 Queries Q and keys with values KV of a rank's tokens are split from their product, and turned by positions where a
-model does. Then softmax is kept so far over the keys that have passed (Liu et al., Ring Attention, section 3):
+model does. Then softmax is accumulated over the keys that have passed (Liu et al., Ring Attention, section 3):
 
     (R, M, L)[s] = attend over t of Q[s], KV[t]        numerators, greatest score and sum of weights so far
     A[s] = finish(R, M, L)[s]

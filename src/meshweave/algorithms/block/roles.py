@@ -182,7 +182,7 @@ BLOCK_ROLES = {
 
 
 def num_parts(dims: AxisDims, shape: tuple[int, ...], of: Iterable[Dim]) -> int:
-    """Return into how many parts the axes of a mesh of a shape split a tensor along some dims together."""
+    """Return into how many parts mesh axes of the sizes `shape` split a tensor along the dims `of` together."""
     return math.prod(size for dim, size in zip(dims, shape, strict=True) if dim in of)
 
 
@@ -222,12 +222,14 @@ def gradient_dims(dims: AxisDims) -> AxisDims:
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of all mesh axes together, as the layouts of a layer's tensors.
+    """The roles of all mesh axes, and the layouts of a layer's tensors that follow from them.
 
-    What one axis keeps for the backward part or reduces last, all axes do. A layout is an `AxisDims`: for
-    each mesh axis the dim that it shards, "" where it replicates, "partial" for partial sums.
+    If the role of one axis keeps gathered operands or weights, or reduces last, this holds for all axes. A
+    layout is an `AxisDims`: for each mesh axis the dim that it shards, "" where it replicates, "partial" for
+    partial sums.
 
     Attributes:
+        axes: the role of each mesh axis.
         product_2d: name of the algorithm of `matmul2d` that products are included from; "" for none.
         experts: for each axis "expert" if its ranks divide the experts of a routed layer among them, "inner"
             if they shard each expert, "" if they have equal ones; () for "inner" where other feed-forward
@@ -269,15 +271,21 @@ class Roles:
         return tuple(role.attention if is_attention else role.feed_forward for role in self.axes)
 
     def operand(self, is_first: bool) -> AxisDims:
-        """Return the layout of the operand of a layer's first product (into inner features), or of its second."""
+        """Return the layout of the operand of the first product of a half (into inner features), or of its second.
+
+        It is that in which the operand is multiplied.
+        """
         return tuple(role.operand_in if is_first else role.operand_out for role in self.axes)
 
     def weight(self, is_first: bool) -> AxisDims:
-        """Return the layout of the weight of a layer's first product, or of its second, where it is multiplied."""
+        """Return the layout of the weight of a half's first product, or of its second, where it is multiplied."""
         return tuple(role.w_in if is_first else role.w_out for role in self.axes)
 
     def product(self, is_first: bool) -> AxisDims:
-        """Return the layout of the result of a layer's first or second product before any communication."""
+        """Return the layout of the result of the first or second product of a half, before any communication.
+
+        Raises LayoutError as the function `product` does.
+        """
         k: Dim = "hidden" if is_first else "inner"
         return product(self.operand(is_first), self.weight(is_first), (k,))
 
@@ -320,9 +328,10 @@ class Roles:
         return any(role.reduces_last for role in self.axes)
 
     def stored(self, used: AxisDims, sides: Iterable[Side]) -> AxisDims:
-        """Return the layout in which ranks store a weight: as it is used, sharded along more axes for ZeRO-3.
+        """Return the layout in which ranks store a weight: as used, but sharded by axes with `shards_weights`.
 
-        `used` is its layout where it is multiplied, `sides` its dims.
+        `used` is its layout where it is multiplied, `sides` its dims. These axes shard the first dim that no axis
+        splits in `used`.
 
         Raises:
             LayoutError: no dim of the weight is left to shard.
@@ -330,7 +339,7 @@ class Roles:
         return _divided(used, sides, [role.shards_weights for role in self.axes])
 
     def gradient(self, used: AxisDims, sides: Iterable[Side]) -> AxisDims:
-        """Return the layout in which the gradient of a weight ends; `used` and `sides` as of `stored`.
+        """Return the layout in which the gradient of a weight ends: as `stored` does, by `scatters_gradients`.
 
         Raises:
             LayoutError: no dim of the weight is left to scatter over.

@@ -68,7 +68,11 @@ class ProductSite:
         return (hidden, inner) if self.is_first else (inner, hidden)
 
     def stored_dims(self, roles: Roles) -> AxisDims:
-        """Return the layout in which the weight is stored and its gradient is to end."""
+        """Return the layout of the weight that the product reads.
+
+        Along the axes along which the product gathers, it is that in which ranks store the weight; along the
+        others that in which it is multiplied.
+        """
         used = roles.weight(self.is_first)
         stored = self.stored or roles.stored(used, self.weight_sides)
         return self._gathered_here(used, stored)
@@ -80,11 +84,12 @@ class ProductSite:
         return tuple(h if is_here else dim for dim, h, is_here in zip(left, here, self.gathers, strict=True))
 
     def beside_buckets(self, roles: Roles, shape: tuple[int, ...]) -> ProductSite:
-        """Return the site for a caller that gathers weights together where the product has nothing to gain.
+        """Return the site with `gathers` set, for a caller that gathers many weights at once.
 
-        A product gathers its weight along axes whose role says so, beside what it moves along others. Included 2D
-        products always do. Others do not where another axis around divides the same dim into parts, as ZeRO
-        does, or where units would be divided.
+        A product gathers its weight itself along axes whose role has `products_gather`; the caller does along the
+        others. Included 2D products gather along all such axes. Other products leave an axis to the caller, too,
+        where another axis divides the same dim of the stored weight, where the weight is multiplied whole, or
+        where the size of the axis does not divide the units of the dim.
 
         Args:
             shape: the sizes of the axes.
@@ -102,7 +107,10 @@ class ProductSite:
         return replace(self, gathers=tuple(map(gathers, range(len(stored)))))
 
     def is_local(self, roles: Roles) -> bool:
-        """Return whether a rank multiplies its own tokens by a whole weight, with no communication."""
+        """Return whether a rank multiplies its own tokens by a whole weight, with no communication.
+
+        It is False where `gathers` is None.
+        """
         edges = roles.residual, roles.core(self.is_attention)
         if self.gathers is None or roles.is_flat or any(roles.weight(self.is_first)):
             return False
@@ -138,8 +146,8 @@ def product_parts(
 ) -> BlockParts:
     """Return the forward and the backward program of one product.
 
-    Inputs are "x", and "dy" backward; outputs "y", and "dx" and "dw" backward. Gradients of the weight are
-    complete and have the layout in which it is stored, unless the site leaves partial sums.
+    Inputs are "x" and "w", and "dy" backward; outputs "y", and "dx" and "dw" backward. Gradients of the weight are
+    complete and sharded as it is stored, unless `site.gathers` leaves partial sums (`site.gradient_terms`).
 
     Raises:
         LayoutError: the roles fit no product.
@@ -206,8 +214,9 @@ class ProductPiece(LayersPiece):
 def ring_parts(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh) -> BlockParts:
     """Return the forward and the backward program of ring attention alone.
 
-    The problem has no biases; with family "gpt" queries and keys are not rotated. Inputs are "qkv0" in groups
-    of heads and "positions", and "da0" backward; outputs "a0", and "dqkv0" backward.
+    The layer of the problem must have exactly one attention, and one of the roles must be a ring. With family
+    "gpt" queries and keys are not rotated. Inputs are "qkv0" in groups of heads and "positions", and "da0"
+    backward; outputs "a0", and "dqkv0" backward.
     """
     writer = ProgramWriter(problem, _alone(config), mesh, _batch_dims(roles))
     layer = attention_of(problem)
@@ -245,8 +254,8 @@ class MoveSite:
 
     Attributes:
         sides: those of the tensor; the first two are batch and sequence, where it has tokens.
-        before, after: its layouts; before it may be partial sums.
-        op: the reduction of partial values, as "sum".
+        before, after: its layouts; `before` may be "partial" along some axes.
+        op: the reduction of partial values by all-reduces, as "sum"; reduce-scatters always sum.
     """
 
     sides: Sides
@@ -261,7 +270,7 @@ class MoveSite:
 
     @property
     def is_sum(self) -> bool:
-        """Return whether the move is all-reduces alone."""
+        """Return whether the move is all-reduces alone, or nothing."""
         pairs = zip(self.before, self.after, strict=True)
         return all(x == y or (x == "partial" and not y) for x, y in pairs)
 

@@ -94,6 +94,7 @@ class SizedProduct:
     """An included 2D product.
 
     Attributes:
+        name: the algorithm of `matmul2d`.
         problem: the product for one sequence per rank.
         after: for each lane the tasks that its first task waits for.
     """
@@ -127,7 +128,7 @@ class SizedSkeleton:
 
     @cached_property
     def for_weights(self) -> frozenset[int]:
-        """Return the numbers of the backward tasks on which gradients of weights alone depend."""
+        """Return the numbers of the backward tasks that gradients of weights depend on, and DX does not."""
         begin = next((at for at, task in enumerate(self.tasks) if task.access.is_backward), 0)
         numbers = self._leading_to("weight_grad") - self._leading_to("input_grad")
         return frozenset(number for number in numbers if number >= begin)
@@ -144,6 +145,7 @@ class SizedSkeleton:
         """Return the tasks for a number of sequences per rank, those inside 2D products included.
 
         Args:
+            config: of it `slices` and `packets` of 2D products count, and nothing else.
             part: "input_grad" leaves out the tasks of `for_weights`, "weight_grad" all others; "" none.
         """
         steps: list[FlatTask] = []

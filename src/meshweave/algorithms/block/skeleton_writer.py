@@ -109,7 +109,7 @@ class SkeletonWriter(BlockWriter):
         self._note(op, chunk, [me])
 
     def end_site(self) -> None:
-        """Let what follows wait for all ops written so far; only if the writer `is_by_sites`."""
+        """Let what follows wait for all ops written so far; call it only if the writer `is_by_sites`."""
         self.cut()
         last: dict[str, int] = {}
         for number in range(self._site_begin, len(self._tasks)):
@@ -241,7 +241,7 @@ class SkeletonWriter(BlockWriter):
     def timed(
         self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
-        """Add a task whose work depends on the tokens that a rank has of the first input; waits for no weights."""
+        """Add a task whose work depends on the tokens that a rank has of the first input; `beside` is not used."""
         del beside
         per_sequence = self._elements_per_sequence(ins[0]) // self._size(ins[0], len(ins[0].sides) - 1)
         self._do(lane, lambda size: work_of(size * per_sequence), ins, outs)
@@ -303,7 +303,7 @@ class SkeletonWriter(BlockWriter):
         """Yield the number of each turn; of many turns the first one, and groups that stand for the others.
 
         A group ends before the next one begins to need its results, which is within 1 % of the time turn by
-        turn. There are as many groups, modulo 2, as turns, because two slots take turns.
+        turn. The number of groups is even if that of turns is, because turns alternate between two slots.
         """
         groups = count if count <= _MOST_TURNS else _MOST_TURNS - count % 2
         for number in range(groups):

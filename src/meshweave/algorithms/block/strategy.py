@@ -35,7 +35,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         roles: what each mesh axis does, in the order of the mesh; IDLE for the second axis of a strategy with one.
         is_searched: whether a plan tries the strategy where none is named.
         max_equal_slices: into how many equal slices a product may be cut, at most; 1 for products that are whole,
-            None where parts of any size are multiplied.
+            None where slices may be unequal or of any number.
     """
 
     problem_type = BlockProblem
@@ -82,7 +82,12 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return batch
 
     def program(self, problem: BlockProblem, config: BlockConfig) -> Program:
-        """Return the layers as one program. Raises LayoutError for a problem or config that does not fit."""
+        """Return the layers as one program.
+
+        Raises:
+            LayoutError: the problem or config does not fit.
+            UnsupportedError: the layer has experts or latent attention; such layers have `parts` alone.
+        """
         self._check(problem, config)
         layers = "1 layer" if problem.layers == 1 else f"{problem.layers} layers"
         name = f"{self.title}, {layers}, {config}"
@@ -98,14 +103,16 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
     ) -> BlockParts:
         """Return a piece of the model as a forward and a backward program, each to be run for a micro-batch.
 
+        Strategies that reduce gradients last (ZeRO-1) have none: the backward program lacks gradients of matrices.
+
         Args:
+            problem: one with training.
             piece: "layers", or with a vocabulary "embedding" or "head" (norm, logits and loss) alone.
-            recompute: what the backward program recomputes: "none", "full" for all, or attention alone.
+            recompute: what the backward program recomputes: "none", "full" for all, or "selective" for attention.
 
         Raises:
             LayoutError: the problem or config does not fit.
-            UnsupportedError: ranks store shards of a weight, whose gathered copy cannot be kept for the
-                backward program, or attention in chunks is to be recomputed alone.
+            UnsupportedError: as `write_parts` does.
         """
         self._check(problem, config)
         name = f"{self.title}, {piece}, {config}"
@@ -135,16 +142,22 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
             )
 
     def estimate(self, problem: BlockProblem, config: BlockConfig, machine: Machine) -> Estimate:
-        """Return the seconds of rank 0, which has the largest shards, without contention between transfers."""
+        """Return the estimate of rank 0, which has the largest shards, without contention between transfers."""
         return estimate_skeleton(self.skeleton(problem, config), machine)
 
     def skeleton(self, problem: BlockProblem, config: BlockConfig, piece: Piece | None = None) -> Skeleton:
-        """Return the tasks of rank 0 of the program, or of one piece. Raises LayoutError as `program` does."""
+        """Return the tasks of rank 0 of the program, or of one piece.
+
+        Raises LayoutError for a problem or config that does not fit.
+        """
         self._check(problem, config)
         return write_skeleton(problem, config, self.roles_of(problem), problem.mesh, piece)
 
     def sized_skeleton(self, problem: BlockProblem, overlap: Overlap = "layers") -> SizedSkeleton:
-        """Return the tasks of rank 0 in one chunk, for any number of sequences. Raises as `program` does."""
+        """Return the tasks of rank 0 in one chunk, for any number of sequences.
+
+        Raises LayoutError for a problem that does not fit.
+        """
         self._check(problem, BlockConfig())
         return write_sized_skeleton(problem, self.roles_of(problem), problem.mesh, overlap)
 

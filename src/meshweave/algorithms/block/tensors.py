@@ -145,7 +145,7 @@ class BlockTensors:
         )
 
     def new(self, tensor: str, sides: Sides, dims: AxisDims, dtype: str = "") -> Stored:
-        """Return the buffer of a tensor: the one declared before, or a new one of this layout."""
+        """Return the buffer of a tensor: one declared before, or a new one with these sides, dims and dtype."""
         if tensor not in self.stored:
             self.stored[tensor] = self.writer.new(
                 tensor.lower(), tensor, sides, dims, dtype or self.problem.dtype
@@ -172,9 +172,14 @@ class BlockTensors:
         )
 
     def landing(self, tensor: str, sides: Sides, natural: AxisDims, final: AxisDims) -> tuple[Stored, Stored]:
-        """Return two views: the one that a product writes partial sums to, and the one for the reduced result.
+        """Return where a product writes its result before it is moved, and where it lies after that.
 
-        They are the same buffer if the reduction is in place.
+        They are the same buffer if nothing moves but all-reduces, which are in place.
+
+        Args:
+            tensor: its name; a buffer declared for it before is used.
+            natural: the layout of the product as its operands give it, with partial sums.
+            final: the layout after the move.
         """
         out = self.new(tensor, sides, final)
         if all(

@@ -1,4 +1,4 @@
-"""Ops of a program of which the work is known and not the values: calls, and exchanges that take their price."""
+"""Ops of a program whose work is known but not their values: calls, and exchanges with the same price."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def timed_op(works: Sequence[Work], lane: str, outs: Views, ins: Views) -> Op:
     """Return an op without values that costs some work; it reads the views `ins` and writes `outs`.
 
     Args:
-        works: one, or that of each rank of a group of experts, the first one with the most copies: all wait
-            for its exchanges.
+        works: the work, or one for each rank of a group of experts, in the order of ranks. The first one must have
+            the most copies: of exchanges it alone counts, since all ranks wait for it.
+        lane: the lane of the op.
     """
     first = works[0]
     if not isinstance(first, Compute):

@@ -58,7 +58,10 @@ class IncludedProducts(BlockAlgorithm):
         return 1
 
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
-        """Yield configs by number of slices, each an upper limit for every product, and of packets."""
+        """Yield configs by number of slices, each an upper limit for every product, and by number of packets.
+
+        There is one packet where no mesh axis has more than two ranks.
+        """
         packets = self.packets if max(problem.mesh_shape) > 2 else (1,)
         return (BlockConfig(slices=count, packets=each) for count in self.slices for each in packets)
 

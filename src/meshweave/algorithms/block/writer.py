@@ -26,7 +26,7 @@ from meshweave.ir.work import Work
 COMPUTE = "compute"
 """The lane of everything that is no communication."""
 NEXT_SITE = "next_site"
-"""The call that does nothing, once what it reads is there: the lane that it is in then goes on."""
+"""The name of a call that does nothing but wait for what it reads."""
 
 Kind = Literal["input", "output", "temp"]
 Part = Literal["", "input_grad", "weight_grad"]
@@ -39,8 +39,9 @@ class SequenceWindow:
     Attributes:
         dims: layout of the sequence on the mesh.
         axis: number of the mesh axis.
-        is_whole: whether the buffer holds all positions, of which the window is a part; else the window's
-            alone.
+        turn: how many places further the rank is; 0 is this rank.
+        is_whole: whether the buffer holds all positions, of which the window is a part; else only those of the
+            window.
     """
 
     dims: AxisDims
@@ -79,7 +80,10 @@ WeightTensors = tuple[Tensors, Tensors]
 
 
 class TimedWork(Protocol):
-    """Returns the work of `tokens` of a rank; `load` is copies of tokens at its experts over the average."""
+    """Returns the work of a rank with `tokens`.
+
+    `load` is the copies of tokens at its experts divided by the mean of all ranks; None for that of the problem.
+    """
 
     def __call__(self, tokens: int, *, load: float | None = None) -> Work:
         """Return the work."""
@@ -119,7 +123,7 @@ class BlockWriter(ABC):
         return stored
 
     def scratch(self, stored: Stored, slots: int = 1) -> Stored:
-        """Declare scratch memory with `slots` slots for `stored`, unless a buffer of that name exists."""
+        """Declare scratch memory with `slots` slots for `stored`, unless its buffer exists; return `stored`."""
         if stored.buffer not in self._names:
             self._names.add(stored.buffer)
             self._declare_slots(stored, slots)
@@ -158,7 +162,7 @@ class BlockWriter(ABC):
     def _extent_in(self, side: Side, window: SequenceWindow) -> Index: ...
 
     def elements(self, stored: Stored) -> Index:
-        """Return the elements of a buffer that one chunk touches."""
+        """Return the elements of a rank's part of a buffer that belong to one chunk."""
         total: Index = 1
         for number in range(len(stored.sides)):
             total = total * self.extent_of(stored, number)
@@ -181,7 +185,7 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def end_site(self) -> None:
-        """Let what follows wait for all ops written so far; only if the writer `is_by_sites`."""
+        """Let what follows wait for all ops written so far; call it only if the writer `is_by_sites`."""
 
     @abstractmethod
     def call(
@@ -196,6 +200,8 @@ class BlockWriter(ABC):
         """Write work without values that depends on the tokens that a rank has of the first input.
 
         Args:
+            lane: the lane of the op, or the name of the mesh of experts for their exchanges.
+            work_of: returns the work for a number of tokens.
             beside: the parameters that it reads, and the gradients of parameters that it computes.
         """
 
@@ -221,7 +227,8 @@ class BlockWriter(ABC):
     def product_2d(self, name: str, dataflow: Dataflow, out: Stored, a: Stored, b: Stored) -> None:
         """Write a product by the algorithm `name` of `matmul2d`, its communication included.
 
-        It runs on the last two mesh axes; each coordinate along other axes has a product of its own.
+        It runs on the last two mesh axes; each coordinate along other axes has a product of its own. The batch
+        must be in one chunk, and other axes must divide the dims evenly.
         """
         assert self.num_chunks == 1
         sizes = [[within(side, self.mesh, x.dims, 2) for side in x.sides] for x in (a, b)]
@@ -269,15 +276,16 @@ class BlockWriter(ABC):
         into: Stored | None = None,
         op: str = "sum",
     ) -> Stored:
-        """Write the communication that brings a tensor into layout `dims`, axis by axis; return it so.
+        """Write the communication that brings a tensor into layout `dims`, axis by axis; return the result.
 
-        Gathers come first, from the last axis that shards a dim to the first, then all-reduces, then the
-        rest. An all-reduce is in place. Without `into` the result is in `src` or a new buffer.
+        Gathers come first, from the last axis that shards a dim to the first, then all-reduces, then the rest.
+        All-reduces are in place: if there is nothing else to do, the result is in the buffer of `src`.
 
         Args:
             suffix: the end of names of new buffers.
-            lane: what the names of lanes have after that of the axis.
-            op: the reduction of partial values, as "sum".
+            lane: ends the names of lanes, after that of the mesh axis; "" for the lane of the axis itself.
+            into: the buffer of the result where a step is no all-reduce, else unused; None for a new one.
+            op: the reduction of partial values by all-reduces, as "sum"; reduce-scatters always sum.
         """
         axes = _order(src.dims, dims)
         left = sum(src.dims[axis] != "partial" or bool(dims[axis]) for axis in axes)
@@ -298,7 +306,10 @@ class BlockWriter(ABC):
         return src
 
     def move_once(self, src: Stored, dims: AxisDims, lane: str, into: Stored | None = None) -> Stored:
-        """Write a move of a tensor without tokens, outside the loop over chunks; return it in layout `dims`."""
+        """Write a move of a tensor without tokens, outside the loop over chunks; return it in layout `dims`.
+
+        No loop may be open. `lane` and `into` are those of `move`.
+        """
         assert self.is_between_loops and not src.has_tokens
         chunks, self.num_chunks = self.num_chunks, 1
         out = self.move(src, dims, "whole", lane, into)
@@ -308,7 +319,8 @@ class BlockWriter(ABC):
     def gather_once(self, kept: Stored, into: Stored | None, dims: AxisDims, lane: str) -> Stored:
         """Write a gather of a weight before the open loop over chunks; return it in layout `dims`.
 
-        If that loop already multiplies by the contents of `into`, the loop is ended first.
+        If that loop already multiplies by the contents of `into`, the loop is ended first. `lane` and `into` are
+        those of `move`.
         """
         if into is not None and (into.buffer, into.slot) in self._multiplied:
             self.cut()

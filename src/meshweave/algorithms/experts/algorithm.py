@@ -96,7 +96,7 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
         return super().machine(problem, config, cluster)
 
     def reference(self, problem: ExpertsProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return the outputs of a loop over experts, without sharding; of an exchange its rows by rank."""
+        """Return the outputs of a loop over experts, without sharding; of an exchange as `cells_reference`."""
         if problem.part in ("layer", "training"):
             return layer_reference(problem, inputs)
         return cells_reference(problem, inputs, self.source_order(problem))
@@ -110,7 +110,10 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
         return layer_functions(problem.activation)
 
     def random_inputs(self, problem: ExpertsProblem, seed: int = 0) -> dict[str, Array]:
-        """Return inputs by name, in global shapes: random integers from -3 to 3, and the problem's choices."""
+        """Return inputs by name, in global shapes: random integers from -3 to 3, and the problem's choices.
+
+        Packed rows, the input `Z0` of a combine alone, are left out.
+        """
         draw = np.random.default_rng(seed)
         inputs: dict[str, Array] = {}
         for name, (shape, dtype) in plain_tensors(problem).items():

@@ -1,9 +1,9 @@
 """A fused layer: products start on the rows that have come, and rows go back as soon as their product is done.
 
 Two grains of the same idea. Tokens are cut into slices, as MeshSlice cuts a dim of a product: while experts
-multiply one slice the next is on its way. Within a slice, the products of one source's rows wait for that
-message alone
-and release them to the message back: the dependence that T3 tracks and triggers, on cells in place of tiles.
+multiply one slice the next is on its way. Within a slice, the products of one source's rows wait for its message
+alone, and the message back waits for these products alone: the dependence that T3 tracks and triggers, on cells in
+place of tiles.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class FusedExperts(ExpertsAlgorithm[TokenSlices]):
     source = "Pati et al., T3, ASPLOS '24; Nam et al., MeshSlice, ISCA '25; Zhang et al., Comet, MLSys '25"
 
     def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[TokenSlices]:
-        """Yield one slice by source, then 2, 4 and 8 slices, with the rows of an expert together and by source."""
+        """Yield one slice by source, then 2, 4 and 8 slices, with the rows of an expert together and by source.
+
+        Numbers that would leave a slice without tokens are left out.
+        """
         yield TokenSlices()
         count = 2
         while count <= MOST_SLICES and -(-problem.tokens // count) * (count - 1) < problem.tokens:

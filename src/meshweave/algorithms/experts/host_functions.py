@@ -2,7 +2,7 @@
 
 A host has `per_host` consecutive experts. Rows for hosts stand by host, and for one host in the order of
 tokens; with each row travel the choices and gates of its token. On the host, rows are packed by expert as on a
-source.
+source. There `choices`, `gates` and rows by token are in the order in which these rows arrived.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def pack_hosts(x: Array, choices: Array, hosts: int, per_host: int) -> Array:
 
 
 def sum_hosts(rows: Array, choices: Array, hosts: int, per_host: int) -> Array:
-    """Return for each token the sum of its rows from hosts, (tokens, features); as `pack_hosts`."""
+    """Return for each token the sum of its rows from hosts, (tokens, features); `rows` are as of `pack_hosts`."""
     needed, flat = _needed(choices, hosts, per_host), _flat(rows)
     if not flat.shape[0]:
         return numbers_like(np.zeros((needed.shape[1], flat.shape[1])), flat)

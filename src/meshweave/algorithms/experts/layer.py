@@ -34,7 +34,10 @@ class RowExchange(Protocol):
         """
 
     def temps(self, layer: LayerText, tensor: str, use: str) -> Iterator[str]:
-        """Yield the declarations of the buffers that an exchange needs besides its source and destination."""
+        """Yield the declarations of the buffers that an exchange needs besides its source and destination.
+
+        `tensor` is that of the rows on the ranks of experts; `use` is "dispatch" or "combine".
+        """
 
 
 def flat_mesh(problem: ExpertsProblem) -> Mesh:

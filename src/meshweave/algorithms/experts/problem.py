@@ -36,7 +36,8 @@ class ExpertsProblem:
         capacity: the most tokens of one rank for one expert; later ones are dropped. None drops none.
 
     Raises:
-        LayoutError: sizes do not fit.
+        LayoutError: the ranks do not divide the experts, `top_k` is not 1 to `num_experts`, another size or
+            `capacity` is under 1, the mesh has more than two axes, or part, activation or dtype is unknown.
     """
 
     mesh: Mesh

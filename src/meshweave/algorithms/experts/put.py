@@ -1,4 +1,4 @@
-"""Dispatch and combine by one-sided puts: a rank stores rows in the owner's slots, whose place all counts tell.
+"""Dispatch and combine by one-sided puts: a rank stores rows in the owner's memory, at places that counts give.
 
 Nobody waits for a partner; one fence ends an exchange (as the universal product of slices does: Brock and Buluc).
 """
@@ -15,7 +15,7 @@ from meshweave.algorithms.fused.product import NoChoice
 
 
 class PutToOwner(UnchosenExperts):
-    """Rows are put into the expert's memory, where products read them; the next rank's first."""
+    """Rows are put into the memory of the expert's rank, where products read them; to the next rank first."""
 
     name = "experts_put"
     title = "Experts by one-sided puts"

@@ -50,10 +50,15 @@ def layer_reference(problem: ExpertsProblem, inputs: Arrays) -> dict[str, NDArra
 def cells_reference(
     problem: ExpertsProblem, inputs: Arrays, source_order: Sequence[int]
 ) -> dict[str, NDArray[Any]]:
-    """Return the output of a dispatch or combine alone, by name.
+    """Return the output of a dispatch or combine alone, by name: Q0 or Y.
 
-    Rows stand as in an output of a program: rank after rank, each padded with NaN to the most rows of any
-    rank; on a rank by expert, by source in `source_order`, by token.
+    Packed rows, Q0 or the input Z0 of a combine, are (1, ranks * most, hidden), as in the output of a program:
+    rank after rank, each padded (Q0 with NaN) to `most`, the most rows of any rank; on a rank by expert, by source
+    in `source_order`, by token.
+
+    Args:
+        inputs: whole arrays by name: Choices, and X for a dispatch, dY and Gates for a weighted dispatch, Z0 and
+            Gates for a combine.
     """
     choices = inputs["Choices"]
     sources = np.repeat(np.arange(problem.num_ranks), problem.tokens)

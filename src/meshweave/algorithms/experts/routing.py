@@ -22,7 +22,8 @@ class Routing:
         seed: of what is drawn.
 
     Raises:
-        LayoutError: the kind is none of these, or the table has no weight above 0.
+        LayoutError: the kind is none of these; or the kind "table" has no table, another kind has one, or the
+            table has a weight below 0 or equal weights only.
     """
 
     kind: Literal["balanced", "power", "table"] = "balanced"

@@ -43,7 +43,7 @@ class Parts:
 
     @property
     def size(self) -> int:
-        """Return the elements of all parts but the last."""
+        """Return the elements of the largest parts: of all but the last, unless some are empty."""
         return -(-self.total // self.count)
 
     @property
@@ -130,7 +130,7 @@ class Tiles:
     """The tiles in which products signal finished parts of their results.
 
     Attributes:
-        rows, columns: elements of a tile; 0 leaves the tile to the machine.
+        rows, columns: elements of a tile; 0 rows leave both to the machine.
         order: "rows" or "columns": which tile comes next. "" leaves it to the machine.
         first: number of the tile of each region that is computed first.
     """
@@ -147,7 +147,7 @@ class Tiles:
         )
 
     def release(self, update: bool) -> str:
-        """Return the `release` argument of an op in the text form; `update` if the op adds to its output."""
+        """Return the `release` argument of an op in the text form; with `update` the op adds to its output."""
         tile = (self.rows, self.columns) if self.rows else ()
         return value_to_text(Release(tile, self.order, self.first, update))
 

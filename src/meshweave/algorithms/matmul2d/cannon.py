@@ -191,7 +191,11 @@ class _CannonProgramBuilder:
 def build(
     problem: Matmul2dProblem, steps: CannonSteps, name: str, placements: Placements | None = None
 ) -> Program:
-    """Return the program called `name`. If meshes share the steps, C is reduced and scattered over `depth`."""
+    """Return the program called `name`. If meshes share the steps, C is reduced and scattered over `depth`.
+
+    Args:
+        placements: of the operands; None for `two_d_placements`.
+    """
     layered = steps.layers > 1
     placed = placements or two_d_placements(problem)
     builder = _CannonProgramBuilder(problem, steps, "c_sum" if layered else "c")
@@ -341,7 +345,10 @@ class Cannon(Matmul2d):
         return ((side, side),) if side * side == num_chips else ()
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-        """Return the program: a skew, then P products with a shift by one chip between two."""
+        """Return the program: a skew, then P products with a shift by one chip between two.
+
+        Raises LayoutError for a mesh that is not square.
+        """
         return build(problem, all_steps(problem), self.name)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:

@@ -143,7 +143,8 @@ def build(
     """Return the program called `name` for slices of any widths; with one slice it is Collective.
 
     Args:
-        placements: may shard the dims that are not sliced over further axes.
+        placements: of the operands; they may shard the dims that are not sliced over further axes. None for
+            `two_d_placements`.
     """
     placed = placements or two_d_placements(problem)
     builder = _MeshSliceProgramBuilder(problem, slices, placed)
@@ -174,7 +175,10 @@ def build_skeleton(problem: Matmul2dProblem, slices: Slices) -> Skeleton:
 def runs(
     problem: Matmul2dProblem, slices: Slices, placements: Placements
 ) -> Iterator[tuple[int, tuple[Task, ...]]]:
-    """Yield (count, tasks) for each run of neighbouring slices with equal tasks, and the tasks of one of them."""
+    """Yield (count, tasks) for all slices in order: `count` neighbouring slices that each have these tasks.
+
+    Where a mesh axis does not divide the sliced dim into whole periods, each slice is yielded alone.
+    """
     axis_sizes = [problem.axis_size(moving.axis) for moving in (problem.horizontal, problem.vertical)]
     sliced = len(slices.widths) > 1
     if all(slices.size % (size * slices.period) == 0 for size in axis_sizes):

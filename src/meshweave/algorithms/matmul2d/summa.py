@@ -277,9 +277,11 @@ class Summa(Matmul2d):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield configs by number of steps: 1, the least common multiple of rows and columns, halves, doubles.
+        """Yield configs by number of steps, each with several packet counts where a mesh axis is longer than 2.
 
-        Each comes with several packet counts where a broadcast has hops to pipeline over.
+        The numbers are 1, and the least common multiple of rows and columns times 4, 2, 1, 1/2, 1/4, ... as long
+        as it is whole. Numbers above the size of the sliced dim are left out, and the smallest of more than
+        `MAX_STEP_COUNTS`.
         """
         common = math.lcm(*problem.mesh_shape[:2])
         if problem.num_chips == 1:
@@ -296,7 +298,10 @@ class Summa(Matmul2d):
                 yield Matmul2dConfig((1,) * count, packets=packets)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-        """Return the program: panels that are broadcast, or reduced, along mesh rows and columns."""
+        """Return the program: panels that are broadcast, or reduced, along mesh rows and columns.
+
+        Raises LayoutError where a config has more steps than the sliced dim elements.
+        """
         steps = slice_steps(problem, config.slice_count)
         builder = _SummaProgramBuilder(problem, steps, config.packets)
         body: tuple[Op | Repeat, ...]

@@ -36,7 +36,7 @@ def slice_steps(problem: Matmul2dProblem, count: int) -> tuple[SliceStep, ...]:
     Where there are too few boundaries, steps end between them as well.
 
     Raises:
-        LayoutError: there are more steps than elements.
+        LayoutError: `count` is less than 1, or more than the elements of the sliced dim.
     """
     size = problem.sliced_size
     if not 1 <= count <= size:

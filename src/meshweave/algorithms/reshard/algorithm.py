@@ -50,7 +50,7 @@ class Reshard(Algorithm[ReshardProblem, ReshardConfig]):
         self.source = "Zhuang et al., AlpaComm, MLSys '23, section 3"  # type: ignore[misc]
 
     def examples(self) -> Iterator[ReshardProblem]:
-        """Yield problems of tensors that move between disjoint meshes of equal and of different shapes."""
+        """Yield a move between disjoint meshes of one shape, then also one between meshes that share a rank."""
         source, destination = (
             Mesh.of("src", (2, 2), ("x", "y")),
             Mesh("dst", (2, 2), ("x", "y"), (4, 5, 6, 7)),

@@ -82,7 +82,7 @@ class Strategy(Protocol):
         """Return whether each host receives its copy through a single rank, not through all of them."""
 
     def uses_one_sender(self, multicast: Multicast) -> bool:
-        """Return whether a single sender sends everything; else each sends a part."""
+        """Return whether a single one of the senders is to send everything; else each of them sends a part."""
 
     def split(self, multicast: Multicast) -> Iterator[Multicast]:
         """Yield the multicasts into which the strategy splits this one; each is scheduled on its own."""
@@ -94,7 +94,7 @@ class Strategy(Protocol):
         """Return the seconds by the formulas above, plus latency and packing of each message."""
 
     def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
-        """Return for each host the hop by which the multicast enters it, in the order of hosts.
+        """Return for each host the hop by which the multicast enters it, in the order of hosts; () if it is local.
 
         The gateway of a hop is the rank that knows when its host has everything.
         """

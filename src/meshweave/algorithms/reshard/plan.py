@@ -66,7 +66,7 @@ class ReshardPlan:
     """The multicasts of a reshard in the order of the program.
 
     All times are predictions of the model, in seconds. With `serial` each multicast between hosts waits for
-    the one before, whichever ranks take part in them.
+    the one before, whichever ranks take part in them. `order` is the name of the order that chose the schedule.
     """
 
     problem: ReshardProblem
@@ -143,7 +143,8 @@ def plan_reshard(
 
     Args:
         strategy: one of `strategies.STRATEGIES`.
-        order: one of `order.ORDERS`. With "naive" the first source sends, and one task runs after another.
+        order: one of `order.ORDERS`. With "naive" the first source sends, and one task runs after another. "exact"
+            divides the multicasts as "best" does.
         message_bytes: the most bytes of a message, except that a message has at least one element. Besides
             the tensors ranks need room for a few messages: see `ReshardPlan.scratch_bytes`.
 

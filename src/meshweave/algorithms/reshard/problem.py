@@ -17,8 +17,8 @@ class TensorMove:
     The two meshes may share all, some or none of their ranks.
 
     Raises:
-        LayoutError: a layout does not fit the shape, or is partial. Sums are reduced on the source mesh
-            beforehand.
+        LayoutError: a layout does not fit the shape, or is partial (sums are reduced on the source mesh
+            beforehand), or the dtype is unknown.
     """
 
     name: str
@@ -50,7 +50,7 @@ class ReshardProblem:
     """Tensors that move in one schedule.
 
     Raises:
-        LayoutError: there are none.
+        LayoutError: `moves` is empty.
     """
 
     moves: tuple[TensorMove, ...]

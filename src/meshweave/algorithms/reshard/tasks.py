@@ -32,7 +32,7 @@ class TensorPiece:
         dst_offsets: first index of the box in the destination shard, one per dim.
         shape: elements per dim.
         num_bytes: bytes of the box.
-        src_shard, dst_shard: the shapes of the two shards; () where the box counts as all of them.
+        src_shard, dst_shard: the shapes of the two shards; () for a box that is taken as contiguous in memory.
     """
 
     tensor_index: int

@@ -71,7 +71,7 @@ class TrafficCounter:
         self.bytes_across_hosts = 0
         self.num_messages = 0
         self.largest: dict[tuple[int, str, str], int] = {}
-        """Bytes of the largest view that a rank packs ("out") or unpacks ("in"), by rank, lane and direction."""
+        """Bytes of the largest message that a rank sends ("out") or receives ("in"), by rank, lane, direction."""
         self._times = 1
         """How many chunks the present one stands for."""
 
@@ -167,7 +167,8 @@ class ReshardWriter:
         """Return the piece of this multicast whose arrival at a rank lets the next multicast begin.
 
         That is the last but one if the last is short, so that the NIC is busy while the signal travels. It is
-        None where only scalars arrived, which no rank waits for.
+        None where nothing arrived, or only scalars, which no rank waits for; messages without `signals` do not
+        count.
         """
         last, before = self._arrived.get(rank, (None, None))
         return before if last is not None and before is not None and last.num_bytes <= LEAD_BYTES else last

@@ -75,7 +75,10 @@ PanelKey = tuple[int, Operand]
 
 
 def needs_no_accumulate(slicing: Slicing) -> bool:
-    """Return whether every element of C is the result of one product of one rank, so that nothing is added."""
+    """Return whether every element of C is the result of one product of one rank, so that nothing is added.
+
+    Asked only where A or B is stationary; for a stationary C the answer means nothing.
+    """
     stationary = slicing.config.stationary
     matrix = slicing.matrices[stationary]
     inner = matrix.dims[1 if stationary == "a" else 0]
@@ -159,7 +162,7 @@ def issue_orders(slicing: Slicing) -> dict[int, IssueOrder]:
     """Return for each rank the order of its steps by the schedule of the config.
 
     Raises:
-        UnsupportedError: the schedule goes by costs, and the config has no rates.
+        UnsupportedError: the schedule is not "direct", and the config has no rates.
     """
     config, ranks = slicing.config, slicing.problem.ranks
     if config.schedule == "direct":

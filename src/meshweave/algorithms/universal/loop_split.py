@@ -56,7 +56,8 @@ def split_loop(
     A part goes to the members that must move the fewest elements for it.
 
     Args:
-        missing: `missing[i][j]` is how many elements member j must move per index of part i.
+        missing: `missing[i][j]` is how many elements member j must move per index of part i; not read for a single
+            member.
         even: whether no member may do more than 1 / `members` of all indices, rounded up (torch's chunk
             rule). If not, only parts for which several members miss equally little are balanced.
     """

@@ -58,7 +58,7 @@ class OperandPanel:
 
 @dataclass(frozen=True, slots=True)
 class ProductStep:
-    """One local product: C panel = or += A panel x B panel.
+    """One local product: the A panel times the B panel, written to the C panel or added to it.
 
     Attributes:
         sizes: its m, n, k.

@@ -24,8 +24,8 @@ LOOP: dict[Operand, int] = {"a": 1, "b": 0, "c": 2}
 class UniversalProblem:
     """C (M, N) = A (M, K) B (K, N), where each matrix has a layout of its own over the same ranks.
 
-    Raises LayoutError for layouts over different ranks, for sizes or placements that do not fit, and for partial
-    placements by anything but "sum".
+    Raises LayoutError for layouts over different ranks, for sizes or placements that do not fit, for partial
+    placements by anything but "sum", and for an unknown dtype.
 
     Attributes:
         m, n, k: global sizes.

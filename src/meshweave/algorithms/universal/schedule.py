@@ -203,7 +203,8 @@ def cost_greedy(
     """Return stages filled up to the limits so that each exposes the least communication (section 4.3).
 
     It prefers selections after which some product is ready, then those whose compute and communication differ
-    least, then those whose stage is longest. Per stage it weighs `max_selections`, or the one of the first items.
+    least, then those whose stage is longest. Where a stage has more than `max_selections` selections, it weighs
+    only those among the first items.
     """
 
     def pick(state: ScheduleState) -> IssueStage:

@@ -16,7 +16,7 @@ def volume(slicing: Slicing, num_slices: int | None = None) -> Volume:
     """Return the exact counts of what the program of a slicing computes and moves, rank by rank.
 
     Args:
-        num_slices: counts with another number of slices than the config's, where it is given.
+        num_slices: the number of slices to count with; None for the config's.
     """
     problem = slicing.problem
     ranks = problem.ranks

@@ -78,13 +78,16 @@ def record_of(node: LayerNode) -> NodeRecord[Any]:
 def is_timed(layer: LayerGraph) -> bool:
     """Return whether the programs of a layer state costs only and have no equations.
 
-    Raises UnsupportedError where a node has no record.
+    Raises UnsupportedError as `record_of` does, for nodes up to the first that makes it true.
     """
     return any(record_of(node).is_timed for node in layer.nodes)
 
 
 def kernels_of(problem: BlockProblem, roles: Roles) -> Iterator[Kernel]:
-    """Yield the kernels of one layer, forward and backward, on the rank with the largest shards."""
+    """Yield the kernels of the first layer, forward and backward, on the rank with the largest shards.
+
+    Raises UnsupportedError as `record_of` does.
+    """
     sizes, layer = RankSizes(problem), layers_of(problem)[0]
     for at in layer.nodes:
         yield from record_of(at.node).kernels(at, roles, sizes)

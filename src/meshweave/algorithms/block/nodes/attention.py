@@ -140,12 +140,12 @@ class AttentionRecord(NodeRecord[Attention]):
 
 
 class SinkAttentionRecord(AttentionRecord):
-    """Attention with sinks, priced as attention without them; programs of it are refused."""
+    """Attention with sinks, priced as attention without them; it has no functions, so its programs do not run."""
 
     node_type = SinkAttention
 
     def functions(self, node: Attention, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Raise UnsupportedError, always: programs of attention with sinks are not written yet."""
+        """Raise UnsupportedError, always: attention with sinks has no functions yet."""
         raise UnsupportedError("programs of attention with sinks are not written yet")
 
 

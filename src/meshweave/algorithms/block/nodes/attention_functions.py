@@ -1,6 +1,9 @@
 """The functions of attention, whole and in a ring of ranks that share sequences.
 
-Queries, keys and values are (batch, groups, heads of a group, positions, width); keys and values have one head a
+Arguments and results are (batch, sequence, columns), or (tokens, columns) without a ring, with the columns of one
+group of heads after those of another. Of a group these are in `qkv` its queries, key and value; in `queries` its
+queries, in `keys` its key and value; in statistics one column for each of its query heads. Inside the functions
+queries, keys and values are (batch, groups, heads of a group, positions, width); keys and values have one head a
 group.
 """
 
@@ -96,7 +99,7 @@ class AttentionFunctions(ABC):
         return joined.swapaxes(1, 2).reshape(like.shape)
 
     def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
-        """Return queries, and keys beside values; queries and keys are rotated by their positions (RoPE)."""
+        """Return queries, and keys beside values; a rotary node has queries and keys rotated by `positions`."""
         queries, keys, values = self._split(qkv)
         queries, keys = self._turned(queries, positions), self._turned(keys, positions)
         joined = array_module(qkv).concatenate((keys, values), -1)
@@ -124,7 +127,7 @@ class AttentionFunctions(ABC):
         """Return the gradients with respect to `queries` and `keys` of attention to these keys alone.
 
         Those of the queries add up over all parts of the keys. `keys` are keys beside values, as of
-        `split_heads`.
+        `split_heads`; `positions` are those of the queries, then those of the keys.
         """
         operands = self._heads(queries, self.width), *self._keys(keys)
         scores = self._masked(*operands[:2], *positions)

@@ -125,8 +125,8 @@ class ExpertsRecord(TimedRecord[Experts]):
     ) -> Iterator[tuple[str, Work]]:
         """Yield (lane, work) of the experts of one rank; `tokens` are those of a rank before dispatch.
 
-        Grouped products are one call for the forward part and two for the backward part. Else the products of
-        the experts and the pass over inner features are yielded apart.
+        Grouped products are one call for the forward part and two for the backward part. Otherwise the products
+        of the experts and the pass over inner features are yielded one by one.
         """
         ranks = problem.experts or ExpertRanks()
         rows = math.ceil(tokens * node.chosen * ranks.tensor * ranks.load)

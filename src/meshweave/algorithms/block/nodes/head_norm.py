@@ -27,12 +27,12 @@ class HeadNormRecord(CallRecord[HeadNorm]):
 
 
 class JointNormRecord(HeadNormRecord):
-    """A norm of queries and keys over all heads together, priced as a norm in each head; has no programs."""
+    """A norm of queries and keys over all heads together, priced as a norm in each head; it has no functions."""
 
     node_type = JointNorm
 
     def calls(self, node: HeadNorm, is_exact: bool) -> tuple[Callable[..., Any], ...]:
-        """Raise UnsupportedError, always: programs of norms over all heads together are not written yet."""
+        """Raise UnsupportedError, always: norms over all heads together have no functions yet."""
         raise UnsupportedError("programs of norms of all heads together are not written yet")
 
 
@@ -61,7 +61,10 @@ class _HeadNorms:
         return array_module(like).concatenate((heads, values), -2).reshape(like.shape)
 
     def norm(self, x: Values, gain: Values) -> Values:
-        """Return x (tokens, joint features) with queries and keys normalised head by head, times their gains."""
+        """Return x (tokens, joint features) with queries and keys normalised head by head, times `gain`.
+
+        `gain` is (2, width of a head): that of all queries, then that of all keys.
+        """
         heads = self._heads(x)
         out = self._scaled(heads[..., :-1, :])[0] * self._gains(gain)
         return self._joined(small(out) if self.is_exact else out, heads[..., -1:, :], x)

@@ -33,7 +33,8 @@ class Kernel:
     Attributes:
         part: the part of the layer that it belongs to.
         times: how often it runs.
-        sliced: of a product, which of its dims m, n and k has the features of the operand; 0 of others.
+        sliced: of a product, the number (0, 1 or 2) of the dim among m, n and k that has the features of its
+            forward operand; 0 of other kernels.
     """
 
     work: Compute

@@ -124,7 +124,11 @@ class NormRecord(NodeRecord[Norm]):
 
 
 class NormFunctions(ABC):
-    """The functions of a norm. `statistics` and `sums` as arguments are complete: of all features of a token."""
+    """The functions of a norm. `statistics` and `sums` as arguments are complete: of all features of a token.
+
+    `gain` has the parameters: (1, features), or with a bias, which is its second row, (2, features). `rows` is
+    this number of rows.
+    """
 
     def __init__(self, node: Norm) -> None:
         self.hidden, self.rows = node.features.size, node.rows
@@ -195,12 +199,12 @@ class RealNorm(NormFunctions):
         return array_module(x).concatenate((x.sum(-1)[..., None], squares), -1)
 
     def normalize(self, x: Values, statistics: Values, gain: Values) -> Values:
-        """Return (x - mean) / deviation x gain + bias, or x / root mean square x gain."""
+        """Return (x - mean) / deviation * gain + bias, or x / root mean square * gain."""
         scaled = self._centred(x, statistics)[0] * gain[0]
         return scaled if self.rows == 1 else scaled + gain[1]
 
     def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
-        """Return sums of dy x gain x normalised x, (..., 1); with a bias (..., 2), sums of dy x gain first."""
+        """Return sums of dy * gain * normalised x, (..., 1); with a bias (..., 2), sums of dy * gain first."""
         arriving = dy * gain[0]
         along = (arriving * self._centred(x, statistics)[0]).sum(-1)[..., None]
         if self.rows == 1:
@@ -215,7 +219,7 @@ class RealNorm(NormFunctions):
         return scale * (change if self.rows == 1 else change - means[..., :1])
 
     def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
-        """Return `so_far` plus sums over rows of dy x normalised x (the gain), and of dy (the bias, if any)."""
+        """Return `so_far` plus sums over rows of dy * normalised x (the gain), and of dy (the bias, if any)."""
         of_gain = over_rows(dy * self._centred(x, statistics)[0])
         rows = (of_gain,) if self.rows == 1 else (of_gain, over_rows(dy))
         return so_far + array_module(x).stack(rows)

@@ -106,7 +106,7 @@ class TimedRecord(NodeRecord[AnyNode]):
 
 
 def with_load(problem: BlockProblem, load: float) -> BlockProblem:
-    """Return the problem with another `load`: copies of tokens on the most loaded rank over the average."""
+    """Return the problem with another `load`: the copies of tokens of the most loaded rank divided by the mean."""
     assert problem.experts is not None
     return replace(problem, experts=replace(problem.experts, load=load))
 

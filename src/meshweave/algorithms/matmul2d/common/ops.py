@@ -26,7 +26,11 @@ def local_product(dataflow: Dataflow, operand: Mapping[str, View], accumulate: I
 
 
 def collective_of(moving: MovingMatrix, whole: View, shard: View, sizes: Index) -> AllGather | ReduceScatter:
-    """Return the gather of a matrix into `whole`, or the reduce-scatter from there; member `peer` has `sizes`."""
+    """Return the gather of a matrix from `shard` into `whole`, or the reduce-scatter from `whole` into `shard`.
+
+    Args:
+        sizes: the elements of the moving dim that member `peer` of the axis has, as an expression.
+    """
     kind: type[AllGather | ReduceScatter] = ReduceScatter if moving.scattered else AllGather
     verb, out, src = ("scatter", shard, whole) if moving.scattered else ("gather", whole, shard)
     return kind(

@@ -81,6 +81,9 @@ def pass_problem(
 ) -> Matmul2dProblem:
     """Return the product of one pass of a linear layer, or its transposed version.
 
+    Args:
+        ranks: global ranks of the mesh in row-major order; None means 0, 1, 2, ...
+
     Raises:
         LayoutError: sizes, mesh or dtype fit no `Matmul2dProblem`.
     """

@@ -91,7 +91,7 @@ class Matmul2dProblem:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """Return the mesh, with axes row, col and, of three sizes, depth."""
+        """Return the mesh, with axes row, col and, if it has three sizes, depth."""
         axes = AXES[: len(self.mesh_shape)]
         if self.ranks is None:
             return Mesh.of(MESH, self.mesh_shape, axes)

@@ -205,8 +205,8 @@ def _extent(size: int, parts: int, at: int) -> int:
 def peak_bytes(ring: RingProduct) -> int:
     """Return the most bytes that rank 0 holds at once.
 
-    They are the shards of all operands, gathered matrices, and in a scatter two receive buffers per direction. On
-    few chips only the last sum takes a second one, when the whole matrix is not read any more.
+    They are the shards of all operands, gathered matrices, and in a scatter two receive buffers per direction. In
+    a ring of fewer than six ranks fewer receive buffers are held at the same time as the whole matrix.
     """
     problem, num_bytes = ring.problem, 0
     for operand in "abc":

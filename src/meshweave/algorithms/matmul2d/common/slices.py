@@ -106,6 +106,8 @@ def _residues(step: int, period: int, count: int) -> tuple[int, ...]:
 def slices_of(problem: Matmul2dProblem, config: Matmul2dConfig) -> Slices:
     """Return the slices of a problem.
 
+    The config's block is halved until a period fits into a shard, and slices that would be empty are left out.
+
     Raises:
         LayoutError: the sliced dim has fewer elements than slices, or a width or the block is not positive.
     """

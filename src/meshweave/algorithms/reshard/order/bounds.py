@@ -26,7 +26,14 @@ MAX_IN_CLIQUE = 400
 
 @dataclass(frozen=True)
 class ResourceLoad:
-    """Jobs whose routes load a class of resources within `resources` (bits) alone, and their total duration."""
+    """A set of resources of one class, and the jobs whose alternatives in this class all lie in the set.
+
+    Attributes:
+        resources: the set, as bits.
+        size: how many resources it has.
+        members: the numbers of the jobs.
+        total: the sum of their durations.
+    """
 
     resources: int
     size: int
@@ -82,9 +89,13 @@ def exclusive_bound(jobs: JobSet, known: Sequence[ResourceLoad] | None = None) -
     Beside `bound` it uses that
 
     - jobs of which any two exclude each other, in whatever routes, run one after another (a clique found
-    greedily, among the longest 400 jobs); - of k m + 1 jobs on m resources some k + 1 share one, and take at
-    least as long as the k + 1 shortest; - in a schedule without needless gaps every start is a sum of
-    durations, so it ends at a multiple of their greatest common divisor.
+      greedily, among the longest 400 jobs);
+    - of k m + 1 jobs on m resources some k + 1 share one, and take at least as long as the k + 1 shortest;
+    - in a schedule without needless gaps every start is a sum of durations, so it ends at a multiple of their
+      greatest common divisor.
+
+    Args:
+        known: the result of `resource_loads` for these jobs, if it is there; None to compute it.
     """
     durations = [job.duration for job in jobs.jobs]
     least = max([0, *durations])

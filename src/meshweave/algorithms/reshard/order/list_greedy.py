@@ -74,7 +74,11 @@ class ListScheduler:
             self.shares.append(list(share.items()))
 
     def run(self, rng: random.Random | None) -> JobSchedule:
-        """Return the schedule of one pass over time. Without `rng` jobs at each moment are ordered by need."""
+        """Return the schedule of one pass over time.
+
+        At each moment jobs start in the order of the work ahead on their most loaded resource, most first; with
+        `rng` the best of three random variations of that order is taken.
+        """
         starts, chosen = [0] * len(self.durations), [0] * len(self.durations)
         waiting = [len(queue) for queue in self.queues]
         pressure, busy, now = self.pressure[:], 0, 0

@@ -1,4 +1,4 @@
-"""The order that a resharding uses by default: all searches run and the best schedule wins.
+"""The order that a resharding uses by default: several searches run and the best schedule wins.
 
 That is AlpaComm's rule (MLSys '23, section 3.2). On top of it, a plan that does not meet the bound is improved
 step by step. Everything is limited by counts and not by time, as each rank works out the plan by itself.
@@ -21,10 +21,11 @@ IMPROVE_WORK = 120_000
 
 
 def best(jobs: JobSet, seed: int = 0) -> JobSchedule:
-    """Return the best schedule of all searches but `exact`; its `algorithm` names the search.
+    """Return the best schedule of `greedy`, `balance`, `naive` and `dfs`, improved by local search.
 
-    It is `proven` if it meets a lower bound, or if the depth-first search (up to 20 jobs) was complete.
-    `seed` is that of the random choices.
+    Its `algorithm` names the search that found it. It is `proven` if it meets a lower bound, which also ends the
+    search, or if the depth-first search (`dfs`, for up to 20 jobs) was complete. `seed` is that of the random
+    choices.
     """
     goal = exclusive_bound(jobs)
     schedule = greedy(jobs, seed=seed, bound=goal)
