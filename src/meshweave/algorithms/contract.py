@@ -14,7 +14,7 @@ every entry of the table, so a new entry needs no test of its own:
     traffic     traffic(p, c, r) is what rank r moves in program(p, c), in bytes per mesh axis
     memory      peak_bytes(p, c, r) is the most that rank r holds at once in program(p, c): equal, or within a
                 share of it, as `memory_accuracy` says
-    time        estimate(p, c, m) is the uncontended simulation of program(p, c) on m, and `outside_s`: equal, no
+    time        estimate(p, c, m) is the uncontended simulation of program(p, c) on m plus `outside_s`: equal, no
                 less, or within a share of it, as `estimate_accuracy` says
     gradients   for g in gradients(p): <dy, f(x + e) - f(x)> == <program of g, e>, where e changes g.wrt alone
 
@@ -150,8 +150,7 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
     def placements(self, problem: ProblemT) -> dict[str, Layout]:
         """Return the layout of every input and output tensor, by name.
 
-        This default writes the program of the first config. Where all configs have the same layouts, algorithms
-        say them.
+        This default reads them from the program of the first config. An algorithm overrides it with a closed form.
         """
         buffers = self.program(problem, next(iter(self.candidates(problem)))).buffers
         placed = ((b.tensor, b.layout) for b in buffers if b.kind in ("input", "output"))
@@ -175,10 +174,11 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
     def branches(
         self, problem: ProblemT, part: Any = None, limit_s: float = math.inf
     ) -> Iterator[Any] | None:
-        """Return the smaller parts, or configs, that a part of the candidates consists of; None for a config.
+        """Return the parts into which a part of the candidates is divided, down to configs; None for a config.
 
-        An algorithm with too many candidates to price each offers this, and `lower_bound`, for a search that
-        leaves out what its bounds rule out. This default divides nothing: candidates are priced one by one.
+        An algorithm with too many candidates to price each overrides this and `lower_bound`, for a
+        branch-and-bound search. This default returns None even for `part=None`: candidates are then priced one
+        by one.
 
         Args:
             part: a part that `branches` yielded; None for all candidates, whose parts are searched one after
@@ -189,11 +189,11 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return None
 
     def lower_bound(self, problem: ProblemT, part: Any, *, is_tight: bool = False) -> float:
-        """Return seconds that no config of a part takes less than; a config is a part of its own.
+        """Return a lower bound of the seconds of every config of a part; a config is a part of its own.
 
         Args:
-            is_tight: whether a higher bound is wanted, which may take longer to compute. It is asked of parts
-                that a search begins with, of the one that has the least bound so far.
+            is_tight: whether to return a higher bound, which may take longer to compute. A search asks for it
+                only of a part that it begins with, and only when that part has the least bound in its queue.
         """
         return 0.0
 
@@ -227,7 +227,7 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return peak_bytes(self.program(problem, config), rank)
 
     def gradients(self, problem: ProblemT) -> tuple[Gradient[Any], ...]:
-        """Return for each differentiable input the problem of its gradient.
+        """Return for each differentiable input the problem of its gradient; this default returns ().
 
         An input is left out where the placements of the operands do not fit the problem of its gradient.
         """
@@ -250,9 +250,10 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return outputs
 
     def random_inputs(self, problem: ProblemT, seed: int = 0) -> dict[str, Array]:
-        """Return small random integers for every input tensor, in the dtype of its buffer (float32 for bfloat16).
+        """Return random integers from -4 to 4 for every input tensor, by tensor name, in the tensor's dtype.
 
-        Sums and products of them are exact in every dtype, so results compare with `==`.
+        Tensors in bfloat16 and float16 are returned in float32. Sums and products of so small integers are
+        exact, so that results compare with `==`.
         """
         program = self.program(problem, next(self.candidates(problem)))
         draw = np.random.default_rng(seed)

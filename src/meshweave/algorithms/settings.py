@@ -21,8 +21,8 @@ def problem_from_settings(entry: Algorithm[Any, Any], settings: Iterable[str] = 
     """Return the first example problem of an algorithm with the given fields replaced.
 
     Settings are such as `rows=16`, `mesh_shape=2x4` or `a=2x4 S0R`. A value has the type that the field has
-    in the example: a whole number, a word, sizes joined by `x`, or for a layout a mesh shape and a spec
-    string.
+    in the example: a whole number (also for a flag, 0 or 1), a word, sizes joined by `x`, or for a layout a
+    mesh shape and a spec string. Fields of other types cannot be set.
 
     Raises:
         LayoutError: there is no such field, or the value does not fit it.
