@@ -1,7 +1,7 @@
-"""How tables of algorithms are read: entries of the house by family, and those that installed packages add.
+"""Tables of algorithms by name: this package's entries family by family, then those of installed packages.
 
-A table is read at its first look, never while a module is imported: a family may look up entries of another, and
-the module of an installed package may import all of meshweave.
+A table is filled at its first lookup, never while a module is imported: a family may look up entries of another,
+and the module of an installed package may import all of meshweave.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class AlgorithmTable(Mapping[str, AlgorithmT], Generic[AlgorithmT]):
 
     Args:
         what: what an entry is called in an error.
-        base: the module in `meshweave.algorithms`, and in it the class, of which entries are instances.
+        base: "module:Class", the class of which entries are instances; the module is one in
+            `meshweave.algorithms`.
     """
 
     def __init__(self, what: str, base: str) -> None:
@@ -52,8 +53,8 @@ class AlgorithmTable(Mapping[str, AlgorithmT], Generic[AlgorithmT]):
         """Return the algorithms by name.
 
         Raises:
-            UnsupportedError: an algorithm of an installed package cannot be loaded, or two have the same
-                name.
+            UnsupportedError: an entry point of an installed package cannot be loaded or is no `Algorithm`, or
+                two algorithms have the same name.
         """
         if self._entries is None:
             module, _, name = self._base.partition(":")
@@ -65,7 +66,8 @@ class AlgorithmTable(Mapping[str, AlgorithmT], Generic[AlgorithmT]):
         """Return the algorithm called `name`.
 
         Raises:
-            UnsupportedError: there is none; the error names a similar one, or the package that offers it.
+            UnsupportedError: there is none, or the table cannot be filled (`entries`). The error names the package
+                of this repository that offers it and is not installed, or similar names, or all.
         """
         if name not in self.entries:
             offered(ENTRY_POINTS, name)

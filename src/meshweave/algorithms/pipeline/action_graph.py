@@ -5,7 +5,7 @@ Nodes are actions; a transfer may be one node for its send and its receive. The 
 - Compute actions of a rank run one after another, in the order listed. So do UNSHARD, RESHARD and REDUCE_GRAD.
 - A transfer is issued where it is listed, once the compute actions before it are done. A compute action waits for
   the receive that it needs, and for no other transfer.
-- Without listed transfers a compute action waits for what it needs from other stages, and for nothing else.
+- Without listed transfers a compute action waits, besides, only for the values that it needs from other stages.
 - With listed transfers, those between one pair of ranks are matched in the order in which they are issued.
 
 Runtimes differ in what a send waits for:

@@ -4,8 +4,9 @@ A step of training has, for each stage and micro-batch, a forward and a backward
 and a weight gradient. A schedule that lists transfers lists, for each edge between stages on different ranks and
 each micro-batch, a send and a receive in either direction. A schedule without any backward is one of inference.
 
-What one rank's order alone gets wrong is refused here with the rank, the action and its position, which counts
-from 1. What only the orders of several ranks together get wrong is the matter of `progress`.
+What is wrong within one rank's order is refused here. The error names the action, its rank and its position there
+(from 1), or the action that is missing. Orders that are wrong only across ranks are refused by `action_graph` and
+`progress`.
 """
 
 from __future__ import annotations
@@ -124,7 +125,9 @@ def tabulate(schedule: Schedule, edges: Sequence[tuple[int, int]] | None = None)
     """Return the table of a schedule over `edges` (default: each stage to the next).
 
     Raises:
-        LayoutError: an action is missing, doubled or out of order on its rank, or a transfer is along no edge.
+        LayoutError: an action is missing, doubled or out of order on its rank; a transfer is along no edge or
+            between stages of one rank; gradients are reduced before the last weight gradient; or a stage that
+            lists UNSHARD or RESHARD computes while its parameters are not gathered.
     """
     pairs = chain_edges(schedule.num_stages) if edges is None else tuple(edges)
     lengths = [len(order) for order in schedule.actions]

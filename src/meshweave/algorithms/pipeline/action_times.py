@@ -32,7 +32,7 @@ from meshweave.base.errors import LayoutError
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """The ticks of each action, in any unit. A whole backward takes both gradients, an overlap all of its parts.
+    """The ticks of each action, in any unit. An overlap takes the sum of its parts.
 
     Attributes:
         forward: for each stage the ticks of one micro-batch.
@@ -40,10 +40,12 @@ class ActionTimes:
         weight_grad: likewise.
         transfer: for each edge between stages the ticks of one micro-batch in one direction; unused within a
             rank.
-        saved: for each stage the ticks by which a whole backward is shorter than both gradients; () for 0.
+        saved: for each stage the ticks by which a whole backward is shorter than the sum of both gradients; () for
+            0. It is not checked, and `time_schedule` does not subtract it.
 
     Raises:
-        LayoutError: the lists of stages differ in length, or a time is negative.
+        LayoutError: `forward`, `input_grad` and `weight_grad` differ in length, or one of their times or of
+            `transfer` is negative.
     """
 
     forward: tuple[int, ...]
@@ -60,14 +62,17 @@ class ActionTimes:
 
     @cached_property
     def backward(self) -> tuple[int, ...]:
-        """Return for each stage the ticks of a whole backward of one micro-batch."""
+        """Return for each stage the ticks of a whole backward of one micro-batch, less `saved`."""
         saved = self.saved or (0,) * len(self.forward)
         parts = zip(self.input_grad, self.weight_grad, saved, strict=True)
         return tuple(soon + late - less for soon, late, less in parts)
 
     @property
     def joined(self) -> ActionTimes:
-        """Return times whose two gradients take together as long as a whole backward: no schedule is slower."""
+        """Return times without `saved`, which is subtracted from the weight gradients; these stay at least 0.
+
+        No schedule takes longer with them than with these times.
+        """
         late = zip(self.weight_grad, self.saved or (0,) * len(self.forward), strict=True)
         less = tuple(max(ticks - saved, 0) for ticks, saved in late)
         return ActionTimes(self.forward, self.input_grad, less, self.transfer)
@@ -189,17 +194,19 @@ def time_schedule(
 ) -> TimedSchedule:
     """Return when each action runs, in the ticks of `times`.
 
-    A transfer that is not listed follows the action that makes its value, and runs beside everything else.
+    A transfer that is not listed follows the action that makes its value, and overlaps with everything else.
 
     Args:
         schedule: compute actions alone, or with all transfers.
-        times: the ticks of each action and transfer.
+        times: the ticks of each action and transfer. A whole backward takes both gradients in full: `begins` and
+            `ends` leave `times.saved` out.
         runtime: how listed transfers proceed.
         edges: (source stage, target stage) of each activation that is passed on; default: each stage to the
             next.
 
     Raises:
-        LayoutError: the schedule is not complete, or `times` are of other stages or edges.
+        LayoutError: the schedule is refused by `tabulate`, the messages from one rank to another are not
+            received in the order in which they are sent, or `times` have other numbers of stages or edges.
         ScheduleDeadlock: actions wait for each other for ever.
     """
     table = tabulate(schedule, edges)

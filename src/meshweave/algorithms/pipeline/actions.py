@@ -37,7 +37,7 @@ class ActionKind(Enum):
     REDUCE_GRAD = "REDUCE_GRAD"
     """Reduce the gradients of a stage over its data-parallel ranks."""
     OVERLAP = "OVERLAP_F_B"
-    """A forward and a backward, of different micro-batches, that run beside each other."""
+    """A forward and a backward, of different micro-batches, that run concurrently."""
 
     __hash__ = object.__hash__  # members are singletons; that of Enum hashes their names in Python, each time
 
@@ -53,7 +53,11 @@ class ActionKind(Enum):
 
     @property
     def per_micro_batch(self) -> bool:
-        """Return whether the action belongs to one micro-batch; the others belong to the stage alone."""
+        """Return whether an action of this kind names one micro-batch.
+
+        UNSHARD, RESHARD and REDUCE_GRAD belong to a stage alone; the parts of an OVERLAP name micro-batches of
+        their own.
+        """
         return self not in (
             ActionKind.UNSHARD,
             ActionKind.RESHARD,

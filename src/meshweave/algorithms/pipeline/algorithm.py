@@ -36,11 +36,12 @@ class PipelineConfig:
         transfers: "overlapped": in lanes of their own, beside the stages. "blocking": in turn with the
             stages, which wait for them (AlpaComm's comparison without overlap). "paired": one lane for each
             two pipeline ranks, both directions, as NCCL orders them. "signals": as overlapped, but each
-            message is one byte, which keeps all dependencies and costs nothing: the upper bound of any transfer.
-        chunks: messages into which each transfer is cut.
-        strategy: how a boundary is resharded whose two layouts differ; a key of
+            message is one byte: all dependencies stay, and the step shows what free transfers would gain.
+        chunks: messages, at most, into which a transfer between equal layouts is cut. Reshards and "signals" do
+            not read it.
+        strategy: how a tensor is resharded between two stages whose layouts of it differ; a key of
             `algorithms.reshard.STRATEGIES`.
-        delay: by how many micro-batches weight gradients are put off, for schedules that choose it.
+        delay: by how many micro-batches weight gradients are put off; read by `eager-1f1b-delayed` alone.
         network: hosts and NICs for which reshards are planned; None where each chip is a host of its own.
     """
 
@@ -76,9 +77,13 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         is_searched: whether a plan tries the schedule where none is named.
         stages_per_rank: how many stages a rank has in plans that name no number.
         uses_times: whether the order of actions depends on what the stages take.
-        repeats: whether each further round of as many micro-batches as ranks takes as long as the one before.
-        waits_at_ends: whether the last rank waits for a whole micro-batch of the stages before it.
-        forwards_first: whether the last stage has all its results before it needs one. Else it needs each at once.
+        repeats: whether each further round, of as many micro-batches as ranks, adds the same time to a step. Long
+            steps are then extrapolated from shorter ones.
+        waits_at_ends: whether the rank of the last stage is idle while the first micro-batch passes the first
+            P - 1 stages of P ranks forward, and the last one backward (fill and drain). `step_bound_s` then
+            adds that time.
+        forwards_first: whether the last stage runs all forwards before its first backward, so that the outputs
+            of all micro-batches are alive at once; else those of one are.
         names_elsewhere: what others call the schedule, by "torch" (torch.distributed.pipelining) or "megatron-lm";
             who does not have it is left out.
     """
@@ -103,7 +108,8 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
     def place_stages(self, num_ranks: int, per_rank: int) -> tuple[int, ...] | None:
         """Return the rank of each stage, or None if the schedule accepts no placement of `per_rank` stages a rank.
 
-        Tries the looped placement first, then for two stages a rank the V-shaped one, with many micro-batches.
+        The looped placement is tried first, then, for two stages a rank, the V-shaped one. A placement is accepted
+        if `refusal` accepts it with 4 micro-batches per stage.
         """
         placements = [looped(num_ranks, per_rank), *([folded(num_ranks)] if per_rank == 2 else [])]
         many = 4 * num_ranks * per_rank
@@ -111,7 +117,7 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         return next(fitting, None)
 
     def takes_stages(self, per_rank: int) -> bool:
-        """Return whether the schedule takes `per_rank` stages on each rank."""
+        """Return whether the schedule takes `per_rank` stages on each rank, as tried on two ranks."""
         return self.for_stages(per_rank).place_stages(2, per_rank) is not None
 
     def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
@@ -141,7 +147,7 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
     def candidates(
         self, problem: PipelineProblem, cluster: Cluster | None = None
     ) -> Iterator[PipelineConfig]:
-        """Yield configs with overlapped and with blocking transfers, their reshards planned for the cluster."""
+        """Yield a config with overlapped transfers, then one with blocking ones; reshards suit the cluster."""
         network = network_of(problem, cluster)
         yield PipelineConfig(network=network)
         yield PipelineConfig("blocking", network=network)

@@ -1,10 +1,9 @@
 """The transfer of an edge's tensor, or of its gradient, from the mesh of one stage to that of another.
 
 Where each rank of one mesh sends all that it has to one rank of the other, a transfer is a send and a
-receive. Else it is a reshard: the messages of a plan of `algorithms.reshard`, for one micro-batch. A program
-that others include is one op of all its ranks, and here the two meshes meet a transfer in different places of
-different loops; so the ops of the plan stand in the bodies of their ranks, where the send and the receive would
-stand.
+receive. Else it is a reshard: the messages of a plan of `algorithms.reshard`, for one micro-batch. It is not an
+include, which is one op that all ranks issue at one place: the two meshes issue a transfer at different places of
+different loops. Each rank's body has that rank's ops of the plan in place of the send or receive.
 
 Where a layout splits a dim besides rows, a sender takes its part from the whole that the stage made, and
 receivers gather theirs into the whole that the stage reads.
@@ -85,8 +84,8 @@ class Boundary:
         edge: the edge.
         kind: "h" for activations, "g" for gradients.
         sender, receiver: the two sides.
-        slots: slots of each buffer by name.
-        chunks: messages into which a transfer is cut.
+        slots: slots of each buffer by name; 1 for a name that is not in it.
+        chunks: messages, at most, into which a transfer between equal layouts is cut.
         strategy, network: of the reshard, where the layouts differ.
         has_signals: whether one byte is sent in place of the tensor.
         is_local: whether both stages are of one pipeline rank: nothing is sent.
@@ -177,7 +176,8 @@ class Boundary:
     def is_aligned(self) -> bool:
         """Return whether rank k of the sender's mesh has just the elements that rank k of the receiver's needs.
 
-        False, too, if several ranks hold the same elements and hosts are known: a reshard sends them once.
+        False, too, if `network` is given, no signals are sent, and several ranks hold equal elements, which a
+        reshard sends once.
         """
         sources, targets = self.sender.mesh.ranks, self.receiver.mesh.ranks
         held = [self.sender.layout.intervals(self._tensor_shape, source) for source in sources]
@@ -188,7 +188,7 @@ class Boundary:
 
     @cached_property
     def mesh(self) -> Mesh | None:
-        """Return a mesh of the ranks of both sides for the scratch of a reshard; None where there is none."""
+        """Return a mesh of both sides' ranks for the scratch of a reshard; None without reshard or scratch."""
         if self.is_local or self.has_signals or self.is_aligned:
             return None
         if all(buffer.kind != "scratch" for buffer in self._plan.buffers):
@@ -235,9 +235,9 @@ class Boundary:
         Args:
             sends: whether the side is that of the sender.
             micro_batch: number of the micro-batch.
-            lane: the lane of the transfer; a reshard that has more gets names from it, unless `one_lane`.
+            lane: the lane of the transfer, or the beginning of the names of a reshard's lanes.
             label: the name of every op.
-            one_lane: whether all ops are in `lane`.
+            one_lane: whether all ops of a reshard are in `lane`. Else each is in `{lane}_{its lane in the plan}`.
         """
         if self.is_aligned:
             yield from self._direct(sends, micro_batch, lane, label)
@@ -368,7 +368,10 @@ def boundary_of(
     network: HostTopology | None = None,
     signals: bool = False,
 ) -> Boundary:
-    """Return the boundary of an edge, of activations ("h") or gradients ("g"), given its stages' meshes."""
+    """Return the boundary of an edge: of activations ("h"), from source to target, or of gradients ("g"), back.
+
+    `meshes` are those of the source and of the target stage; the other arguments are as in `Boundary`.
+    """
     sides: Sequence[BoundarySide] = (
         BoundarySide.of(problem, edge, edge.source, meshes[0]),
         BoundarySide.of(problem, edge, edge.target, meshes[1]),

@@ -22,10 +22,10 @@ class ScheduleRequest:
     Attributes:
         num_stages: stages of the model.
         num_micro_batches: micro-batches of a step.
-        per_rank: stages per rank; 0 for as many as the schedule needs, one where it leaves that open.
-        delay: micro-batches by which weight gradients are put off, for the schedule that takes it.
+        per_rank: stages per rank; 0 for one if the schedule takes that, else two.
+        delay: micro-batches by which weight gradients are put off, for `eager-1f1b-delayed`.
         stash_rest: share (0 to 1) of a micro-batch's stash that stays from the input gradient to the weight
-            gradient; for the automatic schedules.
+            gradient; for the automatic schedules `zb-1p` and `zb-2p`.
     """
 
     num_stages: int
@@ -41,7 +41,12 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def schedule_by_name(name: str, request: ScheduleRequest, times: ActionTimes) -> Schedule:
-    """Return the schedule called `name`, for stages with these times on one chip per rank.
+    """Return the schedule called `name`, on one chip per rank.
+
+    Args:
+        name: a name of `schedule_names`.
+        request: the sizes.
+        times: the ticks of each of the request's `num_stages` stages, which some schedules order actions by.
 
     Raises:
         UnsupportedError: there is no such schedule.

@@ -42,7 +42,10 @@ class DelayedWeights(PipelineAlgorithm):
     def candidates(
         self, problem: PipelineProblem, cluster: Cluster | None = None
     ) -> Iterator[PipelineConfig]:
-        """Yield delays: the least one that hides the cluster's transfers, one more and less; 0 to 2 without it."""
+        """Yield configs with the delay d of `least_delay`, with d + 1 and d - 1, then d with blocking transfers.
+
+        Without a cluster d is 1. A negative delay is left out.
+        """
         least = 1 if cluster is None else least_delay(problem, times_on(problem, cluster))
         network = network_of(problem, cluster)
         for delay in (least, least + 1, least - 1):
@@ -61,9 +64,14 @@ def delayed(problem: PipelineProblem, delay: int) -> Schedule:
 
 
 def least_delay(problem: PipelineProblem, times: ActionTimes) -> int:
-    """Return the least delay, in micro-batches, whose step is as short as without transfers; else the fastest.
+    """Return the least delay, in micro-batches, that hides the transfers; else the one with the shortest step.
 
-    `times` are those of stages and transfers.
+    Delays from 0 to the number of stages are tried. One hides the transfers if its step takes at most `COVERED`
+    times the step without a delay and with free transfers.
+
+    Args:
+        problem: the pipeline, one stage on each rank.
+        times: the ticks of the stages and of the transfers of `problem.edges`.
     """
     free = replace(times, transfer=(0,) * len(times.transfer))
     bound = step_ticks(problem, delayed(problem, 0), free)

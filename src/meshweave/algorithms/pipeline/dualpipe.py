@@ -1,7 +1,7 @@
-"""DualPipeV: forwards and backwards beside each other, on ranks in a V (DeepSeek-AI, arXiv 2412.19437; DualPipe).
+"""DualPipeV: forwards overlap with backwards, stages lie in a V (DeepSeek-AI, arXiv 2412.19437; DualPipe).
 
 Stages go down the ranks and back up, as in `zbv`. In the middle of a step every action is a forward of one
-micro-batch with the backward of another, so that transfers and all-to-alls of one run beside the products of the
+micro-batch with the backward of another, so that transfers and all-to-alls of one overlap with the products of the
 other. The ends of the step have input and weight gradients apart, which fill what would be bubble. The phases are
 those of the authors' repository (github.com/deepseek-ai/DualPipe, DualPipeV).
 

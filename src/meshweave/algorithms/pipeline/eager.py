@@ -32,5 +32,5 @@ class EagerOneForwardOneBackward(PipelineAlgorithm):
 
 
 def num_eager(problem: PipelineProblem, stage: int) -> int:
-    """Return how many forwards a stage runs before its first backward."""
+    """Return 2 (P - i) - 1 for stage i of P: the forwards before its first backward, if there are as many."""
     return 2 * (problem.num_stages - stage) - 1

@@ -28,13 +28,15 @@ def small_stage(
     recomputes: bool = False,
     parameters: int = 4,
 ) -> Stage:
-    """Return a stage with the stash that `pipeline.functions` keep.
+    """Return a stage with the stash that the functions of `pipeline.functions` keep.
 
     Args:
         mesh: its ranks.
         rows: rows of a micro-batch, over all data-parallel ranks.
-        work: MFLOPs of the forward and of each gradient, of one micro-batch and rank.
-        parameters: elements of the parameters of a rank.
+        work: MFLOPs of the forward and of each gradient, of one micro-batch and rank; each moves 10^4 bytes per
+            MFLOP.
+        data_axes, is_sharded, parameters: as in `Stage`.
+        recomputes: whether a part of the stash is recomputed, at the cost of a forward.
     """
     share = rows
     for axis in data_axes:
@@ -62,7 +64,7 @@ def chain_of_ranks(
     Args:
         stage_ranks: for each stage its rank.
         micro_batches, rows: of the problem.
-        work: MFLOPs of the stages in turn.
+        work: MFLOPs of each part of a stage; stages take them in turn, cyclically.
         skips: pairs of stages that a further edge joins.
         recomputes: the stages that recompute.
     """

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 LONGEST_PERIOD = 1024
 """Steps of the longest period that is looked for."""
 MOST_NESTED = 2
-"""Loops in loops."""
+"""The depth to which loops are nested."""
 
 Pairs = NDArray[np.int64]
 """(steps, 2): template and micro-batch, the latter -1 for a step that belongs to none."""

@@ -1,8 +1,8 @@
 """Lower bounds of how long schedules take, in closed form: a few paths through their actions.
 
-In 1F1B rank j of P has w = P - j micro-batches in flight. With C its forward and backward, and R what a
-micro-batch takes from its forward there through later ranks and back, M micro-batches take M C, with R in place of
-w - 1 of the C for each round trip, and what the ranks before take once.
+In 1F1B rank j of P has w = P - j micro-batches in flight. Let C be the ticks of its forward and backward, and R
+those of a micro-batch's round trip from there through the later ranks and back. A path through rank j takes M C
+for M micro-batches, less (w - 1) C and plus R for each round trip in it, plus once what the ranks before it take.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def least_of_split(is_folded: bool, num_ranks: int, micro_batches: int, times: A
     """Return a lower bound of a step, in ticks, for backwards in two parts; `is_folded` for stages in a V.
 
     A rank begins when the ranks before it have sent it the first micro-batch, and works all of its time at
-    best. Before its last gradient of inputs goes back through the ranks before it, it has computed all of
-    them.
+    best. Its last input gradient, which follows all its forwards and input gradients, goes back through the ranks
+    before it.
     """
     last = len(times.forward) - 1
     best = before = after = 0

@@ -53,7 +53,7 @@ class OneForwardOneBackward(PipelineAlgorithm):
         return longest_of_1f1b(micro_batches, times)
 
     def ends(self, micro_batches: int, times: ActionTimes) -> tuple[int, ...] | None:
-        """Return for each rank the tick at which it ends a step; None for few ranks, whose graph is as fast."""
+        """Return for each rank the tick at which it ends a step; None for fewer than 16 ranks."""
         return ends_in_slots(micro_batches, times) if len(times.forward) >= _MANY_RANKS else None
 
 
@@ -76,8 +76,8 @@ def alternating(
     Args:
         problem: the pipeline, one stage on each rank.
         num_first: the forwards of a stage before its first backward, at most all.
-        delay: None for full backwards; else weight gradients are actions of their own, and each follows the input
-            gradient `delay` micro-batches later.
+        delay: None for whole backwards; else the weight gradient of micro-batch m is an action of its own after
+            the input gradient of micro-batch m + `delay`, or at the end.
     """
     count, orders = problem.micro_batches, []
     for stage in range(problem.num_stages):

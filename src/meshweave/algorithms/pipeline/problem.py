@@ -4,12 +4,12 @@ A stage is three functions of a micro-batch, which a program calls: the forward,
 and the gradient of its parameters. What they compute does not matter to a schedule; what they cost, and what
 they keep from one to the next, does.
 
-Tensors have one row per sample first. A micro-batch is `rows` of them. With M micro-batches, for stage i and
-for an edge from stage s to stage t:
+The first dim of every tensor but parameters is rows, one for each sample. A micro-batch has `rows` of them. With M
+micro-batches, for stage i and for an edge from stage s to stage t:
 
     W{i}, DW{i}            parameters (elements) and their gradients
     H{s}_{t}, G{s}_{t}     activations (M rows, ...) and their gradients
-    X{i}                   what a stage without a predecessor reads
+    X{i}                   what a stage without a predecessor reads (M rows, ...)
     Y{i}, T{i}             what a stage without a successor makes, and the targets that its gradients start from
 
 Along the `data_axes` of a stage's mesh its ranks share the rows of a micro-batch. Along the other axes they

@@ -2,7 +2,7 @@
 into loops.
 
 Stages run in the lane "compute" in the order of the schedule. With overlap each edge has a lane for
-activations and one for gradients, so that a transfer goes on beside the stages, and waits for nothing but its
+activations and one for gradients, so that a transfer overlaps with the stages, and waits for nothing but its
 value and a free slot where it arrives. Lanes are shared by edges that no pipeline rank has in common.
 
 Every op carries the action that it is part of in its name, and the micro-batch in its `args` or `tag`, so
@@ -89,16 +89,17 @@ def pipeline_program(
         transfers: "overlapped", "blocking" (in the lane of the stages), "paired" (one lane for each two
             pipeline ranks, both directions, as NCCL orders them), or "signals" (overlapped, of one byte
             each).
-        chunks: messages into which each transfer is cut.
+        chunks: messages, at most, into which a transfer between equal layouts is cut.
         strategy: how transfers between unlike layouts are resharded; a key of
             `algorithms.reshard.STRATEGIES`.
-        network: hosts and NICs for which these are planned; None where each chip is a host of its own.
-        title: for the name of the program.
-        writes_stage: what writes the stages in place of one call for each of their parts. Inputs of a stage
-            are then alive until its backward part.
+        network: hosts and NICs for which reshards are planned; None where each chip is a host of its own.
+        title: the beginning of the program's name.
+        writes_stage: makes the writers of the stages; None for one call for each part of a stage. Where it is
+            given, inputs of a stage and arriving gradients are alive until its weight gradient.
 
     Raises:
-        LayoutError: the schedule is not one of the problem, or an action waits for one that never runs.
+        LayoutError: `check_schedule` refuses the schedule, an action waits for one that never runs, or a listed
+            transfer is along no edge.
     """
     check_schedule(problem, schedule)
     writer = _PipelineWriter(problem, schedule, transfers, chunks, strategy, network, writes_stage)
@@ -106,7 +107,10 @@ def pipeline_program(
 
 
 def check_schedule(problem: PipelineProblem, schedule: Schedule) -> None:
-    """Raise LayoutError unless a schedule has the stages, pipeline ranks and micro-batches of a problem."""
+    """Raise LayoutError unless a schedule has the stages, pipeline ranks and micro-batches of a problem.
+
+    Also raise it where a stage that lists UNSHARD reads its sharded parameters while they are not gathered.
+    """
     if schedule.stage_ranks != problem.stage_ranks:
         raise LayoutError(
             f"the schedule has its stages on pipeline ranks {schedule.stage_ranks}, the problem on "
@@ -309,7 +313,10 @@ def _lanes(body: Iterable[Statement]) -> Iterator[str]:
 
 
 def edge_colors(problem: PipelineProblem) -> dict[tuple[int, int], int]:
-    """Return a number for each edge; edges that meet at a pipeline rank have different ones."""
+    """Return a number for each edge, by (source, target).
+
+    Two edges that meet at a pipeline rank have different numbers, unless one of them is inside of a rank.
+    """
     taken: dict[int, set[int]] = defaultdict(set)
     colors: dict[tuple[int, int], int] = {}
     for edge in problem.edges:

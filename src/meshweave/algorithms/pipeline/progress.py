@@ -61,7 +61,8 @@ def prove_progress(
             next.
 
     Raises:
-        LayoutError: an action is missing, doubled, or in the wrong order on its rank.
+        LayoutError: the schedule is refused by `tabulate`, or the messages from one rank to another are not
+            received in the order in which they are sent.
         ScheduleDeadlock: actions wait for each other for ever. The error has the cycle.
     """
     in_order(build_graph(tabulate(schedule, edges), runtime))

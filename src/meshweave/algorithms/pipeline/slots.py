@@ -34,11 +34,11 @@ def num_slots(
 
     Args:
         problem: its stages and edges.
-        steps: with communication.
+        steps: the steps of all ranks, transfers included.
         spare: slots beyond those alive at once, so that a transfer need not wait for the end of a value's
-            last use.
-        keeps_inputs: whether a stage reads its inputs in its backward part, too, and arriving gradients until
-            its weight gradient.
+            last use. No buffer has more slots than there are micro-batches.
+        keeps_inputs: whether a stage reads its inputs and arriving gradients until its weight gradient. Else it
+            reads inputs in its forward, and arriving gradients in its input gradient alone.
     """
     counts: dict[str, int] = {}
     for rank, order in enumerate(steps.of_rank):

@@ -14,7 +14,10 @@ from meshweave.algorithms.pipeline.action_times import ActionTimes
 
 
 def ends_in_slots(micro_batches: int, times: ActionTimes) -> tuple[int, ...]:
-    """Return for each rank the tick at which it ends a step of 1F1B with one stage per rank."""
+    """Return for each rank the tick at which it ends a step of 1F1B with one stage per rank.
+
+    A whole backward takes both gradients in full: `times.saved` is not subtracted.
+    """
     size, most = len(times.forward), 2 * (micro_batches - 1)
     forward, input_grad, weight_grad = (
         np.array(each, np.int64) for each in (times.forward, times.input_grad, times.weight_grad)

@@ -1,4 +1,4 @@
-"""The times of a problem's stages and transfers on a cluster, and of a step by them: what schedules choose by.
+"""The times of a problem's stages and transfers on a cluster, and of a step by them, to choose schedules by.
 
 Links are not shared here; `simulate` says what a program takes on a machine.
 """
@@ -40,14 +40,17 @@ def times_on(problem: PipelineProblem, cluster: Cluster) -> ActionTimes:
 def step_ticks(problem: PipelineProblem, schedule: Schedule, times: ActionTimes) -> int:
     """Return the makespan of a step, transfers included, in the ticks of `times`.
 
-    Each direction of each edge has a lane of its own.
+    Transfers from one pipeline rank to another run one after another. Those of other pairs of ranks, and of the
+    other direction, run concurrently with them.
 
     Args:
+        problem: the pipeline, of which only the edges are read.
         schedule: compute actions.
         times: the ticks of the stages and of the transfers of `problem.edges`.
 
     Raises:
-        LayoutError: the schedule is not complete, or `times` are of other stages or edges.
+        LayoutError: the schedule lists transfers already or is not complete, or `times` have other numbers of
+            stages or edges.
         ScheduleDeadlock: actions wait for each other for ever.
     """
     edges = [(edge.source, edge.target) for edge in problem.edges]

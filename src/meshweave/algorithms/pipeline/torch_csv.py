@@ -9,7 +9,7 @@ reads both; which one a text is follows from its actions. Cells (torch 2.13, `_A
     3SEND_F1 2RECV_B0     stage 3 sends its activation of micro-batch 1; stage 2 receives the gradient of its own
     1UNSHARD 1RESHARD     gather the sharded parameters of stage 1; free them
     1REDUCE_GRAD          reduce the gradients of stage 1 over its data-parallel ranks
-    (0F1;3B0)OVERLAP_F_B  a forward and a backward beside each other
+    (0F1;3B0)OVERLAP_F_B  a forward and a backward that overlap
 
 An empty cell is an idle step of a picture in lockstep. A runtime skips it, and nothing follows from it, so a
 `Schedule` has none: reading leaves empty cells out, and what is written has none. A text without empty cells comes
@@ -41,8 +41,9 @@ def schedule_from_csv(text: str, name: str = "schedule") -> Schedule:
     `name` is the file that errors name.
 
     Raises:
-        DescriptionError: a cell is no action, a row is empty, a stage is on two ranks, or numbers of stages
-            have gaps. Whether the schedule is complete and ends is another question: `prove_progress`.
+        DescriptionError: the text is no CSV or has no actions, a cell is no action, a row is empty, a stage is
+            on two ranks, or numbers of stages have gaps. That the schedule is complete and ends is not checked:
+            see `prove_progress`.
     """
     rows = _rows(text, name)
     holders: dict[int, tuple[int, int]] = {}
@@ -76,10 +77,13 @@ def schedule_from_csv(text: str, name: str = "schedule") -> Schedule:
 
 
 def schedule_to_csv(schedule: Schedule) -> str:
-    """Return the CSV that torch loads and, but for idle steps, dumps: a row for each rank, lines end in `\r\n`.
+    """Return the CSV that torch loads, a row for each rank; torch dumps the same, but with cells for idle steps.
+
+    Lines end in CR LF.
 
     Raises:
-        UnsupportedError: an action has no counterpart in torch's CSV.
+        UnsupportedError: a transfer is along a skip connection, which torch's CSV cannot express, or an action
+            that is no transfer has a `peer`.
     """
     rows = []
     for rank, order in enumerate(schedule.actions):

@@ -1,8 +1,8 @@
 """Lists the transfers of a schedule for torch's runtime: an order that ends everywhere, and lets them overlap.
 
-The compute actions are timed with transfers beside them, and all of them, over all ranks, are put into one order
-by their ends. A transfer stands in that order right after the action that makes its value: its send on one rank,
-its receive on the other. Each rank lists what is its own, in that one order.
+The compute actions are timed with transfers that overlap with them, and the compute actions of all ranks are put
+into one order by their ends. A transfer stands in that order right after the action that makes its value: its send
+on one rank, its receive on the other. Each rank lists what is its own, in that one order.
 
 No schedule written so can deadlock, even with one communicator for all ranks and no buffer: everything waits only
 for what comes before it in the one order. It lets transfers overlap: a receive is posted before the compute action
@@ -36,12 +36,14 @@ def list_transfers(
     Args:
         schedule: compute actions; UNSHARD, RESHARD and REDUCE_GRAD may be among them.
         times: ticks of actions, which decide where receives stand. Default: forward, input and weight
-            gradient equally long, a transfer a tenth of that.
+            gradient equally long, a transfer a tenth of that. If a forward or input gradient takes 0 ticks, every
+            forward and input gradient counts as 1.
         edges: (source stage, target stage) of each activation that is passed on; default: each stage to the
             next. A transfer that is not to the next stage has a `peer`.
 
     Raises:
-        LayoutError: the schedule lists transfers already, is not complete, or never ends.
+        LayoutError: the schedule lists transfers already, is not complete, or never ends, or `times` have other
+            numbers of stages or edges.
     """
     if schedule.has_communication:
         raise LayoutError("the schedule lists its transfers already; give compute actions alone")

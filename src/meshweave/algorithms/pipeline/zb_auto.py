@@ -9,8 +9,9 @@ The heuristic of Qi et al.: run the pipeline forward in time, and let each idle 
   the one with the largest bubble; or always (the third choice).
 - Where memory is full, a weight gradient makes room. What is left of them comes last.
 
-All combinations of the choices are tried and the best is kept, ZB-H1 among them. The best has the shortest longest
-span of a rank, which is the paper's cost, and then the shortest step. With many micro-batches, combinations are
+All combinations of the choices are tried and the best is kept, ZB-H1 among them. A rank's span is from its first
+begin to its last end. The best has the least longest span of all ranks, which is the paper's cost, and then the
+shortest step. With many micro-batches, combinations are
 compared on fewer, and the best few are written out in full. The paper has one choice more, to skip a forward that
 the next rank cannot use yet; here the best schedule has never been one with it.
 
@@ -50,7 +51,7 @@ class StashLimit:
         rest: size of what stays of it until its weight gradient.
 
     Raises:
-        LayoutError: not even one micro-batch fits.
+        LayoutError: not even one micro-batch fits, or a size is negative.
     """
 
     limit: int
@@ -118,7 +119,15 @@ def _cost(schedule: Schedule, times: ActionTimes) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ListChoices:
-    """The choices that the rules leave open; the module's docstring has them in this order."""
+    """The choices that the rules of the module's docstring leave open.
+
+    Attributes:
+        delays_first_gradient: whether the last forwards before the first input gradient may delay it.
+        gradients_first: whether an input gradient that can begin before the next forward would end goes first;
+            else the two take turns.
+        fill: when a rank that would wait runs a weight gradient: "fitting", if it fits into the wait; "growing",
+            also if waiting would make this rank's bubble the largest; "always".
+    """
 
     delays_first_gradient: bool
     gradients_first: bool

@@ -22,12 +22,12 @@ _SOURCE = "Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241"
 
 
 class _ZeroBubble(PipelineAlgorithm):
-    """A schedule whose transfers run beside the stages; it has no variant without overlap."""
+    """A schedule whose transfers overlap with the stages; it has no variant without overlap."""
 
     def candidates(
         self, problem: PipelineProblem, cluster: Cluster | None = None
     ) -> Iterator[PipelineConfig]:
-        """Yield one config, with overlapped transfers."""
+        """Yield one config, with overlapped transfers and without a network: the cluster is not read."""
         yield PipelineConfig()
 
 
@@ -97,7 +97,7 @@ class ZeroBubbleV(_ZeroBubble):
 
 
 class DualPipeV(_ZeroBubble):
-    """Two stages per rank in a V, forwards and backwards beside each other."""
+    """Two stages per rank in a V, with forwards that overlap with backwards."""
 
     name = "dualpipev"
     title = "DualPipeV"
@@ -123,10 +123,10 @@ class DualPipeV(_ZeroBubble):
 
 
 class ZeroBubbleAuto(_ZeroBubble):
-    """The base of schedules that are searched for from the costs of the stages, under a limit of memory.
+    """The base of schedules that a heuristic (`zb_auto`) finds for the costs of the stages, within a memory limit.
 
-    The times of actions are the FLOPs of the stages; transfers count as nothing. The stage with the largest
-    stash sets the limit.
+    The times of actions are the FLOPs of the stages; transfers count as nothing. The limit is a number of stashes
+    of the stage that keeps the most.
     """
 
     source = _SOURCE
@@ -134,7 +134,7 @@ class ZeroBubbleAuto(_ZeroBubble):
     stages_per_rank = (1,)
     uses_times = True
     factor: ClassVar[int]
-    """The memory of a rank, in stashes over ranks."""
+    """A rank's memory limit in whole stashes, divided by the number of pipeline ranks."""
 
     def examples(self) -> Iterator[PipelineProblem]:
         """Yield problems of two equal stages, three uneven ones, and one alone."""

@@ -143,7 +143,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     def branches(
         self, problem: StepProblem, part: StepPart | None = None, limit_s: float = math.inf
     ) -> Iterator[StepPart] | None:
-        """Return the smaller parts of a part, down to configurations (`step.parts`); None for a configuration."""
+        """Return the parts of a part, down to configurations (`step.parts`); None for a configuration."""
         if isinstance(part, Parallelism):
             return None
         if part is None:
@@ -151,7 +151,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return part.tree.branches(part, limit_s)
 
     def lower_bound(self, problem: StepProblem, part: StepPart, *, is_tight: bool = False) -> float:
-        """Return a lower bound of a step's seconds from the layers of the busiest rank; 0 for all layouts."""
+        """Return a lower bound of a step's seconds from the layers of the busiest rank; 0 for a `LayoutsPart`."""
         if isinstance(part, Parallelism):
             return least_step_s(problem, part)
         return 0.0 if isinstance(part, LayoutsPart) else part.tree.bound_s(part, is_tight=is_tight)

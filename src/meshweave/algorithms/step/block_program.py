@@ -60,8 +60,9 @@ def lay_step(step: Stages, *, folds: bool = True) -> LaidStep:
         folds: whether one replica is simulated for all, if they are alike and each is in hosts of its own.
 
     Raises:
-        UnsupportedError: products in another dtype or with collectives inside, sizes that tensor-parallel
-            ranks do not share evenly, or with experts a `zero_group` or exchanges beside another micro-batch.
+        UnsupportedError: the step has products in a precision of their own, tensor-parallel collectives inside
+            of products, sizes that tensor-parallel ranks do not divide evenly, a stage without layer, embedding
+            and head, or, with experts, a `zero_group` or exchanges that overlap with another micro-batch.
     """
     copies = replica_copies(step) if folds else 1
     whole = _StepWriter(step, 1)
@@ -87,7 +88,7 @@ class StagePlace:
     """The ranks and layers of a stage of a step.
 
     Attributes:
-        mesh, replicas: its ranks, with the axes of blocks and with those of replicas.
+        mesh, replicas: its ranks, as a mesh with the axes of blocks and as one with those of replicas.
         layers: the numbers of its layers in the model, by the name of their unit; (0,) for embedding or head.
     """
 
@@ -102,7 +103,7 @@ class WrittenStep:
 
     Attributes:
         units: the pieces of the model by name.
-        stages: the ranks and layers of each stage.
+        stages: the ranks and layers of each stage, by its number.
         settings: how its buckets are sharded and gathered.
         loss_copies: how many ranks of a pipeline rank have the losses of the same tokens.
     """

@@ -60,13 +60,16 @@ class BlockStage:
     Args:
         number: of the stage.
         mesh: its ranks, with the axes of the block programs.
-        ranks: where the buckets of all but experts lie, and those of experts, if there are some.
-        units: pieces by name, and how many of each there are here.
+        ranks: where the buckets lie of all weights but those of experts, and those of experts; None without any.
+        units: the units of the stage, each with how often it occurs here.
         layers: the names of the units of its layers, in order.
         boundaries: those of its edges, by (source, target, "h" or "g").
         stashes: the most micro-batches of which something is kept.
         last: the micro-batch whose backward part is the last here.
         is_split: whether gradients of weights are computed apart from those of the residual.
+
+    Raises:
+        UnsupportedError: there is no unit.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Price the tasks of a block: one by one in their recurrence, or all together where products are included.
+"""Price the tasks of a block: one by one (`PricedTasks`), or as a skeleton with 2D products inside (`estimated`).
 
 A task begins when its lane is free and those that it waits for have ended (`base.recurrence`). What a chip
 computes costs the same wherever its ranks lie, so prices of it are kept for all layouts.
@@ -32,11 +32,12 @@ _CONTEXT_AXIS = ".depth"
 
 @dataclass(frozen=True)
 class PartTime:
-    """Seconds of a piece of work: computing, exposed tensor- and context-parallel communication, waits for the
-    host.
+    """Seconds of a piece of work, in four parts that add up.
 
     Attributes:
-        host_s: seconds in which the chip waits for its host, where that waits for collectives (`HostPace`).
+        compute_s: computing.
+        tensor_s, context_s: exposed communication of tensor-parallel and of context-parallel ranks.
+        host_s: seconds in which the chip waits for its host, where that waits for collectives (`stalls_s`).
     """
 
     compute_s: float = 0.0
@@ -68,7 +69,7 @@ class PartTime:
 
 @dataclass(frozen=True)
 class BlockTime:
-    """The time of a block, and what its host issues: kernels, collectives, and messages to one rank.
+    """The time of a block, and how many kernels, collectives and messages to one rank its host issues.
 
     `exchange_s` are the seconds in which tokens travel to experts and back, hidden or not.
     """
@@ -81,7 +82,13 @@ class BlockTime:
 
 
 class PricedTasks:
-    """The tasks of a block for a number of sequences: what each waits for, and what their computing takes."""
+    """The tasks of a block for a number of sequences: what each waits for, and what their computing takes.
+
+    Args:
+        steps: the tasks in order of issue. Reductions of weight gradients are left out (`is_summed_later`).
+        products: the dtypes of the three products of training; None for the problem's dtype.
+        problem: whose chip prices the computing.
+    """
 
     def __init__(self, steps: list[FlatTask], products: ProductDtypes | None, problem: StepProblem) -> None:
         lanes: dict[str, int] = {}  # the last task in each lane
@@ -173,7 +180,7 @@ class PricedTasks:
         return durations
 
     def issued(self, machine: Machine, known: dict[Transfer, int], start: int = 0) -> list[IssuedTask]:
-        """Return the tasks from number `start` on as a host issues them; all tasks before it have ended."""
+        """Return the tasks from number `start` on as a host issues them; all before it are taken to have ended."""
         durations = self._priced(machine, known)
         transfers = {place: work for place, work, _ in self._transfers}
         out = []
@@ -200,7 +207,10 @@ def compute_ps(problem: StepProblem, work: Compute) -> int:
 
 
 def adapted_compute(work: Compute, products: ProductDtypes | None, part: ProductPart = "forward") -> Compute:
-    """Return work as a step prices it: products in the dtype of their part, ring attention to half of the keys."""
+    """Return work as a step prices it: products in the dtype of their part, ring attention to half of the keys.
+
+    Attention that declares as many keys as queries, without a causal mask, is taken for a turn of ring attention.
+    """
     if work.kind == "matmul" and products is not None:
         dtype = getattr(products, part)
         return work if dtype is None else replace(work, dtype=dtype, item_bytes=item_bytes(dtype))
@@ -269,6 +279,8 @@ def without_gradients(skeleton: Skeleton) -> Skeleton:
 
 def adapted_skeleton(skeleton: Skeleton, products: ProductDtypes | None) -> Skeleton:
     """Return a skeleton whose work is changed by `adapted_compute`.
+
+    Without `products` the work of skeletons inside of it is not changed.
 
     Raises:
         UnsupportedError: the three products of training have different dtypes.

@@ -47,7 +47,8 @@ def block_of(
 ) -> BlockProblem:
     """Return one layer, for one micro-batch of one replica, as a block on its tensor and context ranks.
 
-    With a `vocabulary` it has embedding, last norm, logits and loss as well.
+    It is forward and backward, or forward alone without `training`. With a `vocabulary` it has embedding, last
+    norm, logits and loss as well.
     """
     shape = tuple(size for _, size, _ in block_axes(parallelism))
     work = Workload(parallelism.micro_batch, problem.sequence, problem.dtype)
@@ -78,7 +79,8 @@ def _block(
 class LayerBlock:
     """One layer, with or without embedding and head, on the ranks that share it, for one micro-batch.
 
-    Parts of the time are None where broadcasts are chains, whose tasks are not priced one by one.
+    `split`, `issued` and `ring` are None where tasks are not priced one by one: where the strategy includes 2D
+    products with broadcasts in chains, or its slices do not divide a micro-batch evenly.
 
     One object serves all configurations with an equal `layer_key`.
 

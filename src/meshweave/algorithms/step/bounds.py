@@ -95,9 +95,10 @@ class LayerBounds:
         return both_s + self._added[with_data] + (forward_s if recompute == "full" else 0.0)
 
     def layer_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
-        """Return the seconds of a layer for one micro-batch in a layout; its recomputation is a lower bound.
+        """Return the seconds of `bare_layer_s` in a layout, plus a lower bound of those of recomputation.
 
-        Raises LayoutError where the strategy does not fit.
+        They are no lower bound for a stack with `overlaps_exchanges`. Raises LayoutError where the strategy does
+        not fit.
         """
         layout = self.representative(layout)
         key = layout, micro_batch

@@ -1,6 +1,6 @@
 """The buckets of a stage as buffers, and the views of them that ops read and write.
 
-Buckets of experts lie on ranks of their own: their replicas are others than those of what is besides
+Buckets of experts lie on a mesh of their own, since experts have other replicas than the rest of a layer
 (`placement.expert_replica_groups`).
 """
 
@@ -25,13 +25,13 @@ class BucketViews:
     Args:
         number: of the stage.
         mesh: its ranks, with the axes of the block programs.
-        ranks: where its buckets lie: those of all but experts, and those of experts.
+        ranks: where its buckets lie: those of all weights but experts', and those of experts; None without any.
         units: pieces by name, and how many of each there are here.
         last: the micro-batch whose backward part is the last here.
 
     Attributes:
-        early: for each buffer of matrix gradients that are computed early the micro-batches that it has slots
-            for.
+        early: for each buffer of matrix gradients that the input gradient computes already (`Unit.split.early`)
+            the number of micro-batches that it has slots for.
     """
 
     def __init__(

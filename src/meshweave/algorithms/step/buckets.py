@@ -13,10 +13,10 @@ What ZeRO shards is scattered over the first groups of replicas, one after the o
     zero 2    reduced into shards after each micro-batch; weights as in 1, or for each forward part
     zero 3    as 2; a layer's weights are gathered for each forward and each backward part, two layers at a time
 
-Collectives run in a lane of their own beside the layers, one after the other; those of the share of each bucket
-that the software waits for run beside nothing. Where each micro-batch has its own, an action begins to gather when
-it begins, and ends when all is reduced. A backward part gathers the weights of a layer before it reduces the
-gradients of the one after.
+Collectives run one after the other in a lane of their own, which overlaps with the layers. The share of each
+bucket that the software waits for overlaps with nothing. Where each micro-batch has collectives of its own, the
+first gather of an action starts with the action, and the action ends when all its gradients are reduced. A
+backward part gathers the weights of a layer before it reduces the gradients of the one after.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ class StageBuckets(BucketViews):
     # --- weights ----------------------------------------------------------------------------------------
 
     def begin(self) -> Iterator[Statement]:
-        """Yield the statements before the first action: zeroed gradients, gathers of shards, all matrices."""
+        """Yield the statements before the first action.
+
+        Weights that are gathered once a step are gathered, gradients are zeroed, constants are filled, and weights
+        that are not sharded are unpacked into matrices.
+        """
         order = self._in_order()
         for is_waited in (True, False):
             for unit, count in reversed(order) if is_waited else order:
@@ -120,7 +124,10 @@ class StageBuckets(BucketViews):
     def waits_to_gather(
         self, unit: Unit, layer: Index, ins: tuple[View, ...], *, is_forward: bool
     ) -> Iterator[Op]:
-        """Yield a call that the first gather of an action waits for: it writes an element that is gathered."""
+        """Yield a call that the first gather of an action waits for: it writes an element that is gathered.
+
+        `ins` are views that the call itself waits for. Yields nothing where no gather overlaps.
+        """
         yield from self._before_gather(self._gathers_beside(unit, layer, is_forward=is_forward), ins)
 
     def weights_used(self, unit: Unit, layer: Index) -> Iterator[Op]:
@@ -183,7 +190,7 @@ class StageBuckets(BucketViews):
     def gradients(self, unit: Unit, layer: Index, at: Index) -> Iterator[Statement]:
         """Yield the statements after a layer's gradients for micro-batch `at`: their sum, and its reductions.
 
-        Reductions of a micro-batch that run beside other work come later (`reductions_beside`).
+        Reductions of a micro-batch that overlap with other work come later (`reductions_beside`).
         """
         for each in unit.buckets:
             yield from self._added(each, layer, at)
@@ -208,7 +215,7 @@ class StageBuckets(BucketViews):
             yield self._reduced((self._own(unit, "dw", layer, waited),))
 
     def reductions_beside(self, unit: Unit, layer: Index) -> Iterator[Op]:
-        """Yield the reductions of a layer's gradients that run beside what follows, as nothing waits for them.
+        """Yield the reductions of a layer's gradients that overlap with what follows, as nothing waits for them.
 
         There are none but where each micro-batch reduces its gradients (`reduces_each`).
         """

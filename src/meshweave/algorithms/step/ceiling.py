@@ -1,7 +1,7 @@
-"""The most of its peak that a chip has shown, beside which a utilization is read, and why one may lie above it.
+"""The highest share of its peak that was measured on a chip, to compare a step's utilization with.
 
 A step that is priced at rates of short runs, at a datasheet's peak, or in a dtype with another peak may have a
-utilization that nobody has seen. It is printed with its reason.
+higher utilization than was ever measured. It is printed with its reason.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class RateCeiling:
 
     Attributes:
         share: measured share of the peak (0 to 1), in steady training where that is known; 1 where nothing
-            was.
-        shown: that in words.
+            was measured.
+        shown: the share in words.
         priced: the parts of the step that are priced above it, each with its share of the peak, in words.
     """
 

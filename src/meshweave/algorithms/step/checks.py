@@ -14,10 +14,10 @@ from meshweave.describe.model.latent import LatentAttention
 
 
 def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
-    """Raise an error of one line where a step cannot be laid out, or its experts cannot be priced so.
+    """Raise an error of one line where a step or its experts cannot be laid out.
 
     Raises:
-        LayoutError: the degrees do not fit the chips, the batch or the model.
+        LayoutError: the degrees do not fit the chips, the batch or the model, or a strategy does not fit experts.
         UnsupportedError: a strategy or schedule is unknown.
     """
     check_laid_out(problem, parallelism)
@@ -25,7 +25,7 @@ def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
 
 
 def check_laid_out(problem: StepProblem, parallelism: Parallelism) -> None:
-    """Raise an error of one line where a step cannot be laid out, by what is no matter of experts.
+    """Raise an error of one line where a step cannot be laid out; degrees of experts are not checked.
 
     Raises as `check_step` does.
     """

@@ -38,7 +38,7 @@ def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
     The problem caches prices, so a search uses one problem for all configurations.
 
     Raises:
-        LayoutError: the degrees do not fit the chips, the batch or the model.
+        LayoutError: the degrees do not fit the chips, the batch, the model or the schedule.
         UnsupportedError: a strategy or schedule is unknown, or the machine cannot place its groups.
     """
     check_step(problem, parallelism)
@@ -96,9 +96,11 @@ def step(
             library's own runtime, as in `mw.plan`. Without `dp` there are as many replicas as the chips allow.
 
     Raises:
-        LayoutError: the degrees do not fit the chips, the batch or the model, or an option is unknown.
-        UnsupportedError: the stack does not execute such a configuration.
-        DescriptionError: a model or cluster is unknown.
+        LayoutError: the degrees do not fit the chips, the batch, the model or the schedule, or an option is
+            unknown.
+        UnsupportedError: the stack does not execute such a configuration, a strategy or schedule is unknown, or
+            the machine cannot place its groups.
+        DescriptionError: a model, cluster or stack is unknown, or an option of the problem is out of range.
     """
     for name in options:
         require_known(name, sorted(StepOptions.__annotations__), "a step has no option", LayoutError)
@@ -126,7 +128,7 @@ def step(
 
 
 def with_defaults(problem: StepProblem, degrees: dict[str, Any]) -> Parallelism:
-    """Return the parallelism with these attributes; without `data`, with as many replicas as chips allow."""
+    """Return the parallelism with these attributes; without `data`, with as many replicas as fit, at least one."""
     if "data" not in degrees:
         alone = {"zero_group": None, "expert": 1, "expert_tensor": 1}  # what replicas are shared by
         size = Parallelism(**{**degrees, **alone}).num_ranks

@@ -122,12 +122,12 @@ def exposed_s(
 ) -> float:
     """Return the seconds that communication adds to the computing of all layers, if each layer's follows it.
 
-    As many as where each layer's precedes it, which is the same in reverse.
+    If each layer's communication precedes its computing, they are as many: that is the same in reverse.
 
     Args:
         layers: number of layers.
         compute_s, communication_s: seconds of one layer.
-        overlap: share (0 to 1) of the communication that may run beside the computing of other layers.
+        overlap: share (0 to 1) of the communication that may overlap with the computing of other layers.
         queued_s: seconds of communication that comes before it in the same lane (or after it, in reverse).
     """
     waits_s = (1 - overlap) * (layers * communication_s + queued_s)

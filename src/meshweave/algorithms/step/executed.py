@@ -1,6 +1,6 @@
 """What the runtime of this library refuses to execute of a step, whether or not a stack prices it.
 
-The rules are those of modules that run a model's own code (`nn.hosted`), said of roles and sizes alone.
+The rules are those of modules that run a model's own code (`nn.hosted`), checked on roles and sizes alone.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def splits_rows(roles: Roles, mesh: tuple[int, ...]) -> bool:
 
 
 def divided_twice(parallelism: Parallelism) -> str:
-    """Return in one line why weights cannot be in parts along data; "" where they can, or are not to be.
+    """Return in one line why ZeRO cannot shard the weights over data ranks; "" where it can, or shards nothing.
 
-    Included 2D products take weights in parts along rows, of which gathered parts of parts are not made.
+    Included 2D products take weights that are sharded over the rows of their mesh. The runtime does not shard such
+    shards again.
     """
     p = parallelism
     if not p.zero or p.data == 1 or p.tensor_mesh[0] == 1 or not layer_roles(p)[0].is_flat:
@@ -56,7 +57,7 @@ def divided_twice(parallelism: Parallelism) -> str:
 def uneven_sequence(parallelism: Parallelism, sequence: int) -> str:
     """Return in one line why layers with a model's own code do not take a sequence; "" where they do.
 
-    Where ranks of the residual have fewer tokens than those of attention, their shares are to be even.
+    Where a rank has fewer tokens of the residual than in attention, all ranks must have equal shares of them.
     """
     roles, mesh = layer_roles(parallelism)
     whole, core = (num_parts(dims, mesh, ("sequence",)) for dims in (roles.residual, roles.core(True)))

@@ -1,9 +1,9 @@
-"""Count by closed forms what frameworks hold of activations and buffers on a chip, as published runs have it.
+"""Count by closed forms what frameworks hold of activations and buffers on a chip, as published runs show it.
 
-What a layer
-keeps for its backward part follows equation 1 and table 2 of Korthikanti et al. (MLSys '23), with each tensor
-divided by the mesh axes along which the roles of the strategy split it (`algorithms.block.roles`). Per token, of
-e bytes an element, h hidden, q and g features of queries and of keys, f inner features, a heads and s tokens:
+What a layer keeps for its backward part follows equation 1 and table 2 of Korthikanti et al. (MLSys '23), with
+each tensor divided by the mesh axes along which the roles of the strategy split it (`algorithms.block.roles`). Per
+token, of e bytes an element, h hidden, q and g features of queries and of keys, f inner features, a heads and s
+tokens:
 
     inputs of two norms              2 e h            as the residual lies (8 h more where kept in fp32)
     operands of QKV and first FFN    2 e h            as the residual lies, or as they are multiplied if kept so
@@ -149,7 +149,7 @@ def framework_memory(
     ranks: Sequence[int] | None = None,
     recompute: ActivationRule | None = None,
 ) -> Memory:
-    """Return the bytes on a chip of each pipeline rank; `step_memory` computes layers and stashes.
+    """Return the bytes on a chip of each pipeline rank.
 
     Args:
         layers: the number of layers of each pipeline rank.

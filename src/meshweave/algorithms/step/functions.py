@@ -32,11 +32,12 @@ class StepFunctions:
         units: the pieces of the model by name.
         blocks: the functions of the programs of blocks.
         mesh: the ranks of the pipeline rank, with the axes of blocks.
+        rank: the rank whose functions these are.
         update: the optimizer.
-        zeros: makes a vector of zeros of so many elements, of the kind that the others are.
+        zeros: makes a vector of so many zeros, in the array library and dtype of all other values.
 
     Attributes:
-        tokens, targets: those of the step, (sequences, length); numbers as floats.
+        tokens, targets: token numbers of the step, as floats (sequences, length).
         loss: the sum of the losses of the tokens of this rank since it was set to 0.
     """
 
@@ -128,13 +129,15 @@ def local_bucket(
     settings: StageSettings,
     rank: int,
 ) -> Array:
-    """Return one rank's shard of the weights of some layers of a model, as one vector.
+    """Return one rank's shard of the weights of some layers of a model, as one vector, layer after layer.
 
     Args:
+        unit: the unit of these layers.
         weights: those of the whole model by name.
         layers: the numbers of the layers in the model; (0,) for embedding or head.
         mesh, replicas: the ranks of the pipeline rank, with the axes of blocks and with those of replicas.
-        settings: which of its groups shard buckets, and in how many runs.
+        settings: which groups of replicas shard a bucket, and into which runs it is cut (`runs_of`).
+        rank: the rank.
     """
     program, kept = unit.parts.forward, []
     for layer in layers:

@@ -38,6 +38,8 @@ class IssueCounts:
     """The operations that the host issues in a layer's forward or backward part.
 
     Attributes:
+        kernels, collectives: how many of these it issues.
+        messages: how many messages to one rank, at the rate of transfers.
         layers: of how many layers it runs the Python code.
     """
 
@@ -49,7 +51,7 @@ class IssueCounts:
     def seconds(self, host: HostRates, graphs: bool = False, captured: float = 0.0) -> float:
         """Return the seconds in which a host issues them; with `graphs` all of them at once, as one kernel.
 
-        A share `captured` (0 to 1) of kernels and Python code costs nothing.
+        Without `graphs` a share `captured` (0 to 1) of kernels and Python code costs nothing.
         """
         if graphs:
             return host.kernel_s * (self.kernels > 0)
@@ -59,10 +61,14 @@ class IssueCounts:
 
 
 def paced_ps(tasks: Sequence[IssuedTask], counts: IssueCounts, host: HostRates, added_ps: int) -> int:
-    """Return the picoseconds of a layer's part amid equal ones, if its host waits for each collective.
+    """Return the picoseconds of a layer's part in a row of equal parts, if its host waits for each collective.
 
-    Kernels beyond those of the tasks, their `added_ps`, and the Python code of the layer are spread over the
-    tasks that compute.
+    Args:
+        tasks: the tasks of the part, in order of issue.
+        counts: what the host issues for it. All its kernels, those beyond the tasks included, and the Python code
+            are spread evenly over the tasks that compute.
+        host: the seconds of each operation that the host issues.
+        added_ps: picoseconds on the chip beyond the tasks, spread likewise.
     """
     computing = sum(task.kind == "kernel" for task in tasks)
     whole_ps = to_ps(counts.kernels * host.kernel_s + counts.layers * host.layer_s)

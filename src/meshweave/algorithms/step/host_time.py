@@ -15,7 +15,11 @@ from meshweave.base.units import to_ps, to_s
 
 
 def unfused_of(problem: StepProblem, parallelism: Parallelism, part: str) -> UnfusedKernels:
-    """Return the kernels of a layer's part, "forward" or "backward", that the stack does not fuse, with copies."""
+    """Return the kernels of a layer's part, "forward" or "backward", that the stack does not fuse.
+
+    `SoftwareStack.copies` are added where the part communicates: with tensor ranks, backward with replicas, and
+    forward with replicas that shard.
+    """
     stack, p, is_forward = problem.stack, parallelism, part == "forward"
     unfused = stack.forward if is_forward else stack.backward
     copies = p.tensor_size > 1 or (p.replicas > 1 and (p.zero or not is_forward))
@@ -71,8 +75,8 @@ def stalls_s(
 ) -> tuple[float, float]:
     """Return the seconds by which host waits for collectives lengthen a layer's forward and backward part.
 
-    `added_s` are seconds that the software adds to the two parts. Both results are 0 for a host that does not
-    wait.
+    `added_s` are seconds that the software adds to the two parts. Both results are 0 without a host that waits,
+    with graphs, without collectives, and where tasks are not priced one by one (`LayerBlock.issued`).
     """
     host, first, whole = block.problem.host, block.forward, block.whole
     if host is None or not host.waits or block.problem.stack.graphs or not whole.collectives:

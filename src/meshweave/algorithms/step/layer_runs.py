@@ -23,7 +23,7 @@ class LayerAt:
         kind: the name of its unit.
         place: its number among the layers of the stage, from the first one.
         number: its number among those of its kind.
-        after: the layer after it; None for the last one, and for that layer itself.
+        after: the layer after it in the model; None for the last one of the stage. Its own `after` is None.
     """
 
     kind: str
@@ -38,7 +38,8 @@ class LayerRun:
 
     Attributes:
         before: the kinds of the layers before the run.
-        next: the kind of the layer after the run, "" for none; that of its first layer where it has several turns.
+        next: the kind of the layer after the run, "" for none; where the run has several turns, that of its own
+            first layer.
     """
 
     start: int
@@ -48,7 +49,10 @@ class LayerRun:
     next: str
 
     def layers(self, *, backwards: bool) -> Iterator[LayerAt]:
-        """Yield the layers of one turn, in order of the pass; of the loop over `LAYER` if it has several."""
+        """Yield the layers of one turn in the order of the pass, the last one first if `backwards`.
+
+        Where the run has several turns, places and numbers are expressions in `LAYER`, the number of the turn.
+        """
         count = len(self.kinds) + bool(self.next)
         order: list[LayerAt] = []
         for offset in reversed(range(count)):

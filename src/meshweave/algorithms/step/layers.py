@@ -4,8 +4,8 @@ A layer is the program that `algorithms.block` writes for one layer under a stra
 occupy. Communication that its lanes do not hide is exposed. Gradients of replicated weights are reduced once a
 step, not for each micro-batch; `algorithms.step.data_parallel` prices that.
 
-Where layers are of several kinds, each is priced as their mean, so that a stage with more of one kind is not told
-from others.
+Where layers are of several kinds, `layer_time` is their mean over the model, and `mean_layer_time` that over the
+layers of a stage, where their order is known.
 
 With context parallelism each rank has tokens from all over a sequence, so that in each turn of the ring every rank
 attends to half of the keys (Brandon et al., Striped Attention, 2023).
@@ -39,7 +39,7 @@ class LayerTime:
     Attributes:
         forward, backward: the two parts, without recomputation.
         recompute: what the backward part computes again.
-        issued_s: seconds in which the host issues the three; 0 where nobody knows it.
+        issued_s: seconds in which the host issues the three; 0 without a known host.
     """
 
     forward: PartTime
@@ -54,7 +54,10 @@ class LayerTime:
 
 
 def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
-    """Return the time of a micro-batch in a layer, the mean over kinds. Raises LayoutError if it does not fit."""
+    """Return the time of a micro-batch in a layer, the mean over kinds of layers.
+
+    Raises LayoutError if the layer does not fit the strategy.
+    """
 
     def mean() -> LayerTime:
         times = [(share, _layer_time(kind, parallelism)) for share, kind in problem.kinds]
@@ -65,7 +68,10 @@ def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
 
 
 def mean_layer_time(problem: StepProblem, parallelism: Parallelism, counts: tuple[float, ...]) -> LayerTime:
-    """Return the mean time of a micro-batch in a stage's layers; `counts` has their number by `problem.kinds`."""
+    """Return the mean time of a micro-batch in one of a stage's layers.
+
+    `counts` are the stage's numbers of layers of each of `problem.kinds`.
+    """
 
     def mean() -> LayerTime:
         total, kinds = sum(counts), [kind for _, kind in problem.kinds]
@@ -88,7 +94,10 @@ def _mean(times: list[tuple[float, LayerTime]]) -> LayerTime:
 
 
 def ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTime, LayerTime]:
-    """Return the times of one micro-batch in the embedding, and in last norm, logits and loss."""
+    """Return the times of one micro-batch in the embedding, and in last norm, logits and loss.
+
+    Both are 0 for a model without a vocabulary size.
+    """
     return problem.once("ends", layer_key(parallelism), lambda: _ends_time(problem, parallelism))
 
 
@@ -202,9 +211,9 @@ def _ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, 
 
 
 def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the seconds per layer and micro-batch that overlap beyond single sites (products) hides.
+    """Return the seconds per layer and micro-batch that the problem's overlap saves over that of overlap "sites".
 
-    A plan of overlap "layers" counts on them; a model whose sites run one by one does not have them.
+    A plan with overlap "layers" counts on them; a model whose sites (products) run one by one does not save them.
     """
     own = layer_time(problem, parallelism)
     by_sites = layer_time(replace(problem, overlap="sites"), parallelism)
@@ -213,7 +222,11 @@ def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> fl
 
 
 def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, float, float]:
-    """Return the seconds per layer that its program does not have: forward, backward, part of this for weights."""
+    """Return the seconds per layer and micro-batch that the software adds, and a layer's program does not have.
+
+    They are those of the forward part, of the backward part with recomputation, and the share of the latter that
+    belongs to gradients of weights.
+    """
     forward_s, backward_s = _parts_added_s(layer_block(problem, parallelism), parallelism)
     if parallelism.recompute == "full":
         skipped_s = _last_product_s(problem, parallelism) if problem.stack.stops_early else 0.0
@@ -229,8 +242,9 @@ def best_config(problem: StepProblem, parallelism: Parallelism) -> BlockConfig:
 
 
 def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the seconds of `layer_time`, both parts together, without recomputation; it is faster.
+    """Return the seconds of a layer and micro-batch, forward and backward: those of `layer_time`, computed faster.
 
+    Recomputation and waits for the host are left out, and no exchange of tokens overlaps with another micro-batch.
     Raises LayoutError where the strategy does not fit.
     """
     total_s = 0.0
@@ -243,7 +257,7 @@ def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 
 def least_added_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the seconds that software and plain attention add to a layer, without gaps between kernels."""
+    """Return the seconds that software and plain attention add to a layer, without gaps after its own kernels."""
     return sum(_added_s(problem, parallelism, 0, part) for part in ("forward", "backward"))
 
 

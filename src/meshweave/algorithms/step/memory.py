@@ -2,7 +2,7 @@
 
 These follow Rajbhandari et al. (SC '20, section 3.1 and 5). Outside of the allocator there are the context of the
 process and the buffers of communicators, one for each group of ranks that a step communicates in, by constants of
-the runtime (`describe.machine.runtime`). What is there besides says `step_memory`.
+the runtime (`describe.machine.runtime`). `step_memory` counts the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ GATHERED_LAYERS = 2
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on each chip of one pipeline rank."""
+    """Bytes on each chip of one pipeline rank.
+
+    Attributes:
+        activations: activations that are kept at the peak.
+        buffers: other temporary tensors that are alive then.
+        fragmentation: what the allocator cannot use.
+        context: the context of the process.
+        communication: the buffers of communicators.
+    """
 
     weights: int
     gradients: int
@@ -124,7 +132,10 @@ def rank_of_head(parallelism: Parallelism) -> int:
 def rank_parameters(
     problem: StepProblem, parallelism: Parallelism, layers: Sequence[int]
 ) -> list[ShardedParameters]:
-    """Return for each pipeline rank the number of weights on a chip, those of embedding and head included."""
+    """Return for each pipeline rank the number of weights on a chip, those of embedding and head included.
+
+    `layers` are the ranks' numbers of layers; they are not read where `rank_kinds` knows how many of each kind.
+    """
     if kinds := rank_kinds(problem, parallelism):
         own = [_of_layer(kind, parallelism) for _, kind in problem.kinds]
         nothing = ShardedParameters(0)
@@ -142,7 +153,7 @@ def rank_parameters(
 
 
 def rank_kinds(problem: StepProblem, parallelism: Parallelism) -> tuple[tuple[float, ...], ...]:
-    """Return for each pipeline rank its number of layers of each kind; () where their order is not known."""
+    """Return for each pipeline rank its number of layers of each kind; () for one kind, or an unknown order."""
     p = parallelism
     if not problem.model.layers:
         return ()

@@ -5,8 +5,8 @@
     choice          a layout with micro-batch, schedule and recomputation, and with the highest ZeRO level for all
     configuration   one with its ZeRO level, if it may fit; its bound is `least_step_s`
 
-Memory is looked at before time, by a lower bound (`least_memory`): of all choices of a layout the one that keeps
-least says whether any may fit. Of what would be in a ranking the program says whether it does.
+Memory is checked before time, by a lower bound (`least_memory`): a layout is left out if even its choice that
+keeps the least does not fit. Configurations that would enter a ranking are checked by the memory of their program.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class LayoutPart:
     """A layout with a micro-batch.
 
     Attributes:
+        micro_batch: its sequences.
         recompute: the least recomputation that may fit.
-        bound_s: the least seconds of a step of it wherever its ranks lie.
+        bound_s: a lower bound of the seconds of its steps, wherever the ranks lie on the cluster.
     """
 
     tree: StepTree
@@ -53,7 +54,7 @@ class LayoutPart:
 
 @dataclass(frozen=True, eq=False)
 class ChoicePart:
-    """A configuration with any of its ZeRO levels: `choice` has the highest."""
+    """A configuration with any of its ZeRO levels: `choice` has the highest. `bound_s` is that of its steps."""
 
     tree: StepTree
     choice: Parallelism
@@ -73,13 +74,14 @@ def row_key(of: Parallelism | StepLayout) -> tuple[object, ...]:
 
 @dataclass(eq=False)
 class StepTree:
-    """The parts of a space whose configurations fit, and what was seen of those that do not.
+    """The parts of a space whose configurations may fit, and counts of those that do not.
 
     Attributes:
         memory_bytes: the most bytes that a chip may hold.
-        over_memory: layouts and configurations that do not fit.
-        refused: layouts that the model of a step refuses, with the reason of the first.
-        closest: of what does not fit, those with the least bytes, or bounds of them: these, words, and the choice.
+        over_memory: how often a configuration was found not to fit.
+        refused: how many layouts were refused with an error; `reason` is that of the first.
+        closest: of the configurations that do not fit at most eight with the fewest bytes, as (bytes or a lower
+            bound of them, configuration in words, configuration), ascending.
     """
 
     space: StepSpace
@@ -101,7 +103,7 @@ class StepTree:
         return LayoutsPart(self, True), LayoutsPart(self, False)
 
     def apart(self) -> StepTree:
-        """Return a tree of the same parts that has counted none; known bytes and kernel prices are shared."""
+        """Return a tree of the same parts with counts of 0; known bytes and kernel prices are shared."""
         other = StepTree(self.space, self.memory_bytes)
         other._bytes, other._known_steps = self._bytes, self._known_steps
         other._bounds = self._bounds.apart()
@@ -239,7 +241,10 @@ class StepTree:
         return self.takes(choice, size)
 
     def takes(self, choice: Parallelism, size: int) -> bool:
-        """Return whether `size` bytes of a configuration fit on a chip; one that does not fit is noted."""
+        """Return whether `size` bytes of a configuration fit on a chip.
+
+        One that does not fit is counted in `over_memory`, and entered in `closest`.
+        """
         if size <= self.memory_bytes:
             return True
         self.over_memory += 1

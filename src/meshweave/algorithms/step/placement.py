@@ -197,10 +197,11 @@ def sharding_groups(
 def boundary_s(
     problem: StepProblem, parallelism: Parallelism, num_bytes: int, is_whole: bool
 ) -> tuple[float, bool]:
-    """Return the seconds of sending a micro-batch's residual to the next pipeline rank, and whether scattered.
+    """Return the seconds of sending a micro-batch's residual to the next pipeline rank, and whether in parts.
 
     A residual that every tensor-parallel rank has whole (`is_whole`) is sent in one part by each and
-    all-gathered by the receivers, if that is faster (Narayanan et al., SC '21, section 4.1).
+    all-gathered by the receivers, if that is faster (Narayanan et al., SC '21, section 4.1). `num_bytes` are those
+    of the residual on one rank.
     """
     size, stride = parallelism.pipeline, parallelism.stride("pipeline")
     sent_s = message_s(problem, size, stride, num_bytes)

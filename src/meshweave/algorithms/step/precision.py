@@ -36,16 +36,16 @@ class Precision:
     """A recipe.
 
     Attributes:
-        kernels: dtypes of measured products (`LOW_PRECISIONS`) that price it, the first that the chip has. One
-            that is not `own` is a reading, which output names.
+        kernels: dtypes of measured products (`LOW_PRECISIONS`). The first that was measured on a chip prices the
+            recipe there; where that is not `own`, results say so (`reading_on`).
         own: the dtype that is the recipe's own; "" where none was measured anywhere.
         parts: which of the three products of training run in it.
         item_bytes: bytes an element with its scales.
         finds_maximum: whether a pass looks for the greatest element before each cast: scales of whole tensors that
-            follow from what is cast. Scales of the last steps, of rows or of blocks need none of their own.
-        weight_bytes: bytes of a layer's weight on a chip, its copies by rows and by columns included.
-        gathered_bytes: bytes of an element of weights that ZeRO gathers.
-        source: who says so.
+            follow from what is cast. Scales of the last steps, of rows or of blocks need no pass of their own.
+        weight_bytes: bytes of one weight of a layer on a chip, its copies by rows and by columns included.
+        gathered_bytes: bytes of one weight as ZeRO gathers it.
+        source: where the recipe is published.
     """
 
     name: str
@@ -83,7 +83,10 @@ class Precision:
         return ProductDtypes(*(dtype if part in self.parts else None for part in PRODUCT_PARTS))
 
     def reading_on(self, chip: Chip) -> str:
-        """Return in one line by which other dtype it is priced on a chip; "" if by its own."""
+        """Return in one line by which other dtype it is priced on a chip; "" if by its own.
+
+        Raises DescriptionError as `dtype_on`.
+        """
         dtype = self.dtype_on(chip)
         if dtype == self.own:
             return ""
@@ -142,7 +145,7 @@ def precision_named(name: str) -> Precision:
     """Return a recipe by its name, or by the dtype of measured kernels that is its own.
 
     Raises:
-        DescriptionError: there is none.
+        DescriptionError: there is no such recipe.
     """
     if name in PRECISIONS:
         return PRECISIONS[name]

@@ -58,8 +58,8 @@ class Parallelism:
         zero: what data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.
         zero_group: how many of the ranks with equal weights shard among themselves, neighbours first; others have
             copies (hybrid sharding); None for all.
-        expert: ranks that share the experts of a layer. These are neighbours among the ranks of a stage, whatever
-            they are for what is besides experts.
+        expert: ranks that share the experts of a layer. These are neighbours among the ranks of a stage, whichever
+            degrees these ranks have for the rest of the layer.
         expert_tensor: ranks that share each expert, neighbours of each other.
         schedule: a name of `algorithms.pipeline.by_name`; "1f1b" with several virtual stages is interleaved.
         virtual_stages: stages on each pipeline rank.
@@ -69,7 +69,8 @@ class Parallelism:
         order: the degrees, innermost first: chips next to each other differ in the first one.
 
     Raises:
-        LayoutError: a degree is below 1, or a word is unknown.
+        LayoutError: a degree is below 1, `zero`, `recompute` or `order` has no such value, or `zero_group` or the
+            degrees of experts do not divide the ranks that they share. Strategy and schedule are not checked.
     """
 
     data: int = 1
@@ -122,7 +123,7 @@ class Parallelism:
 
     @property
     def schedule_entry(self) -> PipelineAlgorithm:
-        """Return the schedule for so many stages per rank. Raises UnsupportedError for an unknown name."""
+        """Return the schedule for `virtual_stages` stages a rank. Raises UnsupportedError for an unknown name."""
         return SCHEDULES.named(self.schedule).for_stages(self.virtual_stages)
 
     @property
@@ -180,7 +181,7 @@ class Parallelism:
         return self.tensor_size if degree == "tensor" else int(getattr(self, degree))
 
     def stride(self, degree: Degree) -> int:
-        """Return how many chips lie between neighbours of a degree: the product of the degrees inside it."""
+        """Return how many chips apart neighbours of a degree are: the product of the degrees inside it."""
         inside = self.order[: self.order.index(degree)]
         return math.prod(self.size(each) for each in inside)
 
@@ -209,8 +210,8 @@ class StepProblem:
         dropout: whether dropout follows each half of a layer, whose masks are kept; None: as in GPT-3, where the
             feed-forward part is not gated.
         stack: what the software adds, in constants.
-        overlap: what communication of a layer runs beside: "sites", the product that it belongs to, as in a model
-            of `meshweave.parallelize`; "layers", whatever a program of the whole layer could have beside it.
+        overlap: what the communication of a layer overlaps with: "sites", the product that it belongs to, as in a
+            model of `meshweave.parallelize`; "layers", whatever a program of the whole layer lets it overlap with.
         reserve: what stays free of a chip's memory: a share below 1, or bytes.
         dispatcher: how copies of tokens travel to experts: a name of `cost.exchange`.
         imbalance: how unevenly tokens go to experts: the exponent of a power law of the popularity of experts; 0
@@ -279,7 +280,7 @@ class StepProblem:
 
     @property
     def hides_tensor(self) -> bool:
-        """Return whether products overlap tensor-parallel collectives inside (`SoftwareStack.hides_tensor`)."""
+        """Return `SoftwareStack.hides_tensor`; False below 8 bits and in models with experts."""
         is_narrow = self.recipe is not None and self.recipe.item_bytes < 1
         return self.stack.hides_tensor and not (is_narrow or self.model.is_routed)
 
@@ -289,11 +290,11 @@ class StepProblem:
 
     @property
     def precision_reading(self) -> str:
-        """Return by which other dtype a precision is priced that was not measured on the chip; "" if it was."""
+        """Return in one line by which other dtype `precision` is priced; "" if by its own, or without it."""
         return "" if self.recipe is None else self.recipe.reading_on(self.cluster.chip)
 
     def usable_bytes(self, memory_bytes: int | None = None) -> int:
-        """Return the bytes of a chip, or of `memory_bytes`, but the reserve. Raises DescriptionError for none."""
+        """Return the bytes of a chip, or `memory_bytes`, less the reserve. Raises DescriptionError if below 1."""
         whole = self.cluster.chip.memory_bytes if memory_bytes is None else memory_bytes
         usable = whole - math.ceil(self.reserve * whole if self.reserve < 1 else self.reserve)
         if usable < 1:
@@ -321,7 +322,7 @@ class StepProblem:
 
     @property
     def attention_rate(self) -> float:
-        """Return the FLOP rate of attention over the chip's: `attention_share`, else the stack kernel's."""
+        """Return the FLOP rate of attention over the chip's: `attention_share`, or the stack kernel's, or 1."""
         if self.attention_share is not None:
             return self.attention_share
         known = self.stack.attention_share(self.cluster.chip) if self.attention_kind == "flash" else None
@@ -329,7 +330,7 @@ class StepProblem:
 
     @property
     def attention_reading(self) -> str:
-        """Return at which rate attention is priced, if it was not fitted on this chip; "" if it was."""
+        """Return in words the rate of flash attention, if neither fitted on this chip nor given; else ""."""
         is_given = self.attention_share is not None or self.attention_kind != "flash"
         return "" if is_given else attention_reading(self.stack, self.cluster.chip, self.dtype)
 

@@ -16,7 +16,7 @@ class StepSimulation:
 
     Attributes:
         fold: how many chips each simulated rank stands for.
-        time_s: seconds of the simulation, and from the estimate those outside of the program (`outside_s`).
+        time_s: seconds of the simulation plus those outside of the program (`outside_s`).
     """
 
     step: Step

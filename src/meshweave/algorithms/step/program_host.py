@@ -1,8 +1,9 @@
 """The host with which the program of a step is simulated: one rate for all ops of all ranks.
 
-What a host issues beside the ops of a program, such as kernels that a stack does not fuse, is spread over these,
-and over layers of all kinds: layers with experts may be issued at a rate of their own. Of these graphs may capture
-a share, which is not issued; embedding and head are, so that they are counted too then.
+What a host issues beyond the ops of a program, such as kernels that a stack does not fuse, is spread evenly over
+these ops, in layers of all kinds. Graphs may capture a share of the kernels of layers with experts
+(`SoftwareStack.captured`), which the host then does not issue. Embedding and head are not captured, so that their
+ops are then counted too.
 """
 
 from __future__ import annotations

@@ -29,11 +29,12 @@ REPLICAS, EXPERTS = "r", "e"
 
 
 class ProgramRanks:
-    """The ranks of a step's program, of `copies` replicas that are alike those of the first one.
+    """The ranks of a step's program, in which each replica stands for `copies` equal ones.
 
     Attributes:
-        settings, expert_settings: how buckets are kept: of all but experts, and of experts.
-        here: the parallelism whose ranks are those of the program; where experts lie it does not say.
+        groups: (size, stride) of the groups of replicas in the whole step, those that shard first.
+        settings, expert_settings: how buckets are kept: of all weights but experts', and of experts.
+        here: the parallelism of the program's ranks: with the replicas that it has, without degrees of experts.
     """
 
     def __init__(self, step: Stages, copies: int) -> None:
@@ -131,7 +132,7 @@ class ProgramRanks:
         return others, BucketRanks(mesh, own, self.expert_settings)
 
     def unfolded(self, mesh: Mesh) -> Mesh:
-        """Return the mesh with the ranks that its replicas have among all replicas."""
+        """Return the mesh with its ranks numbered as in the step of all replicas."""
         stride, size = self.here.stride("data"), self.here.data
         ranks = (
             rank // (stride * size) * stride * self.p.data + rank % (stride * size) for rank in mesh.ranks
@@ -140,10 +141,10 @@ class ProgramRanks:
 
 
 def replica_copies(step: Stages) -> int:
-    """Return the number of equal replicas that one simulated replica can stand for.
+    """Return the number of equal replicas that one simulated replica can stand for; 1 where they are not equal.
 
-    Replicas one after the other in whole hosts are alike: a step along the data axis takes each host to
-    another, with all its chips, NICs and groups. Where several replicas share a host, these stay.
+    Replicas one after the other in whole hosts are equal: moving along the data axis maps each host to another,
+    with all its chips, NICs and groups. Replicas that share a host are all simulated.
     """
     p, cluster = step.parallelism, step.problem.cluster
     network = cluster.network

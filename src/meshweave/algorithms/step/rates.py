@@ -56,7 +56,10 @@ def attention_reading(stack: SoftwareStack, chip: Chip, dtype: str) -> str:
 
 
 def with_rates(cluster: Cluster, share: float, sustains: bool) -> Cluster:
-    """Return the cluster with attention at `share` of the chips' FLOP rate; `sustains` is that of a stack."""
+    """Return the cluster with attention at `share` of the chips' FLOP rate for it.
+
+    With `sustains`, as that of a stack, products run at the rates that the chips sustain in training.
+    """
     chip = cluster.chip
     kernels = chip.kernels
     if sustains and kernels is not None:

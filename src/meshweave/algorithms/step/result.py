@@ -147,7 +147,7 @@ class Step(Shown):
 
     @property
     def host_line(self) -> str:
-        """Return in words how much of the step is host-bound; "" for none, or where no host is known."""
+        """Return in words how much of the step is host-bound; "" below 0.5 %, also where no host is known."""
         share = self.host_bound
         waits = f"chips wait {100 * self.parts.host / self.time_s:.0f} % of it"
         return f"host-bound: {100 * share:.0f} % of the step; {waits}" if share >= _LEAST_BOUND else ""
@@ -180,9 +180,11 @@ class Step(Shown):
         return self.problem.workload.tokens / self.time_s / self.parallelism.num_ranks
 
     def flops(self, pairs: Pairs = "causal", *, recomputed: bool = False) -> int:
-        """Return the model's FLOPs of a step over all chips; `pairs` of tokens are counted in attention.
+        """Return the model's FLOPs of a step over all chips.
 
-        With `recomputed` the FLOPs of recomputation are included.
+        Args:
+            pairs: the pairs of tokens that count in attention: "causal" for those under the mask, or "all".
+            recomputed: whether the FLOPs of recomputation are included.
         """
         of, again = self.problem, self.parallelism.recompute if recomputed else "none"
         flops = step_flops(of.model, of.workload, pairs, again)

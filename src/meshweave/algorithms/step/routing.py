@@ -34,9 +34,9 @@ def expert_ranks(problem: StepProblem, parallelism: Parallelism) -> ExpertRanks 
 
 
 def rank_loads(problem: StepProblem, parallelism: Parallelism) -> tuple[float, ...]:
-    """Return for each rank of an expert group its expected copies over the average, the most first; () for even.
+    """Return for each rank of an expert group its expected copies over the average, the most first.
 
-    The first one is the load of `expert_ranks`.
+    The first one is the load of `expert_ranks`. () without imbalance, expert parallelism or experts.
     """
     p = parallelism
     if not problem.imbalance or p.expert == 1 or problem.model.layer.num_experts == 1:

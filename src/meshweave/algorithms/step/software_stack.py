@@ -17,7 +17,7 @@ LossKind = Literal["fused", "eager", "sharded"]
 
 @dataclass(frozen=True)
 class UnfusedKernels:
-    """The bytes that a stack's kernels move in one layer beyond those that a block counts, by what they pass over.
+    """The bytes that a stack's kernels move in one layer beyond those that a block counts, by the tensor moved.
 
     A block counts each norm, activation and sum as one kernel that reads what it needs and writes its result. The
     numbers follow from the code of a stack (`algorithms.step.stacks`); they are no constants.
@@ -48,7 +48,7 @@ class SoftwareStack:
 
     Attributes:
         name: the name of the stack.
-        overlap: the share, from 0 to 1, of data-parallel communication that may run beside the backward part (for
+        overlap: the share (0 to 1) of data-parallel communication that may overlap with the backward part (for
             gradients) or the forward part (for weights); 0 where the stack waits for it.
         launch_s: seconds that pass on the chip between two kernels of a layer, where they are issued one by one.
         step_s: seconds of a step outside the model: data, logging, norms of gradients.
@@ -59,14 +59,14 @@ class SoftwareStack:
         blocks_transfers: whether pipeline ranks wait for each transfer that they send, as Megatron-LM did before
             it overlapped them. It is no constant either.
         host: how fast its host issues operations; None for the figures of the cluster, if it has any.
-        routed_hosts: the same of models with experts, by how the names of chips begin that such hosts have: what
-            a routed layer issues is more than its kernels here, and waits for counts.
+        routed_hosts: (beginning of chip names, rates) in place of `host` for models with experts: a routed layer
+            issues more than the kernels that are counted here, and waits for the counts of the experts.
         graphs: whether each part of a layer is captured in a graph, which the host issues at once. This and what
             follows say what the stack's code does, and are no constants.
         captured: the share of the kernels of a layer with experts that are captured in graphs; the others wait for
             the counts of the experts.
-        overlaps_exchanges: whether tokens of one micro-batch travel to experts and back beside what another one
-            computes, in the forward part of the one and the backward part of the other.
+        overlaps_exchanges: whether the exchange of tokens with experts of one micro-batch overlaps with the
+            computing of another, in the forward part of the one and the backward part of the other.
         forward, backward: the kernels of each part that are not fused.
         copies: the kernels, forward and backward, that copy operands into a program of a product and results out
             of it where products communicate: with tensor ranks; backward with replicas, forward if these shard.
@@ -79,7 +79,7 @@ class SoftwareStack:
         logit_bytes: bytes a logit through memory that a loss in steps moves beyond a fused one, forward and
             backward. PyTorch: a cast to fp32 (2 + 4) and log-softmax (4 + 4), where a fused one reads 2; zeros for
             the gradient (4), that of log-softmax (4 + 4 + 4) and a cast back (4 + 2), where it reads and writes 4.
-        waits_for_tensor: whether nothing runs beside the collectives of a layer.
+        waits_for_tensor: whether nothing overlaps with the collectives of a layer.
         hides_tensor: whether a product multiplies the parts of an operand as tensor ranks send them, and sends
             those of a result as it has them, in layers without experts and in 8 bits or more.
         waits_for_gathers: whether the step waits for weights that ZeRO-1 gathers: the optimizer does it.
@@ -106,9 +106,13 @@ class SoftwareStack:
         grouped_experts: whether one kernel multiplies for all experts of a rank and activates between its
             products, as libraries that serve models do. Else each expert has products of its own, which share the
             chip in several streams, and what stands between them passes through memory, as in Transformer Engine.
-        runs_programs: whether it runs the program of a step, as the library's own runtime does: a chip holds what
-            that does. Of others closed forms say what they hold (`framework_memory`), by what is said above.
+        runs_programs: whether it runs the program of a step, as the library's own runtime does: its memory is that
+            of the program. For others it is counted in closed form (`framework_memory`), by the attributes above.
         runs: what the stack can execute.
+
+    Raises:
+        DescriptionError: `overlap` is not from 0 to 1, `launch_s`, `step_s` or `fragmentation` is negative, or
+            `sharding` is unknown.
     """
 
     name: str = "ideal"
@@ -174,8 +178,8 @@ class SoftwareStack:
     def kernels_alone(self) -> SoftwareStack:
         """Return the stack that adds nothing to the same work: what `self` costs beyond it is software.
 
-        It has the kernels of experts that `self` has, hides and leaves out what `self` does, divides layers alike,
-        and has its kernel of attention where that is faster than the one that was measured.
+        It groups experts, hides collectives and exchanges, ends recomputation early and divides layers as `self`
+        does, and has its kernel of attention where that is faster than the measured one.
         """
         names = ("grouped_experts", "hides_tensor", "overlaps_exchanges", "stops_early", "layers_by_cost")
         faster = tuple((chip, share) for chip, share in self.attention_shares if share > 1)

@@ -44,10 +44,9 @@ MAX_MICRO_BATCH = 64
 
 @dataclass(frozen=True)
 class SpaceOptions:
-    """What a search may choose among. A tuple of one value fixes it; None leaves a degree open.
+    """What a search may choose among. A tuple of one value fixes it; None leaves it open.
 
-    Strategies and schedules are names of the table; those not given are all that are searched by default
-    (`is_searched`), and that a step may have.
+    Strategies and schedules are names of the table, by default those with `is_searched` that a step may have.
 
     Attributes:
         data, pipeline, context: degrees to choose among.
@@ -57,8 +56,8 @@ class SpaceOptions:
         micro_batches: sequences of a micro-batch.
 
     Raises:
-        UnsupportedError: a name is unknown.
-        DescriptionError: a number is out of range, or an option has no value.
+        UnsupportedError: a name is unknown, or a strategy is none for the tensor ranks of a step.
+        DescriptionError: a number is out of range, or an order has not each degree once.
     """
 
     data: tuple[int, ...] | None = None
@@ -163,7 +162,7 @@ class DegreeSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The layout of a step on the chips: degrees, strategy within a layer, and order of the degrees."""
+    """The layout of a step: degrees, strategy within a layer, order, and experts (expert, expert_tensor)."""
 
     data: int
     pipeline: int
@@ -174,7 +173,7 @@ class StepLayout:
     experts: tuple[int, int] = (1, 1)
 
     def stride(self, degree: Degree) -> int:
-        """Return how many chips lie between neighbours of a degree."""
+        """Return how many chips apart neighbours of a degree are."""
         sizes = {"data": self.data, "pipeline": self.pipeline, "context": self.context}
         sizes["tensor"] = ranks_of(self.tensor)
         return math.prod(sizes[inner] for inner in self.order[: self.order.index(degree)])
@@ -278,7 +277,7 @@ class StepSpace:
     def experts(self, sizes: DegreeSizes) -> tuple[tuple[int, int], ...]:
         """Return the (expert, expert_tensor) degrees for the ranks of a stage; (1, 1) alone without experts.
 
-        An expert is sharded over one rank, or over as many as shard each layer.
+        Unless the options say otherwise, an expert is on one rank, or sharded over as many as shard each layer.
         """
         experts = max(graph.num_experts for _, graph in self.problem.model.runs)
         if experts == 1:
@@ -292,13 +291,16 @@ class StepSpace:
         return tuple(pairs)
 
     def orders(self, sizes: DegreeSizes) -> tuple[Order, ...]:
-        """Return the orders of the degrees that differ on the levels of the cluster; "tensor" innermost first."""
+        """Return the options' orders, else those that differ on the cluster, the one of `DEGREES` first."""
         if self.options.orders is not None:
             return self.options.orders
         return distinct_orders(self.problem.cluster, sizes)
 
     def micro_batches(self, data: int) -> tuple[int, ...]:
-        """Return the sizes to try for a micro-batch in sequences: divisors, each at least twice the one before."""
+        """Return the sizes of a micro-batch to try, in sequences: divisors of a replica's share of the batch.
+
+        Those of the options; else up to `MAX_MICRO_BATCH`, each at least twice the one before.
+        """
         share, given = self.problem.batch // data, self.options.micro_batches
         if given is not None:
             return tuple(size for size in divisors_of(share) if size in given)
@@ -309,7 +311,10 @@ class StepSpace:
         return tuple(sizes)
 
     def schedules(self, pipeline: int, num_micro_batches: int) -> tuple[tuple[str, int], ...]:
-        """Return the (schedule, stages per pipeline rank) that take these numbers of ranks and micro-batches."""
+        """Return the (schedule, stages per pipeline rank) that take these numbers of ranks and micro-batches.
+
+        One pipeline rank has one pair, with one stage, or none if the options' `virtual_stages` exclude 1.
+        """
         options = self.options
         if pipeline == 1:
             if options.virtual_stages is not None and 1 not in options.virtual_stages:

@@ -49,7 +49,10 @@ def check_problem(problem: StepProblem) -> None:
 
 
 def check_parallelism(stack: SoftwareStack, parallelism: Parallelism) -> None:
-    """Raise UnsupportedError if a stack does not execute a configuration; degrees of 1 are not checked."""
+    """Raise UnsupportedError if a stack does not execute a configuration.
+
+    Degrees of 1 are not checked, nor strategy, schedule and ZeRO level where only one rank would share.
+    """
     for kind, value in _used(parallelism):
         check_runs(stack, kind, value)
 

@@ -1,4 +1,4 @@
-"""What a software stack can execute, as data: a plan for a stack searches that (`stack_checks`)."""
+"""What a software stack can execute, as data. A plan for a stack searches only that."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ KERNELS_OF_ATTENTION = {
 """The kernel of attention of a stack, with rates in `catalog/stacks.toml`. The own runtime has none: it takes the
 kernel that PyTorch chooses, which on an H100 ran at the rates of the catalog (docs/guide/gpu.md, kernels)."""
 SAME_STACK = {"megatron-lm": "megatron-core", "megatron-bridge": "megatron-core"}
-"""The stack that runs what is written for other software, by the name of that: it names the stack, too."""
+"""Further names that `load_stack` takes, each with the stack that it stands for."""
 _FITTED_AS = {"meshweave": "torchtitan", "meshweave-eager": "torchtitan"}
 """The stack that has the constants of one on whose runs nothing could be fitted."""
 
@@ -181,7 +181,7 @@ def default_stack(model: Transformer) -> str:
 
 
 def is_executed_here(name: str) -> bool:
-    """Return whether plans of a stack are what this library's runtime executes: its own, or none named."""
+    """Return whether this library's runtime executes plans of a stack: one of its own stacks, or "ideal"."""
     return name == IDEAL or _DEFAULTS.get(name, {"runs_programs": False}).get("runs_programs", True)
 
 

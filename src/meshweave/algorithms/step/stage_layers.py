@@ -37,7 +37,10 @@ def _layers_by_cost(num_layers: int, num_stages: int, layer: int, head: int) -> 
 
 
 def stage_kinds(problem: StepProblem, layers: Sequence[int]) -> tuple[tuple[float, ...], ...]:
-    """Return for each stage its number of layers of each kind; () where the order of layers is not known."""
+    """Return for each stage its number of layers of each kind; () for one kind, or where their order is not known.
+
+    A stage without layers has ().
+    """
     if len(problem.kinds) == 1 or not problem.model.layers:
         return ()
     key = tuple(layers)

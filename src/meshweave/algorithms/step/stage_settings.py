@@ -1,4 +1,4 @@
-"""What the stages of a step share: how buckets are kept, and what runs beside the layers."""
+"""What the stages of a step share: how buckets are kept, and which collectives overlap with the layers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class StageSettings:
         zero: what they shard, as `Parallelism.zero` says.
         regathers: whether weights are gathered for each forward part although they are kept whole until the
             backward one (ZeRO-2).
-        overlap: the share of each reduction and gather that runs beside the layers.
-        waits_for_gathers: whether no gather does.
-        waits_for_tensor: whether nothing runs beside the collectives of a layer.
+        overlap: the share (0 to 1) of each reduction and gather that overlaps with the layers.
+        waits_for_gathers: whether gathers overlap with nothing, whatever `overlap` says.
+        waits_for_tensor: whether nothing overlaps with the collectives of a layer.
     """
 
     dtype: str
@@ -62,7 +62,7 @@ class StageSettings:
 
 @dataclass(frozen=True)
 class BucketRanks:
-    """Where buckets of one kind lie: those of experts on ranks of their own.
+    """Where a stage's buckets lie: those of experts, or those of all other weights.
 
     Attributes:
         mesh: the ranks of a stage, with an axis for each group of replicas, and others.

@@ -39,7 +39,7 @@ class StageTime:
     """One micro-batch of a stage in seconds.
 
     Attributes:
-        forward_s, backward_s: the two parts, with all that follows.
+        forward_s, backward_s: the two parts, with all that the other attributes name.
         work: the layers, without recomputation.
         recompute_s: recomputation.
         ends_s: embedding and loss.
@@ -47,9 +47,9 @@ class StageTime:
         reduced_s: of these the reductions, and gathers before the backward part.
         host_s: seconds in which the chip waits for its host.
         bound_s: seconds of the parts in which it is the host that sets the pace.
-        issued_s: seconds in which the host issues the two parts; 0 where nobody knows it.
+        issued_s: seconds in which the host issues the two parts; 0 without a known host.
         split_s: the backward part in two: gradient of the residual, with recomputation, and gradients of weights;
-            None where nobody runs them apart, or it is not known.
+            None where the schedule has whole backwards alone, or tasks are not priced one by one.
     """
 
     forward_s: float
@@ -77,9 +77,9 @@ class Stages:
     Attributes:
         layers: the number of layers of each stage.
         times: the time of each stage.
-        layer: the time of one layer.
+        layer: the time of one layer, the mean over kinds.
         data_parallel: collectives of one layer's weights.
-        transfer_s: seconds of the transfer from one stage to the next.
+        transfer_s: seconds of the transfer of a micro-batch from one stage to the next.
         sends_parts: whether a residual that all tensor-parallel ranks have is sent in parts and gathered.
     """
 
@@ -153,7 +153,10 @@ class Stages:
         return rank_layers(self.problem.model.num_layers, *numbers, layer_costs(self.problem))[rank]
 
     def gathers_s(self) -> float:
-        """Return the seconds by which gathers of the first rank's weights delay a step; 0 but for ZeRO-1 and 2."""
+        """Return the seconds by which gathers of the first rank's weights delay a step.
+
+        0 but for ZeRO-1, and for ZeRO-2 where the stack gathers weights once a step.
+        """
         p, stack = self.parallelism, self.problem.stack
         overlap = 0.0 if stack.waits_for_gathers else stack.overlap
         once = p.zero == 1 or (p.zero == 2 and not self.problem.stack.regathers)

@@ -1,11 +1,11 @@
 """The memory of a step: what its program holds, or what the closed forms say of a stack that does not run it.
 
 There is one definition for a stack that runs programs, as the library's own runtime does: the bytes of the program
-(`program_memory`), and besides optimizer states, what the allocator cannot use, context and communicators. For a
-framework, whose memory published runs judge, and where no program is written, it is `framework_memory`.
+(`program_memory`), and besides optimizer states, what the allocator cannot use, context and communicators. For the
+stack of another framework, and where no program is written, it is `framework_memory`.
 
 A search of many configurations asks first for `least_memory`, which is cheap: states, and what layers keep for
-their backward part. It is no more than `memory_of`. What is shown has been checked by that.
+their backward part. It is no more than `memory_of`, by which configurations are checked before they are shown.
 """
 
 from __future__ import annotations

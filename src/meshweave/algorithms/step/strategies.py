@@ -15,7 +15,8 @@ def strategy_of(parallelism: Parallelism) -> BlockAlgorithm:
 
     Raises:
         UnsupportedError: there is no such strategy.
-        LayoutError: it is one of data or context parallelism, or its mesh does not fit.
+        LayoutError: it shares the batch alone or sequences, as data and context parallelism do, has not two mesh
+            axes, or divides tokens over its rows where there are context ranks.
     """
     entry = STRATEGIES.named(parallelism.strategy)
     if (reason := refusal_in_step(entry)) is not None:
@@ -40,7 +41,7 @@ def refusal_in_step(entry: BlockAlgorithm) -> str | None:
 
 
 class StrategyAround(BlockAlgorithm):
-    """A strategy on the last two mesh axes, and other roles on the axes before them."""
+    """A strategy (`inner`) on the last two mesh axes, and the roles `around` on the axes before them."""
 
     source = "Liu et al., Ring Attention with Blockwise Transformers, 2023"
 

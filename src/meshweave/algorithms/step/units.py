@@ -55,7 +55,7 @@ class Unit:
         extra_flops: work that the software adds to its forward part, to its backward part, and of this to the
             gradients of weights, as FLOPs at the rate of the chip.
         shards: over how many ranks its bucket is sharded.
-        expert_shards: the same of the bucket of its experts.
+        expert_shards: over how many ranks the bucket of its experts is sharded.
         is_of_experts: whether its weights are those of experts alone; else all others.
     """
 
