@@ -31,14 +31,12 @@ def problem_from_settings(entry: Algorithm[Any, Any], settings: Iterable[str] = 
     problem = next(entry.examples())
     assert is_dataclass(problem) and not isinstance(problem, type)
     values = {field.name: getattr(problem, field.name) for field in fields(problem)}
-    known = {name: value for name, value in values.items() if isinstance(value, bool) or _setting_text(value)}
+    known = {name: value for name, value in values.items() if _setting_text(value)}
     changes = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals or name not in known:
-            options = ", ".join(
-                f"{field}={_setting_text(value)}" for field, value in known.items() if _setting_text(value)
-            )
+            options = ", ".join(f"{field}={_setting_text(value)}" for field, value in known.items())
             nearest = did_you_mean(name, known)
             raise LayoutError(f"{entry.name} has no setting '{setting[:60]}'{nearest}; it has {options}")
         changes[name] = _parse_value(name, text, known[name])
@@ -47,7 +45,9 @@ def problem_from_settings(entry: Algorithm[Any, Any], settings: Iterable[str] = 
 
 def _setting_text(value: object) -> str:
     match value:
-        case bool() | None:
+        case bool():
+            return str(int(value))
+        case None:
             return ""
         case int() | str():
             return str(value)
@@ -68,6 +68,8 @@ def _spec_text(layout: Layout) -> str:
 def _parse_value(name: str, text: str, example: object) -> Any:
     try:
         match example:
+            case bool():
+                return {"0": False, "1": True}[text]
             case int():
                 return _parse_size(text)
             case tuple():
@@ -81,7 +83,7 @@ def _parse_value(name: str, text: str, example: object) -> Any:
                 return layout_of_spec(spec.strip(), Mesh.of(f"mesh_{shape}", sides, axes))
             case _:
                 return text
-    except ValueError:
+    except (ValueError, KeyError):
         raise LayoutError(
             f"{name}={text[:60]}: give a value such as {name}={_setting_text(example)}"
         ) from None

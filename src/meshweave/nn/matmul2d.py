@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as TorchShard
@@ -28,6 +27,7 @@ from meshweave.execute.torch.cache import program_bytes
 from meshweave.execute.torch.call_order import call_order, require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.autocast import autocast_operands
+from meshweave.nn.custom_ops import refuse_second_derivative
 from meshweave.nn.dtensor import mesh_of, size_text
 from meshweave.nn.in_graphs import context_of, traced_product
 from meshweave.nn.matmul2d_programs import Slices, backward_problem, product_program, slice_widths
@@ -185,9 +185,9 @@ class _Matmul2dFunction(torch.autograd.Function):  # type: ignore[misc]
         return product.run(a, b)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the arguments; None for what has none."""
+        refuse_second_derivative("a 2D product")
         problem, (a, b) = ctx.product.problem, ctx.saved_tensors
         role = {"x": a, "w": b, "dy": grads[0]}
         out: list[Tensor | None] = []

@@ -205,8 +205,11 @@ def _rebuilt(state: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Any
         names = {key: f"{prefix}.{key}" if prefix else str(key) for key in state}
         return {key: _rebuilt(value, tensors, names[key]) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        return type(state)(_rebuilt(each, tensors, f"{prefix}.{at}") for at, each in enumerate(state))
-    return tensors.get(prefix, state)
+        values = [
+            _rebuilt(each, tensors, f"{prefix}.{at}" if prefix else str(at)) for at, each in enumerate(state)
+        ]
+        return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)
+    return tensors[prefix] if isinstance(state, Tensor) else state
 
 
 def _tensors(leaves: Sequence[tuple[str, Any]]) -> dict[str, Tensor]:

@@ -41,11 +41,11 @@ class ActionTimes:
         transfer: for each edge between stages the ticks of one micro-batch in one direction; unused within a
             rank.
         saved: for each stage the ticks by which a whole backward is shorter than the sum of both gradients; () for
-            0. It is not checked, and `time_schedule` does not subtract it.
+            0.
 
     Raises:
-        LayoutError: `forward`, `input_grad` and `weight_grad` differ in length, or one of their times or of
-            `transfer` is negative.
+        LayoutError: `forward`, `input_grad`, `weight_grad` and `saved` differ in length, one of their times or of
+            `transfer` is negative, or a whole backward would be.
     """
 
     forward: tuple[int, ...]
@@ -57,7 +57,10 @@ class ActionTimes:
     def __post_init__(self) -> None:
         if not len(self.forward) == len(self.input_grad) == len(self.weight_grad):
             raise LayoutError("forward, input and weight gradients need one time for each stage")
-        if min((*self.forward, *self.input_grad, *self.weight_grad, *self.transfer), default=0) < 0:
+        if self.saved and len(self.saved) != len(self.forward):
+            raise LayoutError(f"saved has {len(self.saved)} times for {len(self.forward)} stages")
+        each = *self.forward, *self.input_grad, *self.weight_grad, *self.transfer, *self.saved
+        if min((*each, *self.backward), default=0) < 0:
             raise LayoutError("times of actions must not be negative")
 
     @cached_property
@@ -241,6 +244,9 @@ def _durations(graph: ActionGraph, times: ActionTimes) -> IntArray:
     ):
         rows = columns.rows(*kinds)
         np.add.at(durations, columns.number[rows], np.array(ticks, np.int64)[columns.stage[rows]])
+    if times.saved:
+        rows = columns.rows(ActionKind.BACKWARD)
+        np.subtract.at(durations, columns.number[rows], np.array(times.saved, np.int64)[columns.stage[rows]])
     for kind in SENDS:
         sends = graph.table.transfers[kind]
         for edge, row in enumerate(sends):

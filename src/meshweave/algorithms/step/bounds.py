@@ -97,8 +97,7 @@ class LayerBounds:
     def layer_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
         """Return the seconds of `bare_layer_s` in a layout, plus a lower bound of those of recomputation.
 
-        They are no lower bound for a stack with `overlaps_exchanges`. Raises LayoutError where the strategy does
-        not fit.
+        Raises LayoutError where the strategy does not fit.
         """
         layout = self.representative(layout)
         key = layout, micro_batch

@@ -78,7 +78,7 @@ def mean_layer_time(problem: StepProblem, parallelism: Parallelism, counts: tupl
         own = ((count, kind) for count, kind in zip(counts, kinds, strict=True) if count)
         return _mean([(count / total, layer_time(kind, parallelism)) for count, kind in own])
 
-    key = layer_key(parallelism), parallelism.recompute, counts
+    key = layer_key(parallelism), parallelism.recompute, _of_replicas(parallelism), counts
     return problem.once("stages of kinds", key, mean)
 
 
@@ -244,14 +244,16 @@ def best_config(problem: StepProblem, parallelism: Parallelism) -> BlockConfig:
 def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """Return the seconds of a layer and micro-batch, forward and backward: those of `layer_time`, computed faster.
 
-    Recomputation and waits for the host are left out, and no exchange of tokens overlaps with another micro-batch.
-    Raises LayoutError where the strategy does not fit.
+    Recomputation and waits for the host are left out. Raises LayoutError where the strategy does not fit.
     """
     total_s = 0.0
     for share, kind in problem.kinds:
-        whole = layer_block(kind, parallelism).whole
+        block = layer_block(kind, parallelism)
         total_s += share * (
-            whole.part.total_s + least_added_s(kind, parallelism) + problem.stack.gap_s * whole.kernels
+            block.whole.part.total_s
+            + sum(part.total_s for part in _hidden_exchanges(block, parallelism))
+            + least_added_s(kind, parallelism)
+            + problem.stack.gap_s * block.whole.kernels
         )
     return total_s
 

@@ -22,6 +22,11 @@ from meshweave.ir.program.ops import Call, Op
 from meshweave.ir.program.statements import rewrite
 
 
+def _kind_names(problem: StepProblem) -> list[str]:
+    """Return the names of `layer_names`, each once, in the order of `problem.kinds`."""
+    return sorted(set(layer_names(problem)), key=lambda name: int(name.removeprefix("layer") or 0))
+
+
 def layer_names(problem: StepProblem) -> tuple[str, ...]:
     """Return the name of the unit of each layer of the model, in order.
 
@@ -90,7 +95,7 @@ def write_units(
         return Unit(name, parts, (first, second, late), *shards)
 
     units = {}
-    for name, (_, kind) in zip(sorted(set(layer_names(problem))), problem.kinds, strict=True):
+    for name, (_, kind) in zip(_kind_names(problem), problem.kinds, strict=True):
         units[name] = unit(name, "layers", kind, extra_s(kind, parallelism))
     if not problem.model.vocab_size:
         return units

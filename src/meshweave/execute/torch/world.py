@@ -105,6 +105,8 @@ def join_ranks(backend: str = "gloo", *, deadline_s: float = 60.0) -> None:
         address = os.environ["MASTER_ADDR"]
     except KeyError as error:
         raise BindError(f"join_ranks needs {error.args[0]} in the environment, as torchrun sets it") from None
+    except ValueError as error:
+        raise BindError(f"join_ranks needs whole numbers in the environment: {error}") from None
     patience, is_hosted = timedelta(seconds=deadline_s), _is_hosted_by_agent()
     hosts = rank == 0 and not is_hosted
     try:

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from meshweave.algorithms.block.roles import AxisDims, Sides
 from meshweave.algorithms.block.sites import MoveSite
 from meshweave.execute.torch import compat
-from meshweave.nn.custom_ops import number_of, value_of
+from meshweave.nn.custom_ops import number_of, refuse_second_derivative, value_of
 from meshweave.nn.parallel.programs import SizedMove, sized_move
 from meshweave.nn.parallel.strategy import LayerStrategy
+
+OF_SHARED_LAYERS = "a layer that ranks share"
+"""What is differentiable once, in the words of a refusal."""
 
 
 def keep_order(op: Any) -> None:
@@ -108,9 +110,9 @@ class _EagerMove(torch.autograd.Function):  # type: ignore[misc]
         return _moved(x, number, batch, sequence)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the arguments; None for what has none."""
+        refuse_second_derivative(OF_SHARED_LAYERS)
         (grad,) = grads
         if ctx.reverse >= 0:
             grad = _moved(grad.contiguous(), ctx.reverse, *ctx.sizes)

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from meshweave.algorithms.block.sites import ProductSite
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import BoundProgram
-from meshweave.nn.custom_ops import value_of
-from meshweave.nn.parallel.moves import keep_order
+from meshweave.nn.custom_ops import refuse_second_derivative, value_of
+from meshweave.nn.parallel.moves import OF_SHARED_LAYERS, keep_order
 from meshweave.nn.parallel.programs import ProductPrograms, sized_product
 from meshweave.nn.parallel.strategy import LayerStrategy
 
@@ -228,9 +227,9 @@ class _EagerProduct(torch.autograd.Function):  # type: ignore[misc]
         return output
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the arguments; None for what has none."""
+        refuse_second_derivative(OF_SHARED_LAYERS)
         x, *rest = ctx.saved_tensors
         count = ctx.num_weights
         return (None, None, None, *_multiply_back(grads[:count], x, rest[:count], rest[count:], *ctx.sizes))

@@ -92,8 +92,10 @@ def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int
 def vocabulary_of(model: nn.Module) -> int:
     """Return `vocab_size` of a model's configuration, or the rows of its first embedding; 0 without either."""
     table = next((child for child in model.modules() if isinstance(child, nn.Embedding)), None)
+    if table is None:
+        return 0
     said = getattr(getattr(model, "config", None), "vocab_size", None)
-    return int(said) if isinstance(said, int) else (table.num_embeddings if table is not None else 0)
+    return said if isinstance(said, int) else int(table.num_embeddings)
 
 
 def outputs_of(module: nn.Module, given: Given) -> dict[str, Tensor]:

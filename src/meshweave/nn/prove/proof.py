@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshweave.base.errors import ProofError, RankLostError, UnsupportedError
+from meshweave.base.errors import LayoutError, ProofError, RankLostError, UnsupportedError
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch.call_order import require_process_group
 from meshweave.execute.torch.compat_fsdp import fsdp_ranks
@@ -118,6 +118,10 @@ def prove(
 
 def _given(model: nn.Module, inputs: Sequence[Any] | Tensor, loss: LossOf | None) -> Given:
     values = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    if not values:
+        raise LayoutError(
+            "inputs are empty; give what the model is called with, or none to have them generated"
+        )
     first = values[0]
     if loss is None and isinstance(first, Tensor) and not first.is_floating_point() and first.ndim == 2:
         return Given(values, first.roll(-1, 1), loss)
@@ -159,6 +163,11 @@ class ModelPair:
                     "parallelised in place"
                 )
         given = given or generated(model, len(ranks), self.device, None)
+        rows = [len(each) for each in given.inputs if isinstance(each, Tensor) and each.ndim]
+        if rows and min(rows) < len(data):
+            raise LayoutError(
+                f"inputs have {min(rows)} rows, for {len(data)} data-parallel ranks with a row each"
+            )
         self.given = replace(given, loss=loss, parts=max(1, len(data)), part=part)
         self.num_tensors, self.dtype, self.training = 0, next(model.parameters()).dtype, True
 

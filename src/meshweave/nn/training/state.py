@@ -66,10 +66,16 @@ class TrainingState:
     def save(self, checkpoints: Checkpoints, step: int, notes: Mapping[str, Any] | None = None) -> None:
         """Save the state after `step` steps; `notes` are kept with it.
 
-        Collective. Raises as `Checkpoints.save`, and LayoutError, on this rank alone, where the optimizer has a
-        parameter of none of the modules.
+        Collective. Raises as `Checkpoints.save`, and CheckpointError on all ranks where the optimizer of one has
+        a parameter of none of the modules.
         """
-        tensors = {**self._model(), **self._optimized(), f"random.{self._rank}": torch.get_rng_state()}
+        tensors = {**self._model(), f"random.{self._rank}": torch.get_rng_state()}
+        wrong = ""
+        try:
+            tensors |= self._optimized()
+        except LayoutError as error:
+            wrong = str(error)
+        checkpoints.refuse_together(step, wrong and f"cannot be saved: {wrong}")
         own = {"places": self._places, "groups": self._groups()}
         checkpoints.save(step, tensors, {"training": own, "notes": dict(notes or {})})
 

@@ -96,6 +96,8 @@ def _saved(
         block, shape = block_of(slot.names[0], slot.tensor), tuple(slot.tensor.shape)
         if stored.is_transposed:
             local, block, shape = local.t(), block[::-1], shape[::-1]
+        if stored.name in own:
+            raise LayoutError(f"two tensors are to be stored as {stored.name}; give each a name of its own")
         own[stored.name] = local.contiguous()
         pieces.append(_Piece(stored.name, shape, local.dtype, block))
     senders = _senders(_all_pieces(pieces, context))
@@ -213,7 +215,8 @@ def _senders(everybody: Sequence[Sequence[_Piece]]) -> dict[str, list[tuple[int,
                     f"{piece.name} is {first.shape} {first.dtype} on one rank and {piece.shape} {piece.dtype} on "
                     f"rank {rank}"
                 )
-            if math.prod(sizes_of(piece.block)) or not piece.shape:
+            has_some = math.prod(sizes_of(piece.block)) or not piece.shape
+            if has_some or not (known or math.prod(piece.shape)):
                 known.setdefault(piece.block, (rank, piece))
     for name, parts in senders.items():
         shape = next(iter(parts.values()))[1].shape if parts else ()
@@ -251,6 +254,8 @@ def _gathered(
     """
     whole = None if rank != writer else torch.empty(parts[0][1].shape, dtype=parts[0][1].dtype)
     for sender, piece in parts:
+        if not math.prod(piece.shape):
+            continue
         if sender == rank != writer:
             assert own is not None
             dist.send(own, writer)
