@@ -21,10 +21,10 @@ from meshweave.algorithms.block.program_writer import ProgramWriter
 from meshweave.algorithms.block.roles import Roles
 from meshweave.algorithms.block.sides import layout_of
 from meshweave.algorithms.block.writer import Stored
-from meshweave.base.errors import UnsupportedError
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.memory import Recompute
-from meshweave.ir.program import Buffer, Lane, On, Program, Statement, Tensor
+from meshweave.ir.program import Buffer, Include, Lane, On, Program, Statement, Tensor
 from meshweave.ir.program.meanings import Meaning, Same, sources_of
 from meshweave.ir.program.ops import READ, Call, Matmul
 from meshweave.ir.program.statements import ops_of
@@ -70,20 +70,28 @@ def write_parts(
     Args:
         problem: one with training; for the pieces "embedding" and "head" also with a vocabulary. Of a layer with
             experts or latent attention it has one.
-        roles: none may reduce last (ZeRO-1): the backward program would lack the gradients of matrices.
         name: what the names of both programs begin with.
         recompute: what the backward program recomputes; "selective" is attention alone.
 
     Raises:
-        UnsupportedError: attention alone is to be recomputed in several layers, in several chunks, or in a piece
-            that has none (in several layers of included 2D products all from the first attention to the last is
-            recomputed instead); the backward program reads scratch that the forward one writes in a loop, as the
-            keys of ring attention in several chunks; or ranks have different numbers of tokens in a layer with
-            experts or latent attention.
+        LayoutError: the problem is one without training.
+        UnsupportedError: gradients are reduced last (ZeRO-1), after a backward part; attention alone is to be
+            recomputed in several layers, in several chunks, or in a piece that has none; there are several layers
+            with experts or latent attention; the backward program reads scratch that the forward one writes in a
+            loop, as the keys of ring attention in several chunks; or ranks have different numbers of tokens in a
+            layer with experts or latent attention.
     """
+    if not problem.training:
+        raise LayoutError("a problem without training has no backward part; give one with training")
+    if roles.reduces_last:
+        raise UnsupportedError("gradients that are reduced after all backward parts belong to no piece")
+    timed = is_timed(problem.layer)
+    if timed and piece == "layers" and len(layers_of(problem)) > 1:
+        raise UnsupportedError(
+            "layers with experts or latent attention are written one by one; give layers=1"
+        )
     writer = ProgramWriter(problem, config, mesh, batch_dims(roles))
     layers = WRITERS[piece](problem, roles, writer)
-    timed = is_timed(problem.layer)
     meanings = list(end_meanings(problem, roles)) if timed else equations(problem, roles)
     if timed and piece == "layers":
         meanings = []
@@ -167,8 +175,12 @@ def _again(forward: tuple[Statement, ...], recompute: Recompute) -> tuple[Statem
         if any(isinstance(op, Call) and op.fn in _ATTENTION for op in ops_of((statement,)))
     ]
     chosen = forward[places[0] : places[-1] + 1] if places else ()
-    if any(isinstance(op, Matmul) for op in ops_of(chosen)) or not chosen:
-        raise UnsupportedError("attention in chunks is not computed again alone; give recompute='full'")
+    if not chosen:
+        raise UnsupportedError("there is no attention to compute again; give recompute='full' or 'none'")
+    if any(isinstance(op, Matmul | Include) for op in ops_of(chosen)):
+        raise UnsupportedError(
+            "attention in several chunks or layers is not computed again alone; give recompute='full'"
+        )
     return chosen
 
 

@@ -286,12 +286,16 @@ class ProgramWriter(BlockWriter):
         both = self._view(stored)
         self._do(ir.AllReduce(out=both, src=both, op=op, over=self._over(axis), lane=lane))
 
-    def _reduce_scatter(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None:
+    def _reduce_scatter(
+        self, out: Stored, src: Stored, axis: int, dim: int, lane: str, op: str = "sum"
+    ) -> None:
         sizes = self._sizes(src.sides, dim, out.dims, axis)
-        written, read = self._view(out), self._view(src)
         self._do(
-            ir.ReduceScatter(out=written, src=read, dim=dim, sizes=sizes, over=self._over(axis), lane=lane)
-        )
+            ir.ReduceScatter(
+                out=self._view(out), src=self._view(src), dim=dim, sizes=sizes, over=self._over(axis), lane=lane,
+                op=op,
+            )
+        )  # fmt: skip
 
     def _all_gather(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None:
         sizes = self._sizes(src.sides, dim, src.dims, axis)

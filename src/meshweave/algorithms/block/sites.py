@@ -255,7 +255,7 @@ class MoveSite:
     Attributes:
         sides: those of the tensor; the first two are batch and sequence, where it has tokens.
         before, after: its layouts; `before` may be "partial" along some axes.
-        op: the reduction of partial values by all-reduces, as "sum"; reduce-scatters always sum.
+        op: the reduction of partial values, as "sum".
     """
 
     sides: Sides

@@ -353,7 +353,9 @@ class SkeletonWriter(BlockWriter):
     def _all_reduce(self, stored: Stored, axis: int, lane: str, op: str = "sum") -> None:
         self._transfer("all_reduce", stored, stored, axis, lane, (stored, stored))
 
-    def _reduce_scatter(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None:
+    def _reduce_scatter(
+        self, out: Stored, src: Stored, axis: int, dim: int, lane: str, op: str = "sum"
+    ) -> None:
         self._transfer("reduce_scatter", src, out, axis, lane, (src, out))
 
     def _all_gather(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None:

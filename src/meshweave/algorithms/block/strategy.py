@@ -103,8 +103,6 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
     ) -> BlockParts:
         """Return a piece of the model as a forward and a backward program, each to be run for a micro-batch.
 
-        Strategies that reduce gradients last (ZeRO-1) have none: the backward program lacks gradients of matrices.
-
         Args:
             problem: one with training.
             piece: "layers", or with a vocabulary "embedding" or "head" (norm, logits and loss) alone.

@@ -285,7 +285,7 @@ class BlockWriter(ABC):
             suffix: the end of names of new buffers.
             lane: ends the names of lanes, after that of the mesh axis; "" for the lane of the axis itself.
             into: the buffer of the result where a step is no all-reduce, else unused; None for a new one.
-            op: the reduction of partial values by all-reduces, as "sum"; reduce-scatters always sum.
+            op: the reduction of partial values, as "sum".
         """
         axes = _order(src.dims, dims)
         left = sum(src.dims[axis] != "partial" or bool(dims[axis]) for axis in axes)
@@ -299,7 +299,7 @@ class BlockWriter(ABC):
             out = (
                 replace(into, dims=after) if into is not None and not left else self._like(src, after, suffix)
             )
-            self._step(out, src, axis, lane)
+            self._step(out, src, axis, lane, op)
             src = out
         if axes:
             self.cut()
@@ -335,7 +335,7 @@ class BlockWriter(ABC):
         yield
         self._body, self._multiplied = body, multiplied
 
-    def _step(self, out: Stored, src: Stored, axis: int, lane: str) -> None:
+    def _step(self, out: Stored, src: Stored, axis: int, lane: str, op: str) -> None:
         """Move a tensor along one axis."""
         before, after = src.dims[axis], out.dims[axis]
         name = self._lane(axis, lane)
@@ -345,10 +345,10 @@ class BlockWriter(ABC):
             and src.has_tokens
             and self.config.scatter == "all_reduce"
         ):
-            self._all_reduce(src, axis, name)
+            self._all_reduce(src, axis, name, op)
             before = ""
         if before == "partial":
-            self._reduce_scatter(out, src, axis, _place(src.sides, after), name)
+            self._reduce_scatter(out, src, axis, _place(src.sides, after), name, op)
         elif not before:
             self._take(out, src, axis, _place(src.sides, after))
         elif not after:
@@ -366,7 +366,9 @@ class BlockWriter(ABC):
     def _all_reduce(self, stored: Stored, axis: int, lane: str, op: str = "sum") -> None: ...
 
     @abstractmethod
-    def _reduce_scatter(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None: ...
+    def _reduce_scatter(
+        self, out: Stored, src: Stored, axis: int, dim: int, lane: str, op: str = "sum"
+    ) -> None: ...
 
     @abstractmethod
     def _all_gather(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None: ...

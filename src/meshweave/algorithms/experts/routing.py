@@ -23,7 +23,7 @@ class Routing:
 
     Raises:
         LayoutError: the kind is none of these; or the kind "table" has no table, another kind has one, or the
-            table has a weight below 0 or equal weights only.
+            table has a weight below 0 or none above it.
     """
 
     kind: Literal["balanced", "power", "table"] = "balanced"
@@ -35,7 +35,7 @@ class Routing:
         if self.kind not in ("balanced", "power", "table"):
             raise LayoutError(f"routing is balanced, power or table, not '{self.kind}'")
         if (self.kind == "table") != bool(self.table) or (
-            self.table and not 0 <= min(self.table) < max(self.table)
+            self.table and not (min(self.table) >= 0 and max(self.table) > 0)
         ):
             raise LayoutError("a routing by table has a table of weights, none below 0 and one above it")
 

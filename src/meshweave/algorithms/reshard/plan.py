@@ -149,10 +149,12 @@ def plan_reshard(
             the tensors ranks need room for a few messages: see `ReshardPlan.scratch_bytes`.
 
     Raises:
-        LayoutError: the network does not know a rank.
+        LayoutError: the network does not know a rank, or messages have no bytes.
         UnsupportedError: there is no such strategy or order, or the order needs a library that is not
             installed.
     """
+    if message_bytes < 1:
+        raise LayoutError(f"messages have {message_bytes} bytes; give at least 1")
     planner = _Planner(
         network, STRATEGIES[check_known(strategy, STRATEGIES, "strategy")], order, message_bytes
     )
