@@ -58,7 +58,10 @@ class AdaptedLinear(HostedLinear):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool = False, adapter_names: Any = None
     ) -> nn.Module:
-        """Return this layer without its adapter, for PEFT; if `merge`, s B A is added to the weight first."""
+        """Return this layer without its adapter, for PEFT; if `merge`, s B A is added to the weight first.
+
+        `safe_merge` and `adapter_names` are ignored: there is one adapter.
+        """
         base: Any = self._parameters["weight"]
         with torch.no_grad():
             if merge:
@@ -69,7 +72,7 @@ class AdaptedLinear(HostedLinear):
 
 
 class Adapter:
-    """The two matrices of an adapter, which every rank has whole, for the part of a weight that a rank keeps.
+    """The matrices A and B of an adapter, whole on every rank, for the shard of a weight that a rank keeps.
 
     Args:
         linear: the layer.
@@ -143,7 +146,8 @@ def without_adapters(module: nn.Module, runs_own_code: bool) -> Iterator[list[Ta
     Args:
         runs_own_code: whether the model runs by its own code, as one with adapters must.
 
-    Raises UnsupportedError, naming the layer, for an adapter of a kind that is not computed.
+    Raises UnsupportedError, naming the layer, for an adapter of a kind that is not computed, and for any adapter
+    where the model does not run by its own code.
     """
     taken = [
         TakenAdapter(path, child, _only(path, child))
@@ -166,7 +170,7 @@ def without_adapters(module: nn.Module, runs_own_code: bool) -> Iterator[list[Ta
 @contextmanager
 def all_trained(module: nn.Module) -> Iterator[None]:
     """Let all parameters of a wholly frozen model be trained in the block, so that a proof compares gradients
-    too.
+    too; a model with a parameter that is trained is left as it is.
     """
     parameters = list(module.parameters())
     if any(parameter.requires_grad for parameter in parameters):

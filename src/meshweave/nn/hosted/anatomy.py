@@ -1,4 +1,4 @@
-"""The parts of a model of transformers, as a trace of it shows them: no list of names, and no family's record.
+"""The parts of a model of transformers, read off a trace of it, without lists of names for families of models.
 
 A linear layer whose operand comes of the residual alone enters the inner features; one whose operand comes through
 another linear layer leaves them. Which columns a head reads, derivatives say. What has another form is refused by
@@ -38,7 +38,7 @@ _WORDS = 32
 
 
 def names_of(module: nn.Module) -> ModelNames:
-    """Return the names of embedding, layers and head. Raises UnsupportedError where a model does not say them."""
+    """Return the names of embedding, layers and head. Raises UnsupportedError for unknown or compound ones."""
     kind, config = type(module).__name__, getattr(module, "config", None)
     config = getattr(config, "get_text_config", lambda: config)()
     paths = {id(child): path for path, child in reversed(list(module.named_modules()))}
@@ -120,6 +120,7 @@ class AnatomyReader:
     """Tell what each module of a model does, from a trace of one forward pass.
 
     Attributes:
+        layers: the parts of each of the `count` layers of the model that was traced.
         norms: the norms outside of layers, by path.
         tables: the embeddings beside that of tokens, such as learned positions.
         scale: what the embedding of tokens is multiplied by.
@@ -146,10 +147,10 @@ class AnatomyReader:
         self.routed = {each for each in self.prefixes if any(path.startswith(each) for path in experts)}
 
     def read(self) -> None:
-        """Fill the attributes and `layers`, in the order of calls, then which linear layers lead to which.
+        """Fill the attributes, from the calls in their order, then by which linear layers lead to which.
 
-        Raises UnsupportedError, which names the module: one that is called twice, a layer that is not called, a
-        result that no linear layer adds to the residual, parameters of no linear layer, norm or attention.
+        Raises UnsupportedError, which names the module: one that is called twice, but for norms outside of layers;
+        a layer that is not called, a result that no linear layer adds to the residual, unknown parameters.
         """
         for call in self.trace.calls:
             if call.path in self.calls and call.path in self.norms and call.sources <= self.residual:

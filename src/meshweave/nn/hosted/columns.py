@@ -15,10 +15,11 @@ Columns = tuple[int, ...]
 
 @dataclass(frozen=True)
 class HeadColumns:
-    """What each head of queries reads.
+    """Which columns of the linear layers before attention each head of queries reads.
 
     Attributes:
-        heads, groups: of queries, and of those that share keys and values; heads of a group follow each other.
+        heads: how many heads of queries there are.
+        groups: how many groups of equally many consecutive heads share keys and values.
         width: features of a head after attention.
         of: per linear layer, and per head, the columns that it reads, in order.
         features: per linear layer all of its columns.
@@ -48,8 +49,8 @@ def head_columns(operand: Tensor, points: Mapping[str, Tensor | None], heads: in
         heads: how many there are.
         where: the name of the module of attention, for errors.
 
-    Raises UnsupportedError where heads that share keys are not neighbours, groups are unequal, or columns are
-    not read.
+    Raises UnsupportedError where heads that share keys are not neighbours, groups are unequal, heads read
+    different numbers of columns of a layer, or none, or no head reads a column.
     """
     width = operand.shape[-1] // heads
     of_points: dict[str, list[Columns]] = {name: [] for name in points}

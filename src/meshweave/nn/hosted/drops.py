@@ -1,7 +1,7 @@
-"""Dropout in code that knows nothing of ranks: each has a mask of its part, and copies of a part the same.
+"""Dropout in code that knows nothing of ranks: each shard of a tensor has its own mask, and its copies the same.
 
-Functions of torch that drop are taken over while a layer runs. Between a linear layer that enters the inner
-features and that which leaves them, what is dropped is inner; else it is of the residual.
+Functions of torch that drop are intercepted while a model runs. Between a linear layer that enters the inner
+features and that which leaves them they are taken to drop inner features, else parts of the residual.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from meshweave.nn.parallel.dropout import ShardDropout
 
 
 class RankDropout(TorchFunctionMode):  # type: ignore[misc]
-    """Drops what a rank has of a tensor, for `dropout` and for attention with dropout.
+    """Intercepts `dropout` and `scaled_dot_product_attention` of torch, to drop by a mask of this rank's shard.
 
-    To look at each function of torch takes longer than some of them. A forward pass in which nothing was dropped
-    or drawn is not looked at again for as long as all probabilities are what they were.
+    To intercept each function of torch takes longer than some of them. On CPUs, once a forward pass has drawn no
+    random numbers, later ones with the same probabilities are not intercepted.
 
     Args:
-        sources: what a model may drop by, as `sources_of` returns it.
+        tokens: says how the tensor that is computed now lies on ranks.
+        sources: where the model's probabilities are set, as `sources_of` returns it.
     """
 
     def __init__(self, tokens: Tokens, sources: Sequence[Source]) -> None:
@@ -37,10 +38,10 @@ class RankDropout(TorchFunctionMode):  # type: ignore[misc]
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Drop this rank's shards in a forward pass that runs in the block.
+        """Intercept dropout in the block, a forward pass, as the class says.
 
-        Raises UnsupportedError where it draws random numbers and an earlier one with the same dropout did
-        not.
+        Raises UnsupportedError where the block draws random numbers and is not intercepted, as an earlier one drew
+        none.
         """
         probabilities = tuple([getattr(owner, name) for owner, name in self._sources])
         if probabilities not in self._drops_nothing:
@@ -62,7 +63,7 @@ class RankDropout(TorchFunctionMode):  # type: ignore[misc]
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch, or what drops for it."""
+        """Call a function of torch, or its stand-in that drops by the mask of a shard."""
         named = dict(kwargs or {})
         if func is nn.functional.dropout:
             return self._dropped(*args, **named)
@@ -106,14 +107,13 @@ class RankDropout(TorchFunctionMode):  # type: ignore[misc]
 
 
 Source = tuple[Any, str]
-"""Who has a probability of dropout, and the name of the attribute."""
+"""(object, name of its attribute) of a probability of dropout."""
 
 
 def sources_of(module: nn.Module) -> list[Source]:
-    """Return where a model's dropout probabilities are set, as (object, attribute); [] for a model without
-    dropout.
+    """Return where dropout probabilities of a model that are not 0 are set, as (object, attribute).
 
-    Raises UnsupportedError where attention kernels drop by themselves (flash, flex).
+    Raises UnsupportedError where there are some, and attention kernels drop by themselves (flash, flex).
     """
     sources: list[Source] = []
     dropping = []

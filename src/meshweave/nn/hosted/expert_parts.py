@@ -66,8 +66,9 @@ class ExpertsPart:
     order: tuple[str, ...]
 
     def sides(self, key: str, shape: Sequence[int]) -> tuple[Sides, int]:
-        """Return the dims of parameter `key` as sides (experts, hidden and inner features), and the matrices
-        side by side.
+        """Return the dims of parameter `key`, of this shape, as sides: experts, then hidden or inner features.
+
+        Also returns how many matrices lie side by side in it.
         """
         form, sides = self.forms.get(key), [Side("expert", self.count)]
         for dim, size in enumerate(shape[1:], 1):
@@ -157,6 +158,8 @@ def experts_part(name: str, module: nn.Module, given: Sequence[Any], made: Tenso
         name: the module's, in the layer.
         given: the operands of the call.
         made: its result.
+
+    Where inner features are not found, `inner` is 0 and `forms` is empty.
 
     Raises UnsupportedError, naming the module, for one of another form.
     """

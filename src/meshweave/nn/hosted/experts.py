@@ -35,9 +35,11 @@ class HostedExperts(nn.Module):  # type: ignore[misc]
 
     Args:
         module: the model's own, on meta.
+        name: that of the module in the model.
         part: what a trace shows of it.
 
-    Raises UnsupportedError where the strategy splits rows, or inner features of experts that are not known.
+    Raises UnsupportedError where the strategy splits the features of the residual, or inner features of experts
+    whose places are not known.
     """
 
     def __init__(self, module: nn.Module, tokens: Tokens, name: str, part: ExpertsPart) -> None:
@@ -67,9 +69,9 @@ class HostedExperts(nn.Module):  # type: ignore[misc]
 
     @torch.compiler.disable(reason="the rows of an expert are counted on the host")  # type: ignore[untyped-decorator]
     def forward(self, *given: Any, **named: Any) -> Tensor:
-        """Return this rank's shard (tokens, hidden) of what the experts make of its tokens. Collective.
+        """Return what the experts make of this rank's tokens of the residual, in their shape. Collective.
 
-        Operands are those of the model's own class.
+        Operands are those of the model's own class. Raises LayoutError as `BoundaryMoves.to_residual`.
         """
         values = [*given, *named.values()]
         at = places_of(values)
@@ -227,15 +229,15 @@ class BoundaryMoves:
     def to_residual(self, tokens: Tokens, made: Tensor, index: Tensor, chosen: Tensor) -> Tensor:
         """Return this rank's shard (tokens, hidden) of the residual, from what experts made. Collective.
 
-        Where ranks have terms of a sum, a number that stands for each token's choices is summed along and
-        compared.
+        On CPUs, where ranks have terms of a sum, a number that stands for each token's choices is summed with them
+        and compared.
 
         Args:
             made: the experts' results.
             index: the choices by which experts computed.
             chosen: those of this rank's router.
 
-        Raises LayoutError where ranks that share each expert have chosen others.
+        Raises LayoutError, where it is compared, if ranks that share each expert have chosen others.
         """
         is_checked = self._num_terms > 1 and made.device.type == "cpu"
         if is_checked:
@@ -263,7 +265,7 @@ def _code(index: Tensor) -> Tensor:
 def exchange_of(strategy: LayerStrategy, count: int, device: str) -> ExpertExchange:
     """Return the exchange between this rank and those that have the other ones of `count` experts.
 
-    The same object for equal arguments.
+    It is the same object for equal arguments.
     """
     around = [
         range(size) if dim == "expert" else (at,)

@@ -1,8 +1,8 @@
 """`generate` of transformers on a model whose ranks each have some heads: its own loop, on every rank.
 
 Each rank runs the whole loop, with keys of its heads in its own cache. Logits are whole on every rank, so all
-choose the same token. Ranks compare what they give, the generator before tokens are drawn, tokens in each forward
-pass, and what comes out.
+choose the same token. Ranks compare their arguments, the state of the generator that tokens are drawn from, the
+tokens of each forward pass, and the result.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ _ALONE = {
 class RankGenerate:
     """Generate tokens with a parallelised model of transformers, in place of the model's own `generate`.
 
-    All ranks of the mesh call it with equal arguments, and get equal tokens. Pipelines, ranks with parts of the
-    rows, `max_time`, `assistant_model` and `inputs_embeds` are refused.
+    All ranks of the mesh call it with equal arguments, and get equal tokens. Refused are pipelines, strategies
+    that split sequences, `max_time`, `assistant_model`, `inputs_embeds`, caches other than "dynamic", and beams
+    where the batch is split.
 
     Args:
         module: the model.
-        arguments: of its forward pass, as its strategy takes them.
+        arguments: those of the model's forward pass, which know its strategy.
         agreement: compares arguments, the generator's state and tokens between ranks.
     """
 
@@ -49,7 +50,7 @@ class RankGenerate:
         """Return what transformers' own `generate` does, equal on all ranks.
 
         Raises:
-            UnsupportedError: ranks have parts of rows, or an option is not computed.
+            UnsupportedError: the strategy, a pipeline or an option is refused.
             LayoutError: ranks give other arguments, have torch's generator in another state, or get other tokens.
         """
         module = self._module

@@ -1,4 +1,4 @@
-"""The code of attention with the heads that a rank has: what it knows of their number, and is given of each."""
+"""The code of attention with the heads that a rank has: attributes that count heads, and operands by head."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ def take_heads(
 ) -> Callable[[], None] | None:
     """Return a function that lets a module of attention compute with this rank's heads alone; None if it has all.
 
+    The function changes attributes of the module and its `forward`, and gives it a copy of its configuration.
+
     Args:
-        columns: the heads.
-        units: into how many equal runs of heads they are dealt out to ranks.
+        columns: all heads.
+        units: into how many equal runs of consecutive heads they fall, which ranks do not divide.
     """
     first, end = local_heads(columns, units, tokens)
     if end - first == columns.heads:
@@ -51,7 +53,7 @@ def take_heads(
 
 
 def local_heads(columns: HeadColumns, units: int, tokens: Tokens) -> tuple[int, int]:
-    """Return (first, end) of the heads that this rank has; `units` is into how many runs heads are dealt out."""
+    """Return (first, end) of the heads that this rank has; `units` is as for `take_heads`."""
     per_unit = columns.heads // units
     return tokens.strategy.span(Side("inner", units, per_unit), tokens.strategy.roles.core(True))
 

@@ -1,4 +1,4 @@
-"""Latent attention: heads that read what a linear layer makes of latent features, which every rank has whole.
+"""Latent attention: heads read what linear layers make of latent features, which every rank has whole.
 
 The linear layers that make latent features compute on the tokens of the residual; these features then go to where
 heads are, and their gradients are sums over ranks with different heads. What heads read of them each rank
@@ -39,7 +39,7 @@ class Latents:
 
 
 def latents_of(trace: FlowTrace) -> Latents:
-    """Return the modules of latent attention: linear layers before attention whose operands other ones made.
+    """Return the modules of latent attention, where a linear layer before attention reads another of the layer.
 
     All sets are empty for a model without it.
     """
@@ -74,7 +74,10 @@ def _linears(calls: Mapping[str, ModuleCall], call: ModuleCall) -> tuple[set[str
 
 
 class HostedLatent(OwnModule):
-    """A linear layer that makes latent features of this rank's tokens, and takes them to where heads are."""
+    """A linear layer that makes latent features of this rank's tokens, and moves them to the ranks of the heads.
+
+    Raises UnsupportedError where the strategy splits the features of the residual.
+    """
 
     def __init__(self, module: nn.Module, tokens: Tokens, name: str) -> None:
         strategy = tokens.strategy

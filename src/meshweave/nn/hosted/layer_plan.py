@@ -26,7 +26,15 @@ from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
 
 class LayerReplacements:
-    """Plans what stands for the modules of a layer."""
+    """Plans what stands for the modules of a layer.
+
+    Args:
+        parts: what a trace shows of the layer.
+        where: its name in the model.
+        new: `plan` adds the replacements, by the names of the modules in the model.
+        then: `plan` adds what else is to be changed once modules are replaced.
+        model: the model, for its configuration.
+    """
 
     def __init__(
         self,
@@ -48,7 +56,7 @@ class LayerReplacements:
         self.shares_heads = any(dim == "inner" for dim in self.roles.core(True))
 
     def plan(self) -> ParameterUse:
-        """Plan a replacement for each module of the layer with parameters, and return the parameters of these.
+        """Add a replacement for each module of the layer with parameters to `new`; return their parameters.
 
         Raises LayoutError or UnsupportedError where ranks cannot share the layer.
         """

@@ -23,9 +23,9 @@ class LayerSpan:
     """Which layers run.
 
     Attributes:
-        end: the number after that of the last.
-        first: that of the first, which takes the residual that is given where it is not 0.
-        stops: whether the forward pass ends with the last one.
+        end: the number after that of the last; 0 to stop before the first layer.
+        first: that of the first, which is given `Tokens.given` as the residual where that is set.
+        stops: whether the forward pass ends with the last one, and not with the head.
     """
 
     end: int
@@ -34,7 +34,7 @@ class LayerSpan:
 
 
 class RunsLayers(Protocol):
-    """The model that layers are of.
+    """The model that layers belong to.
 
     Attributes:
         anatomy: its parts.
@@ -53,11 +53,11 @@ class RunsLayers(Protocol):
     throughout: ThroughoutUse
 
     def dropping(self) -> AbstractContextManager[Any]:
-        """Return in what a forward pass runs, that drops what a rank has where the model trains with dropout."""
+        """Return the context manager for a forward pass: `RankDropout.around` in training with dropout."""
 
 
 class StopError(Exception):
-    """Ends a forward pass where the residual is what is wanted."""
+    """Ends a forward pass early, with the residual at that place."""
 
     def __init__(self, residual: Tensor) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class StopError(Exception):
 
 
 class HostedLayer:
-    """The forward of a layer: its own, of layers that the running span has.
+    """Stands for the forward pass of a layer: runs its own if the layer is in the running span, else skips it.
 
     Attributes:
         use: its parameters.
@@ -79,7 +79,10 @@ class HostedLayer:
         self._results = model.anatomy.layers[number].results
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """Return what the layer returns; of one that is not run the residual as it is."""
+        """Return what the layer returns; for a layer outside of the span the residual in that form.
+
+        Raises StopError, with the residual, where the span ends here.
+        """
         model, span = self._model, self._model.span
         if given:
             x, given = given[0], given[1:]
@@ -138,7 +141,13 @@ class HostedLayer:
 
 
 def passed(model: RunsLayers, number: int, x: Tensor, results: int) -> Any:
-    """Return the residual in the form of a layer's results; after the last layer that which is given."""
+    """Return the residual x in the form of the results of layer `number`, which is not run.
+
+    For the last layer, where a span begins after it, this is the residual that the span is given.
+
+    Args:
+        results: the length of the tuple that the layer returns; 0 for the residual alone.
+    """
     tokens = model.tokens
     if number == len(model.blocks) - 1 and model.span.first > number and tokens.given is not None:
         x = tokens.told(tokens.given)
@@ -146,7 +155,7 @@ def passed(model: RunsLayers, number: int, x: Tensor, results: int) -> Any:
 
 
 class OtherStage(nn.Module):  # type: ignore[misc]
-    """Stands where another stage of a pipeline has a layer."""
+    """Stands where another stage of a pipeline has layer `number`; `results` is as for `passed`."""
 
     def __init__(self, number: int, model: RunsLayers, results: int) -> None:
         super().__init__()
@@ -160,7 +169,7 @@ class OtherStage(nn.Module):  # type: ignore[misc]
             return getattr(model.blocks[number], name)
 
     def forward(self, x: Tensor | None = None, *given: Any, **named: Any) -> Any:
-        """Return the residual as it is."""
+        """Return what `passed` does. Raises StopError where a forward pass stops before the first layer."""
         number, model, results = self._stands
         x = next(iter(named.values())) if x is None else x
         if model.span.end == 0:

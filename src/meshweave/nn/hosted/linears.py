@@ -36,11 +36,11 @@ class HostedLinear(ParallelLinear):
         self._lands = roles.core(self.site.is_attention) if self.site.is_first else roles.residual
 
     def join(self, group: HostedGroup) -> None:
-        """Compute with the layers of a group."""
+        """Let calls compute the product of a group of layers that this one is in."""
         object.__setattr__(self, "group", group)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Return this rank's part of the result."""
+        """Return this rank's shard of the result for its shard x of the operand. Collective."""
         if self.is_local:  # the columns of a table and fused weights are then those of the weight itself
             weight, *bias = self._use()
             self.tokens.place = self._lands
@@ -60,7 +60,7 @@ class HostedLinear(ParallelLinear):
         return None if bool((order == torch.arange(len(order))).all()) else order
 
     def bias_rows(self) -> Tensor:
-        """Return the columns of the weight that this rank has after the product, unit by unit."""
+        """Return the columns of the layer that this rank has, unit by unit, in the order of its table of units."""
         assert self.table is not None
         side, dims = self.bias_placement()
         start, stop = (end // side.unit for end in self.layer_strategy.span(side, dims))
@@ -107,10 +107,12 @@ class HostedGroup:
 
 
 def units_of(columns: HeadColumns, strategy: LayerStrategy, where: str) -> int:
-    """Return into how many units ranks deal out heads: groups, or runs of heads where ranks are more.
+    """Return into how many units of consecutive heads attention falls, which ranks do not divide.
 
-    Raises LayoutError where there are too few heads, or a rank would have none: the model's own code does not run
-    without heads.
+    These are the groups that share keys and values. Where the ranks cannot share these evenly, but smaller runs of
+    equally many heads, it is those.
+
+    Raises LayoutError where a rank would have no heads: the model's own code does not run without.
     """
     dims, mesh = strategy.roles.core(True), strategy.mesh
     ranks = num_parts(dims, mesh.shape, ("inner",))
@@ -129,7 +131,7 @@ def units_of(columns: HeadColumns, strategy: LayerStrategy, where: str) -> int:
 
 
 def attention_units(columns: HeadColumns, name: str, units: int) -> FeatureUnits:
-    """Return the units of a linear layer before attention, of which heads read columns."""
+    """Return how the columns of linear layer `name`, before attention, fall into `units` units of heads."""
     of_units = columns.of_units(name, units)
     features, width = columns.features[name], len(of_units[0])
     runs = [tuple(range(unit * width, (unit + 1) * width)) for unit in range(units)]

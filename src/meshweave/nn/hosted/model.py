@@ -188,7 +188,7 @@ class HostedModel(ParallelModel):
     def run_blocks(
         self, x: Tensor, batch: int, sequence: int, blocks: Iterable[nn.Module] | None = None
     ) -> Tensor:
-        """Return this rank's part of the residual after some layers that follow each other, by default all."""
+        """Return this rank's part of the residual after consecutive layers `blocks`; None for all layers."""
         numbers = [self.blocks.index(block) for block in (self.blocks if blocks is None else blocks)]
         if not numbers:
             return x
@@ -196,7 +196,7 @@ class HostedModel(ParallelModel):
         return self._through(self._any_tokens(x, batch, sequence), x, span)
 
     def local_logits(self, x: Tensor, batch: int, sequence: int) -> Tensor:
-        """Return this rank's part of the logits, of the residual after the last layer."""
+        """Return this rank's part of the logits, from its part x of the residual after the last layer."""
         span = LayerSpan(len(self.blocks), len(self.blocks))
         return self._through(self._any_tokens(x, batch, sequence), x, span)
 
@@ -255,11 +255,15 @@ class HostedModel(ParallelModel):
         return out
 
     def dropping(self) -> AbstractContextManager[Any]:
-        """Return in what a forward pass runs, that drops what a rank has where the model trains with dropout."""
+        """Return the context manager for a forward pass: `RankDropout.around` in training with dropout."""
         return self._drops.around() if self._drops is not None and self.module.training else nullcontext()
 
     def prune(self, first: int, end: int) -> None:
-        """Take what other stages have out of the module; names of the rest stay."""
+        """Take what other stages have out of the module, which keeps layers `first` to before `end`.
+
+        Names of the rest stay. Raises UnsupportedError, for a part of the layers, where a norm is called twice, or
+        the configuration asks for an auxiliary loss.
+        """
         names, module = self.anatomy.names, self.module
         self.arguments.is_whole = (first, end) == (0, len(self.blocks))
         check_auxiliary(module, self.arguments.is_whole, False)
@@ -300,7 +304,7 @@ class HostedHead(ParallelLinear):
         self._use = ParameterUse([entries_of([self])])
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Return this rank's part of the logits."""
+        """Return this rank's part of the logits, of the tokens that get logits. Collective."""
         rows, sizes = self._tokens.kept_rows(as_plain(x))
         if self.tied is not None:
             logits: Tensor = self.tied.logits(self.alone, rows, *sizes)

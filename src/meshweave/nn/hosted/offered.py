@@ -12,7 +12,11 @@ from meshweave.nn.weights.pretrained import RankSavePretrained
 
 
 def offer_methods(model: ParallelModel) -> set[str]:
-    """Give the module of a model methods of transformers that all its ranks call together; return their names."""
+    """Give the module of a model methods of transformers that all its ranks call together: `generate` and
+    `save_pretrained`, where its class has them.
+
+    Returns the names of methods that `refuse_features` is to leave alone.
+    """
     module: Any = model.module
     offered: set[str] = set()
     if isinstance(model, HostedModel) and hasattr(module, "generate"):

@@ -24,9 +24,9 @@ _SPLITS: tuple[Dim, ...] = ("batch", "sequence", "hidden", "inner")
 
 
 def without_parameters(module: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return a copy of a module that has none of its parameters, and these by name.
+    """Return a shallow copy of a module that has none of its parameters, and these by name.
 
-    A name of the module that has no parameter is None in the copy, for its code to read.
+    A parameter that is None in the module, as a bias left out, is an attribute None of the copy.
     """
     own = copy.copy(module)
     own._parameters = {}
@@ -47,8 +47,11 @@ class OwnModule(nn.Module):  # type: ignore[misc]
 
     Args:
         module: the module.
+        name: that of the module in the model.
         dims: how what it is given lies; gradients are summed over the axes that split it.
         rows: per parameter the rows that this rank's heads take, where there is one for each head.
+
+    Raises UnsupportedError where the module has modules in it.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class OwnModule(nn.Module):  # type: ignore[misc]
         self._use = ParameterUse([entries_of([self])])
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        """Return what the module itself does of what this rank has."""
+        """Return what the module's own code returns for what this rank has."""
         own = self._own
         own.training = self.training
         for key, value in zip(self.kept, self._use(), strict=True):
@@ -97,7 +100,8 @@ class OwnParameters:
     """Parameters of a module that has others in it, which its code gets for the time of a call.
 
     Args:
-        dims: by their names, how what is computed with them lies.
+        dims: by name of a parameter, how what it is computed with lies; gradients are summed over axes that split
+            it.
         rows: per parameter the rows that this rank's heads take, where there is one for each head.
     """
 
@@ -119,7 +123,7 @@ class OwnParameters:
         return self._module._parameters[name]
 
     def call(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Return what a function of the module returns that reads this rank's parameters as attributes."""
+        """Return what `forward` returns, while the module has this rank's parameters as plain attributes."""
         own = self._module.__dict__
         for key, value in zip(self.kept, self._use(), strict=True):
             own[key] = value[self._rows[key].to(value.device)] if key in self._rows else value
@@ -159,7 +163,10 @@ class HostedEmbedding(ParallelEmbedding):
         self._tokens, self.scale = tokens, scale
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return this rank's part of the residual of the tokens of the step, whatever part of them is given."""
+        """Return this rank's part of the residual of the tokens of the step; `ids` are ignored.
+
+        It is zeros where the first layer that runs is given the residual.
+        """
         tokens = self._tokens
         if tokens.given is not None:
             return tokens.stand_in()
@@ -179,7 +186,7 @@ class HostedNorm(ParallelNorm):
         self._tokens = tokens
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Return this rank's part of the normalised rows."""
+        """Return this rank's part of the normalised rows, in the shape of x: its tokens may be one dim or two."""
         rows = as_plain(x)
         is_flat = rows.ndim == 2
         if is_flat and not self.has_whole_rows:
@@ -195,15 +202,17 @@ def hosted_norm(
 ) -> nn.Module:
     """Return what stands for a norm of rows.
 
-    Where a rank has whole rows it is one kernel of torch, or where there is none for it the norm's own code.
+    Where a rank has whole rows, norms of classes of torch and unknown ones run by their own code, others by one
+    kernel of torch.
 
     Args:
-        kind: what it computes, or why that is not known.
+        name: that of the norm in the model.
+        kind: what it computes, or a message why that is not known.
         dims: how rows lie.
         side: their features.
 
     Raises:
-        UnsupportedError: rows lie on several ranks, and it is no norm that is known.
+        UnsupportedError: rows lie on several ranks, and it is no norm that is known; or it has modules in it.
         LayoutError: ranks have copies of features.
     """
     weight = getattr(norm, "weight", None)

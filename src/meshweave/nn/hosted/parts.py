@@ -17,7 +17,7 @@ class ModelNames:
 
     Attributes:
         embedding, layers, head: as `ModelMap` has them.
-        positions: none: they are computed with by the model's own code.
+        positions: always "": the model's own code computes with positions.
     """
 
     embedding: str
@@ -34,7 +34,8 @@ class LinearPart:
         path: its name in the layer.
         enters: whether it enters the inner features, or leaves them.
         is_attention: whether these are heads.
-        parts, unit: of the columns that enter a feed-forward part: matrices side by side, and columns in a run.
+        parts, unit: of one that enters a feed-forward part: how many matrices lie side by side in its columns, and
+            how many consecutive columns an inner feature has in each.
         leaving: of one that enters, the linear layer that it leads to.
     """
 
@@ -52,10 +53,11 @@ class InnerPart:
 
     Attributes:
         path: its name in the layer.
-        is_attention: whether it is of heads.
-        is_wide: whether it is a norm over the features of all heads, or of the feed-forward part.
+        is_attention: whether it is between linear layers of attention, and not of a feed-forward part.
+        is_wide: whether it is a norm over all inner features: those of all heads, or of the feed-forward part.
         leaving: the linear layer that it leads to.
-        columns: the linear layer whose columns its features are; "" for what enters the one that leaves.
+        columns: of a wide norm the linear layer whose result it normalises; "" where it normalises the operand of
+            `leaving`.
     """
 
     path: str
@@ -82,20 +84,22 @@ class AttentionPart:
 
 @dataclass
 class LayerAnatomy:
-    """The parts of a layer; names are those in the layer.
+    """The parts of a layer; modules are named by their paths in the layer.
 
     Attributes:
+        linears: linear layers, by path.
         groups: linear layers that have an operand in common.
         norms: norms of the residual, and what they compute or why that is not known.
         inner_norms: the same of norms over all inner features.
-        features: of the feed-forward parts, by the linear layer that leaves them.
-        own: names of parameters of modules that have others in them.
-        after: those of them that what leaves the heads is computed with.
+        inner: other modules with parameters between linear layers, and these norms.
+        features: how many inner features each feed-forward part has, by the linear layer that leaves them.
+        own: for modules that have other modules and parameters of their own, the names of these.
+        after: (path, name) of those of `own` in attention that are used after the heads, on the residual.
         experts: modules of experts.
         rows: in a layer with experts, modules that compute on whole rows of the residual, such as routers.
         latent_into, latent_between, latent_out: of latent attention, the linear layers that make latent features,
             the modules after them, and the linear layers that heads read.
-        results: of how many the tuple is that the layer returns; 0 where it returns the residual alone.
+        results: the length of the tuple that the layer returns; 0 where it returns the residual alone.
     """
 
     linears: dict[str, LinearPart] = field(default_factory=dict)
@@ -120,16 +124,16 @@ class Anatomy:
     """The parts of a model.
 
     Attributes:
-        names: of what every model has.
-        layers: those of each layer.
-        norms: of the residual, outside of layers.
+        names: those of embedding, list of layers, and head.
+        layers: the parts of each layer.
+        norms: norms of the residual outside of layers, and what they compute or why that is not known.
         tables: names of modules outside of layers that make rows for the residual.
         scale: what rows of the embedding are multiplied by.
         norms_before: those of the norms that come before the layers.
-        buffers: of modules, by name, as their classes compute them.
-        shifts_labels: whether the loss of labels is that of each token's follower.
+        buffers: values by (module, buffer) for buffers on the meta device, as the classes of modules compute them.
+        shifts_labels: whether the model's own forward shifts labels by one.
         norms_twice: those that are called more than once, as before and after the layers.
-        ends: names of other modules outside of layers that compute on the residual, and whether before them.
+        ends: other modules outside of layers that compute on the residual, and whether each comes before layers.
     """
 
     names: ModelNames

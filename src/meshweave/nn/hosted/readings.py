@@ -1,4 +1,4 @@
-"""What single calls of a trace show: kinds of norms, numbers of heads, scales, labels, buffers."""
+"""What single modules and calls of a trace show: kinds of norms, numbers of heads, scales, labels, buffers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def shifts_labels(model: nn.Module, tokens: Tensor) -> bool:
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """Return whether the weight of a module is a matrix, as that of a linear layer."""
+    """Return whether the weight of a module is a matrix, as that of a linear layer; not for norms."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.ndim == 2 and not is_norm(module)
 
@@ -82,7 +82,10 @@ def kind_of(call: ModuleCall) -> NormKind | str:
 
 
 def spans(inner: ModuleCall, leaving: ModuleCall) -> bool:
-    """Return whether a norm is over all inner features, of the operand of the linear layer that leaves them."""
+    """Return whether `inner` is a norm over all inner features, just before the linear layer `leaving`.
+
+    That layer then reads its result, and its weight has an element for each feature of that layer's operand.
+    """
     weight = getattr(inner.module, "weight", None)
     return (
         isinstance(weight, Tensor)
@@ -95,9 +98,14 @@ def spans(inner: ModuleCall, leaving: ModuleCall) -> bool:
 def wide_linear(
     calls: dict[str, ModuleCall], name: str, into: Sequence[str], prefix: str, residual: set[str]
 ) -> str | None:
-    """Return which of the linear layers `into` has its whole rows normalised by the norm `name`.
+    """Return which of the linear layers `into` has its whole rows normalised by the module `name`.
 
-    None where the norm is over less, such as one head.
+    None where that is no norm, or one over less, such as one head.
+
+    Args:
+        calls: those of a layer, by the path of a module in it, as `name` and `into` are.
+        prefix: what paths in the layer begin with in the model.
+        residual: the modules whose results are of the residual.
     """
     call = calls[name]
     own = [path[len(prefix) :] for path in call.sources if path not in residual]
@@ -128,6 +136,9 @@ def heads_in(attention: nn.Module, model: nn.Module, operand: Tensor) -> int:
 
 def scale_of(call: ModuleCall, weight: Tensor) -> float:
     """Return the factor by which an embedding multiplies the rows of its table, 1.0 for none.
+
+    Args:
+        weight: the table.
 
     Raises UnsupportedError where its result is not rows of the table times a factor.
     """

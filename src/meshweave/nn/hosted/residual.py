@@ -1,7 +1,8 @@
 """What a rank has of the residual, as code of a model sees it that knows nothing of ranks.
 
-The code of a layer asks the residual how many tokens there are, and shapes queries and keys so. Where a rank has
-fewer tokens of the residual than of attention, as with sequence parallelism, it is told those of attention.
+The code of a layer reads from the shape of the residual how many tokens there are, and shapes queries and keys by
+it. Where a rank has fewer tokens of the residual than of attention, as with sequence parallelism, the shape that
+code sees is that with the tokens of attention.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ class ResidualPart(Tensor):  # type: ignore[misc]
     """A part (batch, sequence, features) of the residual whose `shape` is that of the tokens of attention.
 
     Attributes:
-        ratio: how many times as many rows and tokens attention has.
+        ratio: (sequences, tokens of each): how many times as many attention has as the part.
     """
 
     ratio: ClassVar[tuple[int, int]] = (1, 1)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch on what is there; shapes are those that are told."""
+        """Call a function of torch on the part as it is; only sizes that it returns or takes are of attention."""
         first = args[0] if args else None
         if func in (_SHAPE, Tensor.size) and isinstance(first, cls):
             told = cls._told(super().__torch_function__(_SHAPE, types, (first,)))
@@ -71,7 +72,7 @@ def _part_class(ratio: tuple[int, int]) -> type[ResidualPart]:
 
 
 def as_plain(x: Tensor) -> Tensor:
-    """Return a tensor whose shape is what is there."""
+    """Return a `ResidualPart` as a plain tensor with its real shape, others as they are."""
     return x.as_subclass(Tensor) if isinstance(x, ResidualPart) else x
 
 
@@ -82,9 +83,10 @@ class Tokens:
     Attributes:
         ids: the tokens (batch, sequence) of all ranks; None outside of a forward pass.
         given: this rank's part of the residual, where the embedding is not to make it.
-        held: batch and sequence of all ranks of a layer that is computed again.
-        place: how lies what is computed now: as the residual, or as inner features.
-        last: of how many last tokens of a row there are logits; 0 for all.
+        held: batch and sequence of all ranks, for a layer that is computed again in a backward pass.
+        place: the layout of what is computed now: of the residual, or of inner features.
+        last: of how many last tokens of a sequence there are logits; 0 for all.
+        ratio: that of `ResidualPart`.
     """
 
     strategy: LayerStrategy
@@ -120,7 +122,7 @@ class Tokens:
                     )
 
     def core_span(self, sequence: int) -> tuple[int, int]:
-        """Return the first token that this rank's attention has, and that after its last."""
+        """Return (first, end): the tokens of a sequence that this rank's attention has."""
         return self.strategy.span(self.strategy.tokens(1, sequence)[1], self.strategy.roles.core(True))
 
     @property
@@ -135,7 +137,10 @@ class Tokens:
         return int(ids.shape[0]), int(ids.shape[1])
 
     def rows_of(self, x: Tensor, dims: AxisDims) -> Tensor:
-        """Return a tensor (batch * sequence, features) that lies as `dims` as (batch, sequence, features)."""
+        """Return rows x (batch * sequence, features) as (batch, sequence, features).
+
+        `dims` is the layout of x; batch and sequence are this rank's part by it.
+        """
         batch, sequence = (
             stop - start
             for start, stop in (self.strategy.span(s, dims) for s in self.strategy.tokens(*self.sizes))
@@ -143,18 +148,21 @@ class Tokens:
         return x.unflatten(0, (batch, sequence))
 
     def kept_rows(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Return what this rank has of the tokens that get logits, and batch and sequence of these."""
+        """Return the rows of x (batch, sequence, features) whose tokens get logits, and the sizes of these.
+
+        Sizes are (batch, sequence) of all ranks.
+        """
         batch, sequence = self.sizes
         if not self.last or self.last >= sequence:
             return x, (batch, sequence)
         return x[:, -self.last :], (batch, self.last)
 
     def told(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the residual as the model's code is to see it."""
+        """Return x, this rank's part of the residual, with the shape that the model's code is to see."""
         return x if self.ratio == (1, 1) else x.as_subclass(_part_class(self.ratio))
 
     def uncompiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that is not compiled where the residual has another shape than its code is told."""
+        """Return `run`, kept out of compiled graphs where code is to see another shape than the residual has."""
         if self.ratio == (1, 1):
             return run
         reason = (
@@ -174,7 +182,7 @@ class Tokens:
         return self.told(torch.zeros_like(self.given, requires_grad=False))
 
     def running(self) -> Tensor:
-        """Return the tokens. Raises UnsupportedError outside of a forward pass of the whole model."""
+        """Return `ids`. Raises UnsupportedError outside of a forward pass of the whole model."""
         if self.ids is None:
             raise UnsupportedError("a part of a parallelised model is called by itself: call the whole model")
         return self.ids

@@ -19,7 +19,10 @@ _ARGUMENTS = ("softcap", "s_aux", "position_bias", "sinks", "head_mask")
 
 
 def run_in_ring(module: nn.Module, tokens: Tokens) -> list[int]:
-    """Let a model's attention run as ring attention of its strategy; return [0], whose entry counts the calls."""
+    """Let a model's attention run as ring attention of its strategy; return [0], whose entry counts the calls.
+
+    The configurations of its modules then name `NAME` as their attention.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

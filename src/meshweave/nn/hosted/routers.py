@@ -15,7 +15,7 @@ from meshweave.nn.parallel.moves import PlacedMove
 
 
 class HostedRouter(OwnModule):
-    """A router in the place of the model's own, by whose class transformers records the logits.
+    """A router in the place of the model's own, of a class that extends that, for transformers to record logits.
 
     Where the model computes an auxiliary loss, these are the logits of all tokens: the loss is no sum over tokens.
     """
@@ -32,7 +32,10 @@ class HostedRouter(OwnModule):
         return own
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        """Return the module's own results for this rank's rows; recorded router logits are those of all tokens."""
+        """Return the module's own results for this rank's rows.
+
+        With `output_router_logits` in the configuration, the logits that come first are those of all tokens.
+        """
         out = OwnModule.forward(self, *given, **named)
         if not getattr(self._config, "output_router_logits", False) or not isinstance(out, tuple):
             return out
@@ -53,9 +56,9 @@ def auxiliary_loss(module: nn.Module, out: Any, num_tokens: int) -> Tensor | Non
 
     Args:
         out: the result of the class's forward pass.
-        num_tokens: of all ranks.
+        num_tokens: tokens of all ranks.
 
-    Raises UnsupportedError where it was computed of fewer tokens, or its factor is unknown.
+    Raises UnsupportedError where it was not computed of so many tokens, or its factor is unknown.
     """
     loss = getattr(out, "aux_loss", None)
     if loss is None or not isinstance(loss, Tensor):

@@ -27,12 +27,12 @@ class ModuleCall:
 
     Attributes:
         path: its name in the model.
-        operand: what it was given; None where that was no tensor of real numbers.
-        result: what it returned, marked; later code may change it in place.
+        operand: the first tensor of real numbers that it was given; None where there was none.
+        result: what it returned, marked, where that is a tensor; later code may change it in place.
         made: a copy of that.
-        sources: the marks that the operand was computed from.
-        attended: whether a softmax stands between.
-        given: of experts, all that they were given.
+        sources: the nearest marks that the operand was computed from: paths of modules.
+        attended: whether a softmax stands between these and the operand.
+        given: of experts, all that they were given; else ().
     """
 
     path: str
@@ -50,7 +50,7 @@ class FlowTrace:
     """The calls of a forward pass, in order; graphs are kept as long as this is.
 
     Attributes:
-        layer_sources: per name of a layer, the marks that its result was computed from.
+        layer_sources: per name of a layer, the nearest marks that its result was computed from.
         layer_results: per name of a layer, the length of the tuple that it returns, 0 where it returns a tensor.
     """
 
@@ -60,16 +60,14 @@ class FlowTrace:
     _marks: dict[Any, str] = field(default_factory=dict)
 
     def marked(self, tensor: Tensor, name: str) -> Tensor:
-        """Return a tensor unchanged, with `name` as a mark in its autograd graph."""
+        """Return a copy of a tensor, with `name` as a mark in its autograd graph."""
         made: Tensor = _Mark.apply(tensor)
         if made.grad_fn is not None:
             self._marks[made.grad_fn] = name
         return made
 
     def sources(self, tensor: Tensor) -> tuple[frozenset[str], bool]:
-        """Return the marks that a tensor was computed from, up to the nearest, and whether a softmax stands
-        between.
-        """
+        """Return the nearest marks that a tensor was computed from, and whether a softmax stands between."""
         nodes = self._nodes(tensor)
         names = frozenset(self._marks[node] for node in nodes if node in self._marks)
         return names, any(word in node.name() for word in _SOFTMAX for node in nodes)
@@ -113,7 +111,7 @@ def traced(model: nn.Module, layers: str, tokens: Tensor) -> FlowTrace:
         model: a copy, with memory, that hooks may be put on.
         layers: the name of its list of layers.
 
-    Raises UnsupportedError where it does not run on tokens alone.
+    Raises UnsupportedError where the model does not run on tokens alone.
     """
     trace = FlowTrace()
     with ExitStack() as stack:
@@ -133,7 +131,7 @@ def traced(model: nn.Module, layers: str, tokens: Tensor) -> FlowTrace:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm, by the name of its class."""
+    """Return whether a module is a norm: the name of its class says so, and it has no modules in it."""
     return "norm" in type(module).__name__.lower() and not list(module.children())
 
 

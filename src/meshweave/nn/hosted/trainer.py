@@ -15,7 +15,8 @@ def offer_to_trainer(model: ParallelModel) -> None:
 
     A `Trainer` then neither wraps nor moves it, gives these ranks the same rows, and lets all of them save.
     To it they are ranks of tensor parallelism, whatever they share; ranks along other dims of the mesh have
-    other rows.
+    other rows. Nothing is done if their number does not divide that of the world, or this version of transformers
+    has no such mark.
     """
     module: Any = model.module
     size = len(model.strategy.mesh.ranks)

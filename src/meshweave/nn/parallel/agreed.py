@@ -1,7 +1,8 @@
 """What ranks that train one model must have alike: they compare it by digests, and one error names what differs.
 
-What a rank has is `Words`: by subject, such as the weights, what each thing is there. Ranks exchange a digest of
-each subject; only where one differs they exchange the words of that subject, to name what it is.
+A rank describes what it has as `Words`: for each subject, such as "weights", a text for each thing by its name.
+Ranks exchange a digest of each subject; only where one differs they exchange the words of that subject, to name
+the thing that differs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from meshweave.execute.torch.call_order import mark_as_shared
 from meshweave.execute.torch.context import TorchContext
 
 Words = Mapping[str, Mapping[str, str]]
-"""By subject, what each thing is on this rank. Ranks compare the subjects that they have in common."""
+"""{subject: {name of a thing: text that says what it is on this rank}}. Ranks compare subjects in common."""
 
 REMEDIES = {
     "arguments": "give parallelize the same on every rank of the mesh",
@@ -58,7 +59,7 @@ def without_addresses(text: str) -> str:
 
 
 def digest(words: Mapping[str, Any]) -> str:
-    """Return 24 hexadecimal digits that stand for `words`."""
+    """Return the first 24 hexadecimal digits of the SHA-256 of `words` as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -66,6 +67,7 @@ def agree(context: TorchContext, ranks: Sequence[int], words: Words, what: str) 
     """Make sure that ranks have equal words under each subject that they have in common. Collective.
 
     Args:
+        ranks: those that compare, this one among them; nothing is done for a single one.
         words: this rank's, by subject; ranks may have different subjects.
         what: completes "waiting for ..." in errors.
 
@@ -88,10 +90,11 @@ def agree(context: TorchContext, ranks: Sequence[int], words: Words, what: str) 
 
 
 def difference(subject: str, said: Mapping[int, Mapping[str, str]]) -> str:
-    """Return the sentence of an error on ranks whose words differ from those of most, with what would be right.
+    """Return the sentence of an error that names ranks whose words differ from those of most, and the remedy.
 
     Args:
-        said: for each rank its words under `subject`.
+        subject: a key of `REMEDIES`, or another subject; it may end in " of parts ...", as `copy_words` has it.
+        said: for each rank its words under `subject`, of which some differ.
     """
     parties: dict[str, list[int]] = {}
     for rank in sorted(said):
@@ -113,7 +116,7 @@ def difference(subject: str, said: Mapping[int, Mapping[str, str]]) -> str:
 
 
 def _values(here: str | None, there: str | None) -> str:
-    """Return what two ranks have in words, "" where that says nothing: checksums."""
+    """Return what two ranks have in words; "" for checksums, which say nothing."""
     if here is None or there is None:
         return " is not there" if here is None else " is not there on the others"
     return "" if here.startswith("#") else f": {printable(here)}, and {printable(there)} on the others"

@@ -1,4 +1,4 @@
-"""All ranks of the world, as they compare numbers and hear of the first one within the deadline of a context."""
+"""Collectives of small values over all ranks of the world, each within the deadline of a context."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class AllRanks:
 
     @classmethod
     def of(cls, context: TorchContext | None) -> AllRanks:
-        """Return all ranks in `context`, or for None in the default one of the devices that the world
-        communicates on.
+        """Return all ranks of the world in `context`; None for the default context of CUDA devices where the
+        backend is NCCL, else that of CPUs.
         """
         if context is None:
             context = TorchContext.default("cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -43,18 +43,19 @@ class AllRanks:
         return -self.least(-value)
 
     def of_first(self, make: Callable[[], Any], what: str) -> Any:
-        """Return on all ranks what `make` returns on rank 0, as JSON values. Collective.
+        """Return on all ranks what `make` returns on rank 0, where alone it is called. Collective.
 
         Args:
+            make: returns a value that JSON can hold; a tuple arrives as a list.
             what: completes "waiting for ..." in errors.
         """
         own = json.dumps(make()) if self.context.rank in (0, None) else ""
         return json.loads(exchange(self.context, self.ranks, own, what)[0])
 
     def median_s(self, run: Callable[[], object], repeat: int = 3) -> float:
-        """Return the median seconds of `repeat` runs on the slowest rank, after one that is not counted.
+        """Return the median seconds of `repeat` calls of `run`, after one that is not counted.
 
-        Collective; all ranks begin each run together.
+        It is the greatest of the medians of all ranks. Collective; all ranks begin each call together.
         """
         times = []
         for _ in range(repeat + 1):

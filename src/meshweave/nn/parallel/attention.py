@@ -24,7 +24,7 @@ class Heads:
         width: features of a head.
         scale: what scores are multiplied by.
         window: how many keys a query attends to, itself included; None for all before it.
-        dropout: the probability with which weights are dropped.
+        dropout: the probability with which attention weights are dropped.
     """
 
     queries: int
@@ -49,7 +49,7 @@ class AttentionCore:
             )
 
     def positions(self, sequence: int) -> tuple[int, int]:
-        """Return (first, end) of the positions in a row of `sequence` tokens that this rank's queries have."""
+        """Return (first, end): the positions of this rank's queries in a row of `sequence` tokens."""
         return self.strategy.span(Side("sequence", sequence), self.dims)
 
     def __call__(
@@ -62,12 +62,13 @@ class AttentionCore:
         sequence: int,
         training: bool,
     ) -> Tensor:
-        """Return the heads (batch, sequence, features) of this rank.
+        """Return the attention (batch, sequence, features) of this rank's heads. Collective in a ring.
 
         Args:
             queries, keys, values: (batch, sequence, features) of the heads of this rank.
-            rotary: cosines and sines (1, sequence, head width) of this rank's positions, None without.
-            batch, sequence: the tokens of all ranks.
+            rotary: cosines and sines (1, sequence, head width) of this rank's positions; None for no rotation.
+            batch, sequence: sequences, and tokens of each, of all ranks.
+            training: whether attention weights are dropped. In a ring none are.
         """
         own = self.heads
         q, k, v = (x.unflatten(-1, (x.shape[-1] // own.width, own.width)) for x in (queries, keys, values))
@@ -116,9 +117,9 @@ class AttentionCore:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return heads (batch, sequence, heads, width) rotated by their positions (RoPE), halves of a head as pairs.
+    """Return heads x (batch, sequence, heads, width) rotated by their positions (RoPE), halves of a head as pairs.
 
-    `cos` and `sin` are those of this rank's positions.
+    `cos` and `sin` are those of this rank's positions: (1, sequence, 1, width).
     """
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin

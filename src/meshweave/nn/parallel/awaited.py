@@ -1,4 +1,4 @@
-"""A loss whose value is on its way: gradients are computed without it, and whoever looks at it waits.
+"""A loss whose value is still being summed: gradients are computed without it, and reading it waits.
 
 The mean loss of ranks that have tokens of their own is a sum over ranks. Its gradient on a rank is known without
 the sum, so that a wait between the forward and the backward pass would only let ranks idle for the slowest one.
@@ -33,7 +33,7 @@ class AwaitedTensor(Tensor):  # type: ignore[misc]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Return what a function of torch returns, once the values are there that it needs."""
+        """Call a function of torch, after waiting for the values that it needs."""
         named = dict(kwargs or {})
         if function in _WITHOUT_VALUES:
             with compat.plain_functions():
@@ -79,14 +79,15 @@ def awaited_mean(
     count: Tensor | float,
     begin: Callable[[Tensor, Callable[[float], object]], Callable[[], None] | None],
 ) -> Tensor | None:
-    """Return the sum of the terms () of all ranks divided by a number, differentiable in this rank's term.
+    """Return the sum over ranks of `term`, divided by `count`, differentiable in this rank's term.
 
-    It is an `AwaitedTensor`, or a plain one that was waited for where the term has no gradient.
+    It is an `AwaitedTensor`; where the term needs no gradient a plain tensor, after waiting.
 
     Args:
-        count: the number, also in a tensor of one element.
-        begin: begins to sum the terms; it is given this rank's term and what takes the sum, and returns what
-            waits until that has been done. Where it returns None nothing is summed, and None is returned.
+        term: this rank's term, a tensor ().
+        count: the divisor, a number or a tensor of one element.
+        begin: called as `begin(term, take)`. It begins the sum over ranks, and returns a function that waits until
+            `take` has been called with the sum. It may return None: nothing is summed, and the result is None.
     """
     divisor = count.detach().reshape(()).clone() if isinstance(count, Tensor) else count  # read later
     mean: Tensor = _Mean.apply(term, divisor)

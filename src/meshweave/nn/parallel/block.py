@@ -24,25 +24,27 @@ from meshweave.nn.parallel.uses import ParameterUse, entries_of, run_with
 class ParallelBlock(nn.Module):  # type: ignore[misc]
     """A layer with attention and a feed-forward part, each after its norm and with its residual.
 
-    Attributes:
-        use: its parameters.
-        opens: whether it takes all of them together. Who computes gradients of weights apart from those of
-            activations, as zero-bubble pipelines do, takes what leads to a node together, and wants one a product.
-        is_followed: whether other layers run before its backward part, so that gathered weights are freed.
-
-
-    It is planned without memory, and the layer stays as it is until `take`. Then it has the modules of the layer
-    under the same names; those with parameters are replaced by parallel ones.
+    It is planned without memory, and the layer stays as it is until `take`. Then the block has the modules of the
+    layer under the same names; those with parameters are replaced by parallel ones.
 
     Args:
         layer: the layer.
         names: which of its modules are which.
         heads: sizes of attention.
-        where: its name in the model.
+        where: its name in the model, for errors.
+
+    Attributes:
+        use: its parameters.
+        opens: whether a forward pass gathers the parameters of all its modules together, in one node of autograd.
+            False in pipelines, where gradients of weights may be computed apart from those of activations, product
+            by product: each module then gathers its own.
+        is_followed: whether other layers run between its forward and its backward part. Gathered weights that a
+            strategy does not keep are then freed in between.
 
     Raises:
-        UnsupportedError: the layer has parameters that the map does not name, or a module is none that is known.
-        LayoutError: sizes do not fit the mesh.
+        UnsupportedError: the layer has parameters that the map does not name, a norm that is not known, or heads
+            or biases of a form that is not computed.
+        LayoutError: sizes do not fit the heads or the mesh.
     """
 
     def __init__(

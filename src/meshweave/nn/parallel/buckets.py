@@ -57,8 +57,8 @@ class KeptParameter:
         """Return the axes along which it is gathered.
 
         Raises:
-            UnsupportedError: another axis, along which it is not, divides its parts once more: what is gathered
-                would be no part of it.
+            UnsupportedError: a later axis splits the same dim and stays split: a rank would gather several ranges
+                of it, and not one.
         """
         kept, used = self.layout.dims, self.used
         axes = tuple(axis for axis, dim in enumerate(kept) if dim and not used[axis])
@@ -78,7 +78,7 @@ class KeptParameter:
 
     @cached_property
     def alone(self) -> GradientSum | Mover | None:
-        """Return what gathers this parameter alone and sums its gradient, as ops that compilers know."""
+        """Return what gathers it alone, or only sums its gradient, where a compiler traces; None for neither."""
         parts, kept = self.layout.parts, self.layout.dims
         sides = tuple(
             Side(s.dim, s.count * parts, s.unit) if s.dim == "inner" else s for s in self.layout.sides
@@ -90,7 +90,7 @@ class KeptParameter:
 
     @cached_property
     def most(self) -> int:
-        """Return the elements of the rank that keeps most."""
+        """Return the greatest number of elements that a rank keeps."""
         counts = (
             math.prod(sum(b - a for a, b in spans) for spans in self._spans(self.layout.dims, at))
             for at in map(self.strategy.mesh.coords, self.strategy.mesh.ranks)
@@ -109,7 +109,7 @@ class KeptParameter:
 
     @cached_property
     def parts(self) -> tuple[int, list[list[tuple[int, int]]]]:
-        """Return the dim that is gathered, and of each rank of its axes the ranges of positions that it keeps."""
+        """Return the gathered dim, and for each rank along the gathered axes the (start, stop) that it keeps."""
         (name,), here = {self.layout.dims[axis] for axis in self.gathered}, self.strategy.coordinates
         dim = [side.dim for side in self.layout.sides].index(name)
         ranges = [
@@ -119,10 +119,10 @@ class KeptParameter:
         return dim, [self._spans(self.layout.dims, at)[dim] for at in itertools.product(*ranges)]
 
     def pairs(self, used: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return views of the parameter as it is used, each with that of the same values in a bucket.
+        """Return pairs of views of equal shape: of `used`, the parameter as used, and of its values in a bucket.
 
         Args:
-            rows: (ranks, elements), what each rank of the axis keeps.
+            rows: (ranks, elements): what each rank along the gathered axes keeps, in the order of `parts`.
         """
         dim, parts = self.parts
         if all(len(spans) == 1 for spans in parts) and len({b - a for ((a, b),) in parts}) == 1:
@@ -150,14 +150,14 @@ class ParameterBucket:
         return self.kept[0].strategy
 
     def only(self, places: tuple[int, ...]) -> ParameterBucket:
-        """Return a bucket of some of its parameters; one object for equal places."""
+        """Return a bucket of the parameters at some places of `kept`; the same object for equal places."""
         if len(places) == len(self.kept):
             return self
         return _some_of(self, places)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Return the elements of each parameter on a rank, and one that says which call they are of."""
+        """Return for each parameter the most elements that a rank keeps, then 1 for the number of the call."""
         return [*(each.most for each in self.kept), 1]
 
     @cached_property
@@ -207,7 +207,7 @@ class ParameterBucket:
         return {}
 
     def release(self) -> None:
-        """Let memory of its own go, but for what somebody still has of it; the next sum binds anew."""
+        """Drop the bound reductions; memory on which tensors are alive stays. The next sum binds anew."""
         self._bound.clear()
 
     @cached_property
@@ -216,13 +216,13 @@ class ParameterBucket:
         return sum(math.prod(each.used_shape) for each in self.kept)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return the parts of memory for all of it that belong to each parameter, in the shapes of their use."""
+        """Return a view of `flat`, which has `num_used` elements, for each parameter in its `used_shape`."""
         shapes = [each.used_shape for each in self.kept]
         parts = flat.split([math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def fill(self, views: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        """Gather what ranks keep, and write each parameter as it is used; all ranks call it."""
+        """Gather what ranks keep (`kept`), and write the parameters as they are used to `views`. Collective."""
         bound = self.gather.bound(views[0].device)
         (row,) = bound.inputs["x"]
         *places, last = row.split(self.sizes)
@@ -240,13 +240,13 @@ class ParameterBucket:
     def begin_sum(
         self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size]
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begin to sum gradients, and return memory for those of what this rank keeps, and what fills it.
+        """Begin to sum gradients; return memory for those of what this rank keeps, and what waits for its values.
 
         All ranks call both. On a CPU the sum runs beside what the caller does until then.
 
         Args:
-            grads: those of the parameters as they are used, terms of sums; None for zeros.
-            shapes: of what this rank keeps.
+            grads: those of the parameters as they are used, terms of sums; None for zeros, but not for all.
+            shapes: those of what this rank keeps.
         """
         first, *others = self._reductions(next(grad.device for grad in grads if grad is not None))
         # Which one it is is each rank's own affair: they are twins, one call with the same bytes.
@@ -273,7 +273,7 @@ class BoundReduction:
 
     @property
     def is_free(self) -> bool:
-        """Return whether nobody has what an earlier run has made."""
+        """Return whether no tensor is alive that an earlier run has lent; always True if it lends none."""
         return self._memory is None or self._memory.is_free
 
     @cached_property
@@ -338,10 +338,10 @@ def _some_of(bucket: ParameterBucket, places: tuple[int, ...]) -> ParameterBucke
 
 
 class NumberedSum:
-    """A sum over ranks of a few numbers, whose gradient is that of each term.
+    """A sum over ranks of `count` numbers; the gradient of each rank's term is that of the sum.
 
     Args:
-        terms: along which axes ranks have terms.
+        terms: "partial" for each mesh axis along which ranks have terms.
     """
 
     def __init__(self, strategy: LayerStrategy, count: int, terms: AxisDims) -> None:
@@ -354,14 +354,14 @@ class NumberedSum:
         self._traced = Mover(site)
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return the sums of (numbers,); all ranks call it."""
+        """Return the sums over ranks of `values` (count,); all ranks call it. Raises BindError as `run` does."""
         if torch.compiler.is_compiling() or not self._traced.is_needed:
             return self._traced(values, 1, 1)
         total: Tensor = _SameGradient.apply(self, values)
         return total
 
     def run(self, values: Tensor) -> Tensor:
-        """Return the sums, without a gradient."""
+        """Return the sums, without a gradient. Raises BindError, on CPUs, where ranks are in other calls."""
         bound = sized_move(self._site, self._strategy, values.dtype, True).bound(values.device)
         number = _number(bound, values.dtype, self._num_terms)
         bound.inputs["x"][:-1].copy_(values)

@@ -40,7 +40,7 @@ class CallFacts(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Return a number that stands for all of it; of any size."""
+        """Return an integer that stands for all of it, which may have more than 64 bits."""
         drawn = 0 if self.generator is None else 2 * self.generator + 1
         return _steady_number(self.steady) + self.calls * _CALL + self.steps * _STEP + drawn
 
@@ -56,7 +56,7 @@ class CallFacts(NamedTuple):
 
 
 class GivenTensor(NamedTuple):
-    """What a tensor that is given is, but for its values."""
+    """What ranks compare of a tensor that a call is given, beside its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -64,7 +64,7 @@ class GivenTensor(NamedTuple):
 
     @classmethod
     def of(cls, given: Tensor | None) -> GivenTensor | str:
-        """Return what a tensor is, "none" for none."""
+        """Return the facts of a tensor; "none" for None."""
         return "none" if given is None else cls(given.shape, given.dtype, given.is_meta)
 
     def __str__(self) -> str:

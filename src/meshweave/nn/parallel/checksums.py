@@ -24,13 +24,13 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def bits_number(tensor: Tensor) -> Tensor | int:
-    """Return a number of 64 bits by which tensors of other bits are told apart, computed where the tensor lies.
+    """Return a signed 64-bit checksum of the bits of a tensor, or a DTensor's local part, computed where it lies.
 
-    Of a tensor on a CPU it is an int, of others a tensor () on their device; of a DTensor it is that of the local
-    part. It is the sum of words of at most 32 bits times odd numbers that depend on their positions, modulo 2**64:
-    other bits in one place always show, others but for odds of 2**-33 or less. It takes `_CHUNK` words at a time.
-    Of `_SMALL_BYTES` or less on a CPU it is a digest instead, which is one call. What is digested is a copy: numpy
-    would keep what it looks at from being resized ever after, as FSDP2 does with weights.
+    It is an int for a tensor on a CPU, a tensor () on the device for others. It is the sum of words of at most 32
+    bits times odd numbers that depend on their positions, modulo 2**64, taken `_CHUNK` words at a time. A change
+    of one word always changes it, and others but with a probability of 2**-33 at most. For `_SMALL_BYTES` or less
+    on a CPU it is `digest_of` instead, which is faster; of a copy, since memory that numpy has looked at can never
+    be resized again, as FSDP2 resizes weights.
     """
     own = (compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
     if own.is_cpu and own.nbytes <= _SMALL_BYTES and own.dtype == torch.int64:  # tokens, in each call

@@ -50,7 +50,15 @@ block_dropout.register_autograd(_gradient, setup_context=_keep)
 
 
 class ShardDropout:
-    """Dropout of a tensor that lies on the axes of a strategy as given."""
+    """Dropout of this rank's shard of a tensor.
+
+    Args:
+        p: the probability with which elements are dropped.
+        dims: how the tensor lies: for each mesh axis the dim that it splits, "" where ranks have copies.
+
+    Attributes:
+        part: the number of this rank's shard, equal on ranks with copies of it.
+    """
 
     def __init__(self, p: float, strategy: LayerStrategy, dims: AxisDims) -> None:
         self.p = float(p)

@@ -13,11 +13,10 @@ from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
 
 class ParallelEmbedding(nn.Module):  # type: ignore[misc]
-    """A table of (words, features), laid out as the weight of a product that leaves a half.
+    """A table of (words, features), laid out as the weight of a second product whose inner features are the words.
 
-    The row of `padding_idx` gets no gradient of the rows that are looked up, as with an `nn.Embedding`.
-
-    A rank looks up the words that it has, and rows are summed to the layout of the residual.
+    A rank looks up the tokens whose words it has, with rows of zeros for others; rows are then summed over ranks
+    to the layout of the residual. As with an `nn.Embedding`, looking up `padding_idx` gives its row no gradient.
     """
 
     def __init__(self, embedding: nn.Module, strategy: LayerStrategy, name: str) -> None:

@@ -1,4 +1,8 @@
-"""What the axes of a plan do for experts: whose ranks are neighbours in a stage, whatever else they share."""
+"""What the mesh axes of a plan do for experts.
+
+The innermost `expert_tensor` ranks of a stage split each expert; the next `expert` groups of these have different
+experts. Which degrees of parallelism these ranks are of otherwise makes no difference.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,16 @@ from meshweave.algorithms.step.problem import Degree
 from meshweave.base.errors import LayoutError
 
 PlanAxis = tuple[Degree, int, int]
-"""A degree, the ranks of an axis of it, and how many ranks lie between neighbours."""
+"""(degree, size, stride) of a mesh axis; the stride is the difference of the ranks of neighbours along it."""
 
 
 def with_experts(p: Parallelism, axes: list[PlanAxis]) -> tuple[list[PlanAxis], AxisDims]:
     """Return the axes, cut such that each has one role for experts, and these roles; see `Roles.experts`.
 
-    An axis of data parallelism may become two.
+    Axes keep their order. One of data parallelism may become two, the outer one first.
 
-    Raises LayoutError where the degrees of experts divide another axis, or do not divide that of data.
+    Raises LayoutError where a group of ranks with one expert, or with all experts, ends inside an axis of another
+    degree, or does not divide that of data.
     """
     within: dict[PlanAxis, int] = {}
     for axis in sorted(axes, key=lambda axis: axis[2]):

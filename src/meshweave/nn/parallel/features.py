@@ -66,9 +66,12 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 def refuse_features(module: nn.Module, layers: str, runs_own_code: bool, offered: Iterable[str] = ()) -> None:
     """Let methods that would compute on whole weights refuse, on a parallelised module and on those in it.
 
+    DDP, adapters of PEFT and `load_state_dict` of parameters that lie otherwise are refused as well.
+
     Args:
         layers: the name of its list of layers.
-        runs_own_code: whether the forward passes of modules within are called.
+        runs_own_code: whether modules in it that hold the list of layers run by their own forward passes. Else
+            these refuse.
         offered: methods of the module that work, or that say themselves why they do not.
     """
     for child in module.modules():
@@ -118,7 +121,9 @@ class PlacedModules:
         self._passed: tuple[list[int], list[Callable[[], Tensor | None]]] = [], []
 
     def check(self) -> None:
-        """Raise UnsupportedError, naming it, where another module or other data stand in the place of one."""
+        """Raise UnsupportedError, naming it, where a module was replaced, or a parameter is on the meta device or
+        had its `.data` assigned.
+        """
         modules, names, children, _ = self._placed
         if not all(map(is_, map(dict.get, modules, names), children)):
             self._check_modules()
@@ -163,7 +168,7 @@ class PlacedModules:
 
 
 def check_anomaly_mode() -> None:
-    """Raise UnsupportedError where torch is to look for nan in gradients, which it cannot in a DTensor."""
+    """Raise UnsupportedError where `detect_anomaly` looks for nan in gradients, which fails for DTensors."""
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and torch.is_grad_enabled():
         raise UnsupportedError(
             "detect_anomaly looks for nan in DTensors, which torch has no means for: give check_nan=False, or "
@@ -233,11 +238,14 @@ class _WithoutAdapters:
 
 
 class NoModuleError(UnsupportedError, AttributeError):
-    """What is around a module stands where a module is wanted."""
+    """A wrapper is used where an `nn.Module` is wanted: its `.module` is to be taken."""
 
 
 class AroundModule:
-    """What holds a module as `module` and is none itself: it says so where it is taken for one."""
+    """A wrapper with an `nn.Module` as `module`, which is none itself.
+
+    Attributes that an `nn.Module` would have raise NoModuleError, iteration UnsupportedError.
+    """
 
     _ddp_params_and_buffers_to_ignore = _WithoutDdp()
 
@@ -267,8 +275,8 @@ class CallInputs:
     """What a call of a parallelised module computes with beside its tokens.
 
     Attributes:
-        targets: per token the one that is to be foretold; None where logits are wanted.
-        named: arguments of the model's own forward pass that its code computes with, whole.
+        targets: per token the one that is to be predicted; None where logits are wanted.
+        named: by name, arguments of the model's own forward pass that its code computes with; tensors are whole.
         logits_to_keep: of how many last tokens there are logits; 0 for all.
         num_items: by what the sum of losses is divided; None for the number of tokens that have a target.
         with_logits: whether there are logits beside the loss.
@@ -282,13 +290,13 @@ class CallInputs:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors, which all ranks give alike, by name."""
+        """Return the tensors but for targets, by name; all ranks must give the same."""
         every = {**self.named, "num_items_in_batch": self.num_items}
         return {name: value for name, value in every.items() if isinstance(value, Tensor)}
 
     @property
     def facts(self) -> Facts:
-        """Return what else all ranks give alike."""
+        """Return what ranks must give alike beside values of tensors, for `CallFacts`."""
         cache = self.named.get("past_key_values")
         return (
             ("given", ", ".join(self.tensors)),
@@ -305,7 +313,7 @@ class ForwardArguments:
 
     Args:
         forward: the forward of its class.
-        has_shift: whether labels are shifted by one.
+        has_shift: whether labels are shifted by one to make targets.
     """
 
     def __init__(self, module: nn.Module, has_shift: bool) -> None:
@@ -316,12 +324,17 @@ class ForwardArguments:
     def inputs(
         self, tokens: Tensor | None, args: tuple[Any, ...], given: dict[str, Any], targets: Tensor | None
     ) -> CallInputs:
-        """Return what a call computes with. Raises MeshweaveError for what is not computed.
+        """Return what a call computes with.
 
         Args:
             tokens: the first argument.
             args, given: further arguments, by their places and by names.
-            targets: per token the one that is to be foretold.
+            targets: per token the one that is to be predicted; None to make them of labels. Where they are given
+                labels are ignored.
+
+        Raises:
+            LayoutError: tokens are no tensor, there are too many arguments, or one is of another form.
+            UnsupportedError: an argument would change the result, and is not computed.
         """
         if len(args) > len(self.names):
             raise LayoutError(f"forward takes tokens and {', '.join(self.names)}; {1 + len(args)} were given")
@@ -355,11 +368,14 @@ class ForwardArguments:
         return _ARGUMENTS.get(name, "forward does not take it")
 
     def takes(self, name: str, value: Any, tokens: Tensor) -> bool:
-        """Return whether a call computes with an argument. Raises MeshweaveError where it does, and not so."""
+        """Return whether a call computes with an argument: here with none.
+
+        Subclasses that take it raise MeshweaveError for a value that is not computed.
+        """
         return False
 
     def made(self, tokens: Tensor, targets: Tensor | None, taken: Mapping[str, Any]) -> CallInputs:
-        """Return what a call computes with, of targets and of arguments that it takes."""
+        """Return what a call computes with: targets, and the arguments `taken` that it takes, by name."""
         return CallInputs(targets, taken)
 
     def _changes_nothing(

@@ -57,7 +57,9 @@ def title_of(module: nn.Module) -> str:
 
 
 def why_unlikely(module: nn.Module) -> str:
-    """Return why a class of transformers is none of its causal language models; "" where it may be one."""
+    """Return why a class of transformers is none of its causal language models; "" where it may be one, and for
+    classes that are not of transformers.
+    """
     from transformers.models.auto import modeling_auto
 
     listed = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
@@ -73,7 +75,8 @@ def why_unlikely(module: nn.Module) -> str:
 def recognised(module: nn.Module) -> tuple[str, ModelMap]:
     """Return (title, map of modules) of a plain torch model in the style of GPT-2 or Llama, by its modules' names.
 
-    Raises UnsupportedError, naming what it lacks, for another model.
+    Raises UnsupportedError, naming what it lacks, for another model, and for one with a module of transformers
+    in a class that is not of transformers.
     """
     kind = type(module).__name__
     for name, child in module.named_modules():

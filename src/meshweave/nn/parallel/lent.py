@@ -28,7 +28,10 @@ class LentMemory:
         return self._lent is None or self._lent() is None
 
     def lend(self) -> Tensor:
-        """Return a tensor (elements,) on the memory, which is not free while it is used."""
+        """Return a tensor (elements,) on the memory, which is not free while it is alive.
+
+        Only the last one is watched: it is to be called where `is_free`.
+        """
         view = self._bytes.view()
         self._lent = weakref.ref(view)
         return torch.from_numpy(view).view(self._dtype)

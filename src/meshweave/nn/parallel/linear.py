@@ -44,13 +44,15 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         y = down(torch.relu(up(x)))  # x: this rank's part (batch, sequence, features) of the residual
 
     Args:
-        linear: the layer with its whole weight, equal on all ranks; on the meta device without memory.
+        linear: the layer with its whole weight, equal on all ranks; on the meta device for DTensors there.
         strategy: the name of a strategy, or one on its ranks.
-        device_mesh: a mesh with a dim for each of its axes.
+        device_mesh: a mesh with a dim for each axis of a strategy that is given by its name; else ignored.
         place: whether it takes the residual to inner features, or these back.
         units: what of the inner features is never divided, and how the weight has it.
         is_attention: whether it is next to attention, or in the feed-forward part.
         stored: how the weight is kept on the axes of the strategy, None as the strategy says.
+        config: chunks and slices of a strategy that is given by its name; else ignored.
+        name: that of the layer, for errors.
 
     Raises:
         LayoutError: the strategy or the sizes do not fit the mesh.
@@ -173,8 +175,8 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
 
         Args:
             x: this rank's shard of the operand.
-            batch: the sequences of all ranks; 0 where each rank has equally many.
-            sequence: the tokens of a sequence on all ranks; 0 where each rank has equally many.
+            batch: the sequences of all ranks; 0 where each rank has equally many sequences and tokens of each.
+            sequence: the tokens of a sequence on all ranks; ignored where `batch` is 0.
         """
         strategy, dims = self.layer_strategy, self.operand_dims
         if not batch:
@@ -203,7 +205,7 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
 
 
 class LinearGroup:
-    """Linear layers that share an operand, whose columns are dealt out together: one product for all of them."""
+    """Linear layers with one operand, whose inner features fall into equally many units: one product for all."""
 
     def __init__(self, linears: Sequence[ParallelLinear]) -> None:
         first = linears[0]
@@ -228,7 +230,10 @@ class LinearGroup:
         return weights, [part for linear, own in pairs for part in linear.biases(own)]
 
     def __call__(self, x: Tensor, batch: int, sequence: int) -> list[Tensor]:
-        """Return this rank's part of each result: one for each weight, of each part of a fused one."""
+        """Return this rank's shards of the results, one for each linear layer, or each part of a fused one.
+
+        Collective. `x` is this rank's shard of the operand; `batch` and `sequence` are those of all ranks.
+        """
         weights, biases = self._local_parameters()
         if self.is_local:
             pairs = zip(weights, self._beside(biases), strict=True)

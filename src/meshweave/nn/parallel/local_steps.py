@@ -39,10 +39,14 @@ _set_aside: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictiona
 
 
 def step_locally(optimizer: Optimizer, has_arguments: bool) -> None:
-    """Make the step that an optimizer is about to make on plain tensors, where that is the same: it makes none.
+    """Make an optimizer's step on plain tensors, just before its own, where that has the same result.
 
-    It is not where others look at the step too, it has a closure, or an optimizer's class is not tried. `restore`
-    comes after the step.
+    Its own step then finds no parameters, until `restore`. Nothing is done where there are other hooks on steps,
+    while a compiler traces, where gradients do not lie as their parameters do, and for optimizers of classes that
+    are not known to step alike on plain tensors.
+
+    Args:
+        has_arguments: whether the step is given any, such as a closure; then nothing is done either.
     """
     if has_arguments or torch.compiler.is_compiling() or compat.other_step_hooks(optimizer):
         return
@@ -57,7 +61,7 @@ def step_locally(optimizer: Optimizer, has_arguments: bool) -> None:
 
 
 def restore(optimizer: Optimizer) -> None:
-    """Give an optimizer back what `step_locally` has set aside."""
+    """Give an optimizer the parameters back that `step_locally` has set aside."""
     groups = _set_aside.pop(optimizer, None)
     if groups is not None:
         optimizer.param_groups = groups

@@ -24,6 +24,7 @@ IGNORED = -100
 
 
 SumBeside = Callable[[Tensor, Callable[[float], object]], Callable[[], None] | None]
+"""What `awaited_mean` takes as `begin`."""
 
 
 class VocabularyLoss:
@@ -33,8 +34,8 @@ class VocabularyLoss:
         words: the size of the vocabulary.
 
     Attributes:
-        sum_beside: begins to sum the terms () of all ranks in a message that carries something else as well, and
-            returns what waits until `take` has been given the sum; None where there is no such message now.
+        sum_beside: `begin` of `awaited_mean`, which sums losses over ranks in a message that carries something
+            else as well; None where they are always summed by themselves.
     """
 
     def __init__(self, words: int, strategy: LayerStrategy) -> None:
@@ -55,10 +56,10 @@ class VocabularyLoss:
         )
 
     def __call__(self, logits: Tensor, targets: Tensor, num_items: Tensor | float | None = None) -> Tensor:
-        """Return the mean loss, equal on all ranks; where it travels beside the backward pass an `AwaitedTensor`.
+        """Return the mean loss, equal on all ranks: an `AwaitedTensor` where `sum_beside` sums it.
 
         Args:
-            logits: (batch, sequence, words) of what this rank has.
+            logits: this rank's part of (batch, sequence, words).
             targets: (batch, sequence), all of them; `IGNORED` where there is no loss.
             num_items: by what the sum is divided; None for the number of tokens that have a loss.
         """
@@ -93,7 +94,10 @@ class VocabularyLoss:
         return losses.sum()
 
     def whole_logits(self, logits: Tensor, batch: int, sequence: int) -> Tensor:
-        """Return the logits (batch, sequence, words) of all tokens and words, on every rank."""
+        """Return the logits (batch, sequence, words) of all tokens and words on every rank, from this rank's part.
+
+        `batch` and `sequence` are those of the tokens that have logits, over all ranks. Collective.
+        """
         return _once(self.whole(logits, batch, sequence))
 
 

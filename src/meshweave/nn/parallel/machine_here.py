@@ -1,14 +1,13 @@
-"""The machine at hand as a cluster: what a step of a model should take is measured with as many ranks as will run.
+"""The machine at hand as a cluster, whose constants are measured with as many ranks as will train.
 
-All ranks compute at once, as they will in training, each a micro-batch of two sizes by itself. What a layer takes
-for so many rows is seconds to launch its kernels, and those of products and memory: two sizes tell both. Messages
-go through a bound program, with what its lanes cost, and between products, as those of a layer do: ranks that
-share cores are not at the same place then, and one that waits has to get a core again. A sum over P ranks takes
-launch + 2 (P - 1) latency seconds beside its bytes (Thakur et al., Optimization of Collective Communication
-Operations in MPICH, 2005; MeshSlice, ISCA '25, section 3.2.2): groups of two sizes tell both. They are taken of
-two narrow linear layers that ranks share, for what runs them adds to their sums. These are exchanges of two ranks,
-and rings of more, as those of most layers are (`lower_small_sums`). Gathers of weights in parts, and scatters of
-their gradients, are taken of two narrow layers as well.
+All ranks compute at once, as they will in training, each by itself, micro-batches of two sizes: these give the
+seconds to launch the kernels of a layer, and those for each row. Messages are timed as a layer sends them: by a
+bound program, between products. Ranks that share cores are then not at the same place, and one that has waited
+needs a core again. A sum over P ranks takes launch + 2 (P - 1) latency seconds beside its bytes (Thakur et al.,
+Optimization of Collective Communication Operations in MPICH, 2005; MeshSlice, ISCA '25, section 3.2.2): groups of
+two sizes give both. These are sums of two narrow linear layers that ranks share, with what running such a layer
+adds; two ranks exchange them, more use a ring, as most layers do (`lower_small_sums`). Gathers of weights in
+parts, and scatters of their gradients, are timed with two narrow layers as well.
 """
 
 from __future__ import annotations
@@ -76,19 +75,19 @@ class MeasuredStep:
     Attributes:
         compute_s: for each number of rows of a micro-batch, seconds of its forward and backward part on one rank.
         optimizer_s: of a step of AdamW on all parameters.
-        shared_s: for ranks of a group, seconds that sharing two narrow linear layers adds to a step of them, for
-            each of their two sums, between products, while all groups of so many ranks have theirs: groups of the
-            fewest ranks, from two on, that divide all of them, and all. Empty for one rank.
-        ring_s: for bytes, seconds that a sum over all ranks by a ring adds between products: of two sizes. Empty
-            for one rank.
-        gradients_s: of a sum of all gradients by one collective, as replicas sum them.
-        agreed_s: that a small sum over all ranks by one collective adds between products, as ranks compare what
-            they give a call.
+        shared_s: by size of a group of ranks, half the seconds that sharing two narrow linear layers adds to their
+            forward and backward part, which then has two sums; all groups run at once. The sizes are the smallest
+            divisor of all ranks from 2 on, and all ranks. Empty for one rank.
+        ring_s: by bytes, of two sizes, seconds that a sum over all ranks by a ring adds to products. Empty for one
+            rank.
+        gradients_s: of a sum of all gradients by one collective, as replicas sum them. 0 for one rank.
+        agreed_s: seconds that a sum of 4 KiB over all ranks by one collective adds to products, as ranks compare
+            what they give a call. 0 for one rank.
         num_parameters: all of the model, each of which is trained.
         num_ranks: all that measured together.
-        sharing: how many times as fast a rank computes while the others wait, for it gets their cores.
-        parts_s: seconds that a gather of a small weight of which all ranks have parts adds between products, or
-            the scatter of its gradient. 0 for one rank.
+        sharing: how many times as fast a rank computes while the others wait, as it gets their cores; 1 or more.
+        parts_s: seconds that a gather of a small weight of which all ranks have parts adds to products, or the
+            scatter of its gradient. 0 for one rank.
     """
 
     compute_s: Mapping[int, float]
@@ -225,9 +224,9 @@ def measured_problem(
 ) -> StepProblem:
     """Return the problem of a step on this machine, in fp32, whose predicted times are those measured.
 
-    On one rank `step_of` then takes what was measured. By data parallelism alone, with the larger rows that were
-    measured, it takes compute, optimizer and one sum of all gradients, or as near to that as sums can be hidden:
-    `overlap` of the stack is found so. With other rows of a rank nothing is hidden.
+    On one rank `step_of` then predicts what was measured. For data parallelism alone with the larger number of
+    rows that was measured, `overlap` of the stack is fitted, from 0 to 1, to compute, optimizer and one sum of all
+    gradients. With other rows of a rank `overlap` is 0.
 
     Args:
         model: whose parts were measured.
@@ -255,10 +254,10 @@ def step_here_s(
 ) -> float:
     """Estimate the seconds of a step on this machine, where ranks of a pipeline share the CPU cores.
 
-    While some ranks wait, the others compute `sharing` times as fast. The result is the larger of two bounds:
-    a step at equal shares of the cores less its bubble, and a whole step at the faster speed. Where ranks share
-    layers or weights, what they compare in a call and the mean loss are sums of their own; by data parallelism
-    alone they are one, that travels beside the backward pass.
+    While some ranks of a pipeline wait, the others compute `sharing` times as fast. The result is then the larger
+    of two bounds: a step at equal shares of the cores less its bubble, and a whole step at the faster speed. Two
+    small sums, of what ranks compare in a call and of the loss, are added; not for data parallelism alone without
+    ZeRO-3, where they are one that runs beside the backward pass.
 
     Args:
         problem: made by `measured_problem`.

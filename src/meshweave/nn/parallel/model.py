@@ -38,7 +38,10 @@ from meshweave.nn.parallel.uses import KeepsParameters, used_throughout
 
 
 class ParallelOutput(NamedTuple):
-    """What a parallelised module returns: the loss where there are targets, else logits on every rank."""
+    """What a parallelised module returns: the loss where there are targets, else whole logits; the other is None.
+
+    Both are equal on all ranks of the mesh.
+    """
 
     loss: Tensor | None
     logits: Tensor | None
@@ -55,7 +58,7 @@ class ParallelModel(AroundModule):
         report: what was replaced, and what was left.
         blocks: the layers.
         context: what `parallelize` was given, kept for as long as the model is.
-        trials: the plans that were tried, where the plan was "auto".
+        trials: the plans that were tried, where the plan was "auto"; else None.
     """
 
     def __init__(self, module: nn.Module, names: ModelMap, settings: ModelSettings) -> None:
@@ -160,7 +163,13 @@ class ParallelModel(AroundModule):
     def run_blocks(
         self, x: Tensor, batch: int, sequence: int, blocks: Iterable[nn.Module] | None = None
     ) -> Tensor:
-        """Return this rank's part of the residual after some layers, by default all."""
+        """Return this rank's part of the residual after some layers.
+
+        Args:
+            x: this rank's part of the residual before them.
+            batch, sequence: sequences, and tokens of each, of all ranks.
+            blocks: these layers, in order; None for all.
+        """
         rotary = None if self.rotary is None else self.rotary(x, sequence)
         self._activations.fill(x.device)
         # Of the module: a layer may have been wrapped since, to be computed again or compiled.
@@ -175,7 +184,7 @@ class ParallelModel(AroundModule):
         return x
 
     def local_logits(self, x: Tensor, batch: int, sequence: int) -> Tensor:
-        """Return this rank's part of the logits, of the residual after the last layer."""
+        """Return this rank's part of the logits, from its part x of the residual after the last layer."""
         self.throughout.reach(len(self.blocks))
         normal = self.norm(x, batch, sequence)
         if self.tied is not None:
@@ -192,20 +201,21 @@ class ParallelModel(AroundModule):
         return self.vocabulary(self.local_logits(x, *targets.shape), targets)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy over all tokens, equal on all ranks, to call `backward` of.
+        """Return the mean cross entropy over all tokens with a target, equal on all ranks, to call `backward` of.
 
-        Where its sum travels beside the backward pass it is an `AwaitedTensor`: what reads it waits, and raises
-        where ranks find that they differ.
+        A routed model of transformers that computes an auxiliary loss adds it. Where the sum over ranks runs
+        beside the backward pass, the loss is an `AwaitedTensor`: what reads it waits, and raises where ranks find
+        that they differ.
 
         Args:
             tokens: (batch, sequence), the same on every rank of the mesh.
-            targets: as tokens: for each the token that is to be foretold, or -100 for none.
+            targets: as tokens: for each the token that is to be predicted, or -100 for none.
         """
         loss: Tensor = self.module(tokens, targets=targets).loss
         return loss
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits (batch, sequence, vocabulary) on every rank."""
+        """Return the logits (batch, sequence, vocabulary) of tokens (batch, sequence), whole on every rank."""
         logits: Tensor = self.module(tokens).logits
         return logits
 
@@ -226,10 +236,15 @@ class ParallelModel(AroundModule):
 
         Args:
             input_ids: tokens (batch, sequence).
-            *args: as the module took them: labels, tokens of which each is foretold by those before it, for models
-                of transformers, else the same as targets. Others must change nothing.
+            *args: arguments after the tokens, in the order of the module's own forward. Labels become targets;
+                they are shifted by one where that shifts them. Other ones may be refused.
             **given: the same by name.
-            targets: per token the one that is to be foretold, or -100 for none.
+            targets: per token the one that is to be predicted, or -100 for none; labels are then ignored.
+
+        Raises:
+            LayoutError: ranks give other arguments, or tokens or arguments do not fit the model.
+            UnsupportedError: an argument would change the result, and is not computed.
+            RankLostError, DeadlineError, BindError: other ranks are missing, late, or in another call.
         """
         refused, inputs = None, CallInputs()
         try:
@@ -304,11 +319,11 @@ _OURS = (ParallelLinear, ParallelNorm, ParallelEmbedding, ParallelPositions)
 
 
 def is_compiled(layer: nn.Module) -> bool:
-    """Return whether a layer runs compiled, wrapped by torch or not: its parameters are opened before it."""
+    """Return whether a layer runs compiled, by `compile()` or in a wrapper, also inside a checkpoint wrapper."""
     layer = layer._modules.get("_checkpoint_wrapped_module", layer)
     return vars(layer).get("_compiled_call_impl") is not None or "_orig_mod" in layer._modules
 
 
 def dropout_of(module: nn.Module, path: str) -> float:
-    """Return the probability of a dropout module; 0 without one."""
+    """Return the probability of the dropout module at `path`; 0.0 for ""."""
     return float(module.get_submodule(path).p) if path else 0.0

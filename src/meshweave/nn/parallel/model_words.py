@@ -1,4 +1,4 @@
-"""What a rank says of a model and of where it runs, for `agreed`."""
+"""A rank's description of a model and of where it runs, as words that `agreed` compares."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def version_words() -> dict[str, str]:
 
 
 def setting_words() -> dict[str, str]:
-    """Return the settings of torch that change how a product rounds, as text by name."""
+    """Return the settings of torch that ranks must have alike, as text by name: most change how products round."""
     backends = torch.backends
     return {
         "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
@@ -56,7 +56,11 @@ def setting_words() -> dict[str, str]:
 
 
 def module_words(module: nn.Module) -> dict[str, str]:
-    """Return for each module its class and the numbers and strings among its attributes, as text, by name."""
+    """Return for each module its class and the numbers and strings among its attributes, as text, by name.
+
+    Attributes that may differ between ranks are left out: `training`, private ones, and those with "rank",
+    "device" or "path" in their names.
+    """
     words = {}
     for name, child in module.named_modules(remove_duplicate=False):
         kept = {
@@ -73,7 +77,10 @@ def module_words(module: nn.Module) -> dict[str, str]:
 
 
 def configuration_words(module: nn.Module) -> dict[str, str]:
-    """Return the configuration of a model of transformers, or what it has as `config`, as text by key."""
+    """Return the configuration of a model of transformers, or what it has as `config`, as text by key.
+
+    Private keys and those with "path" in them, which may differ between ranks, are left out.
+    """
     config = getattr(module, "config", None)
     to_dict = getattr(config, "to_dict", None)
     values = to_dict() if callable(to_dict) else getattr(config, "__dict__", {})
@@ -85,7 +92,9 @@ def configuration_words(module: nn.Module) -> dict[str, str]:
 
 
 def parameter_words(module: nn.Module) -> dict[str, str]:
-    """Return for each parameter and buffer its shape, dtype, device type and whether it is trained, as text."""
+    """Return for each parameter and buffer its shape, dtype, device type and placements, and for parameters
+    whether they are trained, as text by name.
+    """
     words = {name: _kind(tensor) for name, tensor in module.named_buffers(remove_duplicate=False)}
     for name, tensor in module.named_parameters(remove_duplicate=False):
         words[name] = f"{_kind(tensor)}, {'trained' if tensor.requires_grad else 'frozen'}"
@@ -115,7 +124,7 @@ def checksum_words(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def weight_words(module: nn.Module) -> dict[str, str]:
-    """Return the checksums of a model's parameters and buffers, by name, before they are distributed."""
+    """Return the checksums of a model's parameters and buffers, by name; DTensors are left out."""
     return checksum_words(_tensors(module))
 
 
@@ -128,7 +137,8 @@ def copy_words(subject: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str,
     """Return checksums of the local shards of DTensors, by subject and name, such that ranks with copies
     share subjects.
 
-    `agree` compares ranks under each subject that they share, so it compares copies of a shard.
+    `agree` compares ranks under each subject that they share, so it compares copies of a shard. Plain tensors, and
+    DTensors without copies, are left out.
     """
     parts: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors:

@@ -1,4 +1,4 @@
-"""A torch op that moves a tensor from one layout to another, forward and for its gradient."""
+"""A torch op that moves a tensor from one layout to another, and its gradient by another move."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PlacedMove:
     Attributes:
         sides: those of the tensor, after batch and sequence where it `has_tokens`.
         before, after: how it lies; before it may be terms of a sum.
-        op: how terms are combined.
+        op: how terms are combined: "sum" or "max".
     """
 
     strategy: LayerStrategy
@@ -141,8 +141,8 @@ class Mover:
     """A move of activations, and one of their gradients.
 
     Args:
-        there: the move; of one that moves nothing only the gradient is moved.
-        back: the move of the gradient, None where it stays as it is.
+        there: the move of x. Where it moves nothing, calls return x itself, and `back` is ignored.
+        back: the move of the gradient; None where the gradient stays as it arrives.
     """
 
     def __init__(self, there: PlacedMove, back: PlacedMove | None = None) -> None:
@@ -151,7 +151,10 @@ class Mover:
         self.reverse = number_of(back) if back is not None and back.is_needed else -1
 
     def __call__(self, x: Tensor, batch: int, sequence: int) -> Tensor:
-        """Return this rank's part after the move; all ranks call it."""
+        """Return this rank's part of x after the move; all ranks call it.
+
+        `batch` and `sequence` are those of all ranks, ignored by a move without tokens.
+        """
         if not self.is_needed:
             return x
         run = block_move if torch.compiler.is_compiling() else _EagerMove.apply
@@ -171,7 +174,7 @@ class GradientSum:
         self.shape = back.strategy.local_shape(back.sides, back.before)
 
     def __call__(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return tensors as they are, whose gradients are moved."""
+        """Return tensors equal to `values`, whose gradients are moved together; `values` if no move is needed."""
         if self.number < 0:
             return values
         moved: tuple[Tensor, ...] = _MovedGradients.apply(self.number, self.shape, *values)

@@ -42,12 +42,14 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
     Args:
         norm: an `nn.LayerNorm`, an `nn.RMSNorm`, or a norm that computes what that does with an epsilon and its
             `weight`, which is tried where it has memory. It stays as it is.
+        name: that of the norm, for errors.
         dims: how rows lie; None as the residual does.
         side: the features; None for those of the residual.
         kind: what it computes, where that was tried before; None to try it.
 
     Raises:
         UnsupportedError: it is no such norm.
+        LayoutError: ranks cannot share its weight evenly.
     """
 
     def __init__(

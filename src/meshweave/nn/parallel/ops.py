@@ -1,7 +1,7 @@
 """Torch ops that run the programs of sites: opaque to `torch.compile`, differentiable, with fake kernels.
 
-An op gets the number of what it runs, for its arguments are tensors and numbers. Weights come as torch has them,
-(features out, features in); several that share an operand come as a list, whose columns are dealt out together.
+Arguments of ops are tensors and numbers, so what an op runs is given by its `number_of`. Weights come as torch has
+them, (features out, features in); several that share an operand come as a list, and are one product.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SiteProduct:
     """A product at its site, by a strategy, with weights that lie side by side.
 
     Attributes:
-        widths: the columns of each weight in a unit of inner features; of one weight alone all of them.
+        widths: how many of the columns of a unit of inner features are those of each weight.
     """
 
     site: ProductSite
@@ -143,7 +143,7 @@ def block_product_back(
 
     Args:
         arriving: the gradients of the products.
-        kept: what `block_product` returned after the products.
+        kept: what `block_product` returned after the products; the others are its arguments.
     """
     return _multiply_back(arriving, x, weights, kept, number, batch, sequence)
 
@@ -236,7 +236,7 @@ class _EagerProduct(torch.autograd.Function):  # type: ignore[misc]
 
 
 def multiply(x: Tensor, weights: Sequence[Tensor], number: int, batch: int, sequence: int) -> list[Tensor]:
-    """Return this rank's shards of products of x with weights, differentiably; arguments as for
+    """Return this rank's shards of the products of x with weights alone, differentiably; arguments as for
     `block_product`.
     """
     if torch.compiler.is_compiling():

@@ -1,7 +1,7 @@
-"""Optimizers of parallelised models: ranks compare them, and what they are about to add, at their first step.
+"""Optimizers of parallelised models: ranks compare their settings, and the gradients, at their first step.
 
 A hook of torch's on the steps of all optimizers finds those that hold parameters of a model here. One that was
-made before `parallelize` holds parameters that the model no longer has, and would train nothing.
+made before `parallelize` holds parameters that the model no longer has, and would train nothing: it is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,15 @@ _probes: weakref.WeakKeyDictionary[StepAgreement, GradientProbe] = weakref.WeakK
 
 
 def watch_optimizers(agreement: StepAgreement, replaced: Mapping[str, nn.Parameter]) -> None:
-    """Look at the steps of optimizers that hold parameters of a model, or those that were `replaced` in it."""
+    """Check from now on the steps of optimizers that hold parameters of a model.
+
+    At its first step ranks compare an optimizer. One that holds parameters that the model no longer has is refused
+    with LayoutError.
+
+    Args:
+        agreement: that of the model.
+        replaced: the parameters that the model had before `parallelize`, by name.
+    """
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
@@ -102,7 +110,7 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
 
 
 def option_words(optimizer: Optimizer) -> dict[str, str]:
-    """Return the settings of an optimizer's groups, by name, and of which rank its state is."""
+    """Return the settings of an optimizer's groups, and which rank's part its state is, as text by name."""
     words = {"its state": _whose_state(optimizer)}
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -128,9 +136,9 @@ def _whose_state(optimizer: Optimizer) -> str:
 
 
 class GradientProbe:
-    """How much gradients are scaled between the end of a backward pass and the step of an optimizer.
+    """The factor by which gradients are scaled between the end of a backward pass and the first optimizer step.
 
-    It keeps some elements of a gradient as backward leaves them, until the first step.
+    It keeps some elements of one gradient as each backward pass leaves them, until `compare`.
     """
 
     _COUNT = 64
@@ -154,9 +162,10 @@ class GradientProbe:
             self._before = self._own(parameter.grad).to(torch.float64, copy=True)
 
     def compare(self, agreement: StepAgreement) -> None:
-        """Raise LayoutError, on all ranks, where some scale gradients as a whole by other factors.
+        """Raise LayoutError, on all ranks, where some scale gradients as a whole by other factors. Collective.
 
-        Factors that differ within a gradient, as of clipping by value, say nothing.
+        A rank whose factors differ within the gradient, as after clipping by value, is left out. It is for one
+        call: gradients are not watched any more after it.
         """
         for hook in self._hooks:
             hook.remove()

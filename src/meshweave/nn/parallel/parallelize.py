@@ -1,4 +1,4 @@
-"""`meshweave.parallelize`: a plan put into a model, which is compared with what it was, before it is trained."""
+"""`meshweave.parallelize`: a plan put into a model, after a proof that its layers compute what they did before."""
 
 from __future__ import annotations
 
@@ -60,15 +60,16 @@ def parallelize(
     Args:
         module: the model.
         plan: the name of a strategy ("megatron_sp", "atp", "meshslice_block", ...), which takes its sizes from
-            `device_mesh`; a `Parallelism`, a `Step`, what `meshweave.plan` returned, or the path of a plan file;
-            or "auto", with `trials`, for the fastest of some that are tried.
+            `device_mesh`, or from its name ("megatron:4", "atp:2x2"); a `Parallelism`, a `Step`, what
+            `meshweave.plan` returned, or the path of a plan file; or "auto", with `trials`, for the fastest of
+            some that are tried.
         device_mesh: a mesh with a dim for each axis of the strategy: one for "megatron" and "zero3", two for "atp"
             and "summa_block", three for "25d_block". None makes one of all ranks, on the
             model's kind of device, for a plan with sizes.
         mapping: which modules of a model of plain torch are which, where they are not recognised.
         config: chunks of the batch and slices of 2D products; None as the plan says.
-        overlap: communication runs beside the product that it belongs to, and nothing else. "sites" accepts that
-            for a plan that was priced with overlap "layers", and counts on it.
+        overlap: "sites" takes a plan that counts on overlap "layers" all the same. Here communication runs beside
+            the product that it belongs to, and nothing else; None refuses a plan that counts on more.
         check: prove first that layers compute what the model's own forward pass does, as `prove` does, on copies
             with few layers and words; False trains it unproved, and says so in the log.
         context: deadline and liveness of every wait for other ranks, here and in the layers; default: that of the
@@ -77,18 +78,21 @@ def parallelize(
             are an error.
         debug_every: forward calls between two in which ranks compare all that they must have alike, copies of
             weights and modes of modules among it, as they do in the first; 0 for the first alone.
-        trials: what plan "auto" tries, on copies of the model; the table of it is `trials` of the result.
+        trials: what plan "auto" tries, on copies of the model; the table of it is `trials` of the result. Ignored
+            with another plan.
 
     Returns:
         The model, to train: see `ParallelModel`.
 
     Raises:
-        UnsupportedError: the model is none that is known, or has parameters that would not take part.
+        UnsupportedError: the model is none that is known, has parameters that would not take part, or hooks,
+            wrappers or gradients that would be lost; or there is no such strategy.
         LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan; or ranks give
             other models, arguments, versions or settings: on all of them, before anything is replaced.
-        PlanError: the plan counts on overlap that is not obtained here.
+        PlanError: the plan counts on overlap that is not obtained here, or no plan of `trials` could be run.
+        DescriptionError: a plan file is wrong.
         ProofError: the model is not what it was taken for; it is as it was.
-        RankLostError, DeadlineError: other ranks are missing or late.
+        RankLostError, DeadlineError, BindError: other ranks are missing, late, or in another call.
     """
     if not isinstance(module, nn.Module):
         raise LayoutError(

@@ -23,14 +23,14 @@ class GatheredBucket:
     """A bucket that was gathered, whose memory can be given back and be filled again.
 
     Attributes:
-        own: what this rank keeps.
+        own: what this rank keeps of each parameter.
     """
 
     bucket: ParameterBucket
     own: tuple[Tensor, ...]
 
     def fill_again(self, flat: Tensor) -> None:
-        """Gather it again where its memory was given back."""
+        """Gather it again into `flat`, its memory, if that was given back; all ranks call it."""
         storage = flat.untyped_storage()
         if not storage.size():
             storage.resize_(flat.numel() * flat.element_size())
@@ -66,7 +66,7 @@ class OwnParts(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the arguments; None for what has none."""
+        """Return the gradients that are left to autograd, once all sums have ended; see `put_gradients`."""
         if ctx.last is not None:
             first = len(grads) - len(ctx.shapes)
             needs = ctx.needs_input_grad[2 + first :]
@@ -116,7 +116,7 @@ class UsedTogether(torch.autograd.Function):  # type: ignore[misc]
         sums: Sums,
         *own: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return the result, and keep what gradients need."""
+        """Return the parameters as they are used; what is gathered is appended to `gathered`."""
         ctx.set_materialize_grads(False)
         ctx.bucket, ctx.sums, ctx.shapes = bucket, sums, [each.shape for each in own]
         frozen = [not each.requires_grad for each in own]
@@ -138,7 +138,7 @@ class UsedTogether(torch.autograd.Function):  # type: ignore[misc]
 
 
 class GatherAgain(torch.autograd.Function):  # type: ignore[misc]
-    """The results of what uses gathered parameters as they are; their backward part has these again."""
+    """The identity, for results of code that uses gathered parameters; its backward part gathers these again."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Plans for the machine at hand: those that the planner takes for fastest, with constants measured first."""
+"""Plans for the machine at hand: those that the planner ranks first, with constants that are measured before."""
 
 from __future__ import annotations
 
@@ -40,16 +40,18 @@ def plans_here(
 ) -> list[tuple[Parallelism, float]]:
     """Return plans for a model on all ranks, each with its predicted seconds; all ranks of the world call it.
 
-    Data parallelism and ZeRO-3 are among them, and the fastest in which ranks share layers. The list is empty if
-    the sizes of the model are not known, it is not in fp32 on CPUs, or not all of it is trained; the log says why.
+    First come data parallelism and ZeRO-3, where the batch is a multiple of the ranks, then the fastest in which
+    ranks share layers, `NUM_PLANNED` at most. The list is empty if the sizes of the model are not known, it is not
+    in fp32 on CPUs, not all of it is trained, or a rank refuses to run it; the log says why.
 
     Args:
         tokens, targets: a batch as `ParallelModel.step` takes it.
-        make: puts a plan into a module, by a mesh, and returns its `ParallelModel`.
-        free_bytes: of memory that a rank has, alike on all of them.
+        make: called as `make(module, plan, device_mesh, check=False)`, returns the module's `ParallelModel`.
+        free_bytes: the memory that a rank has free; the same number on all.
 
     Raises:
-        BindError, RankLostError, DeadlineError: as `measure_step`.
+        RankLostError, DeadlineError: other ranks are missing or late.
+        BindError: another rank is in another call.
     """
     among = AllRanks.of(context)
     model = _agreed(among, lambda: _described(module, tokens))

@@ -56,14 +56,18 @@ def resolve(
 ) -> ResolvedPlan:
     """Return the strategy that a plan stands for, on a device mesh, or on all ranks where there is none.
 
+    Warns where a plan file was made for another catalog, or where less or other than the plan is run.
+
     Args:
-        config: chunks and slices; None as the plan says.
-        overlap: "sites" where the overlap of sites alone is accepted, whatever the plan counts on.
+        config: chunks and slices; None for those of the plan, or the default ones.
+        overlap: "sites" to accept a plan that counts on more overlap than that of single products; None to refuse
+            it.
         context: that programs run in; None for the default one.
         device: the type of device of the mesh that is made where there is none.
 
     Raises:
-        UnsupportedError: there is no such strategy.
+        UnsupportedError: there is no such strategy, or the plan has pipeline ranks and no mesh, or shards weights
+            in groups of replicas.
         LayoutError: the plan does not fit the mesh, or neither mesh nor sizes are given.
         PlanError: the plan counts on overlap that is not obtained.
         DescriptionError: a plan file is wrong.
@@ -92,9 +96,9 @@ def resolve(
 
 
 def device_type_of(module: nn.Module) -> str:
-    """Return the type of device on which a model trains: that of its parameters.
+    """Return the type of device on which a model trains: that of its first parameter.
 
-    For one on the meta device "cuda" where ranks communicate by NCCL, else "cpu".
+    For one on the meta device, or without parameters, "cuda" where ranks communicate by NCCL, else "cpu".
     """
     own = next((parameter.device.type for parameter in module.parameters()), "meta")
     if own != "meta":

@@ -45,10 +45,11 @@ def bound_program(
     All ranks of the strategy's mesh call it together.
 
     Args:
+        key: stands for the program in the cache.
         program: makes the program, where it is not bound yet.
-        calls: the functions of its calls.
+        calls: by name, the functions that its `Call` ops run; None for none.
         meets: as for `bind`.
-        memory: makes tensors of its buffers; None where `bind` allocates all.
+        memory: returns tensors for some of a program's buffers, by name; None where `bind` allocates all.
     """
     context, ranks = strategy.context(device), strategy.mesh.ranks
     cached = context.programs.get(ranks, key)
@@ -69,7 +70,7 @@ def on_device(program: Program, device: torch.device) -> Program:
 
 @dataclass(frozen=True, eq=False)
 class ProductPrograms:
-    """The programs of a product for so many tokens."""
+    """The programs of a product for `batch` sequences of `sequence` tokens, over all ranks."""
 
     site: ProductSite
     strategy: LayerStrategy
@@ -79,9 +80,9 @@ class ProductPrograms:
 
     @property
     def parts(self) -> BlockParts:
-        """Return the forward and the backward program; weights are stored as torch's, columns outermost in memory.
+        """Return the forward and the backward program, with weights (in, out) in memory as torch's (out, in).
 
-        A few are cached, so a use may write them anew. Programs bound to tensors are kept by the context.
+        `PARTS_KEPT` are cached; others are written anew. Programs bound to tensors are kept by the context.
         """
         return _product_parts(self)
 
@@ -186,8 +187,8 @@ class SizedMove:
         """Return the program bound to memory of its own, which the caller alone keeps. Collective.
 
         Args:
-            twin: the program that `bound` returns, of which a rank may run either in each call; None for no
-                such link.
+            twin: the program that `bound` returns: in each call a rank may run either, whichever others run. None
+                for a program by itself.
         """
         made = self._written(device)
         memory = self._memory(device, made) if self._is_in_place else {}

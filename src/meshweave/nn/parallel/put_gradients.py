@@ -20,14 +20,14 @@ from meshweave.execute.torch import compat, compat_gradients
 def put_gradients(
     parameters: Sequence[DTensor], grads: Sequence[Tensor | None], edges: Sequence[tuple[Any, int]]
 ) -> list[Tensor | None]:
-    """Give parameters their gradients in a backward pass.
+    """Set or add to `.grad` of parameters in a backward pass, where autograd would do nothing else.
 
     Returns for each parameter the gradient that is left to autograd, None where it was put or where there is none.
-    Left is what somebody else may see first, by a hook, a node or `torch.autograd.grad`, and all on CUDA, where
-    autograd's nodes order streams.
+    Left are those that a hook, a node or `torch.autograd.grad` may read, and all on CUDA, where autograd's nodes
+    order streams.
 
     Args:
-        grads: those of this rank's parts; None where there is none. They belong to nobody else.
+        grads: those of this rank's parts, which no other code has; None where there is none.
         edges: from the node whose backward part this is to those of the parameters, as `next_functions` has them.
     """
     left: list[Tensor | None] = [None] * len(parameters)

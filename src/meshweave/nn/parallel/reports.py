@@ -14,7 +14,7 @@ class ModelSettings:
     Attributes:
         title: what it is taken for.
         recompute: whether layers are computed again for gradients.
-        proved: what was proved of it, for its report.
+        proved: a phrase on what was proved of it, for its report.
         debug_every: as of `parallelize`.
     """
 
@@ -34,12 +34,12 @@ class ParallelReport:
     """What `parallelize` has replaced in a model, and what it has left.
 
     Attributes:
-        model: what the model was recognised as.
-        strategy: the name of the strategy, and its mesh.
-        replaced: the names of modules with what stands there now.
-        left: the names of modules that were left, each with the reason.
-        overlap: what communication runs beside.
-        proved: what was compared with the model's own forward pass.
+        model: what the model was recognised as, such as "GPT-2", or its class and the version of transformers.
+        strategy: the name of the strategy, and its mesh, as a phrase.
+        replaced: (name of a module, class of what stands there now).
+        left: (name, reason) of what was left: modules, or in models of transformers parameters.
+        overlap: text for printing: what communication runs beside.
+        proved: text for printing: what was compared with the model's own forward pass, or that nothing was.
     """
 
     model: str

@@ -28,9 +28,13 @@ from meshweave.nn.products import DTYPES
 
 @dataclass(frozen=True)
 class PlacedRing:
-    """Ring attention by a strategy: groups of `per_group` heads of queries that share one of keys and values.
+    """Ring attention by a strategy: `groups` of `per_group` heads of queries that share one of keys and values.
 
-    Scores are divided by the root of `width`.
+    Scores are divided by the root of `width`, the features of a head.
+
+    Attributes:
+        groups: those of all ranks together.
+        window: how many keys a query attends to, itself included; None for all before it.
     """
 
     strategy: LayerStrategy
@@ -81,7 +85,7 @@ class SizedRing:
     def bound(self, is_backward: bool, device: torch.device) -> BoundProgram:
         """Return the forward or the backward program, bound on this rank with the positions of all tokens.
 
-        Collective at first.
+        Collective at its first use.
         """
 
         def written() -> Program:
@@ -113,7 +117,7 @@ def _sized(number: int, batch: int, sequence: int, dtype: torch.dtype) -> SizedR
 
 @torch.library.custom_op("meshweave::ring_attention", mutates_args=())  # type: ignore[untyped-decorator]
 def ring_attention(qkv: Tensor, number: int, batch: int, sequence: int) -> list[Tensor]:
-    """Return [attention of this rank's heads, logarithms of the softmax sums]. Collective.
+    """Return [attention of this rank's tokens, logarithms of the softmax sums of scores]. Collective.
 
     Args:
         qkv: this rank's shard (batch, sequence, features): of each group its queries, key and value.

@@ -14,14 +14,13 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 
 
 class UnfilledBuffers:
-    """Buffers without values, of modules that were made on the meta device: no checkpoint holds them.
+    """Buffers of modules that were made on the meta device, which no checkpoint gives values.
 
-    Who has it calls `fill` before the first forward pass: a new module of the same class and `config` computes
-    them.
+    `fill`, before the first forward pass, takes them from a new module of the same class and `config`.
 
     Args:
         paths: the names of the modules in the model.
-        known: buffers by the names of module and buffer, for modules whose class does not compute them by itself.
+        known: values by (name of module, name of buffer), for classes that cannot be made of a `config` alone.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class UnfilledBuffers:
         }
 
     def fill(self, device: torch.device) -> None:
-        """Compute the buffers anew that got memory on `device` and no values, or have no memory yet.
+        """Compute the buffers on `device` that have no memory, or memory and no values. Later calls do nothing.
 
         Raises UnsupportedError, naming one, where it cannot be computed.
         """
@@ -72,9 +71,10 @@ def _anew(module: nn.Module, device: torch.device) -> nn.Module | None:
 
 
 class Rotary:
-    """The rotary module of a model, called with (x, positions), whose rows each rank takes its part of.
+    """The rotary module of a model, called with (x, positions) for all positions; each rank takes its rows.
 
     Args:
+        model: the model, or a part of it with the module.
         path: the name of the module in the model.
         width: features of a head.
 

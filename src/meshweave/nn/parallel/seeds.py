@@ -14,7 +14,9 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 
 
 def keep_generators(device: str) -> AbstractContextManager[Any]:
-    """Return a context that ends with torch's generators as they were, of the host and the device in use."""
+    """Return a context manager that restores torch's generators at its end: the host's, and that of the device in
+    use of type `device`.
+    """
     kept: AbstractContextManager[Any] = torch.random.fork_rng(
         _current(device), device_type="cuda" if device == "cpu" else device
     )
@@ -22,9 +24,9 @@ def keep_generators(device: str) -> AbstractContextManager[Any]:
 
 
 def share_generators(strategy: LayerStrategy) -> None:
-    """Give all ranks of the mesh the state of torch's default generators on the first: dropout must be alike.
+    """Set torch's default generators on all ranks of the mesh to their state on the first, for equal dropout.
 
-    On the first rank they stay as they are. Collective.
+    These are the host's, and that of the device in use. Collective.
     """
     if strategy.is_alone:
         return

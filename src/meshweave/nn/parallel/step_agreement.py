@@ -59,12 +59,12 @@ class StepAgreement:
 
     Args:
         module: the model, parallelised.
-        settings: of which `debug_every` is the calls between two that compare all that the first one does; 0 for
-            the first alone.
+        settings: each `debug_every`-th call compares all that the first one does; 0 for the first alone.
+        limits: which tokens and targets the model takes.
         draws: whether ranks must have torch's generator in the same state where the model trains.
 
     Attributes:
-        number: tells the model from others of the same ranks; equal on all of them.
+        number: distinguishes the model from others of the same ranks; equal on all of them.
     """
 
     def __init__(self, module: nn.Module, settings: ModelSettings, limits: TokenLimits, draws: bool) -> None:
@@ -75,7 +75,7 @@ class StepAgreement:
         self._joint: JointMessage | None = None
 
     def context(self, device: torch.device) -> TorchContext:
-        """Return the context that ranks talk in."""
+        """Return the context in which the ranks of the strategy communicate for tensors on `device`."""
         return self.strategy.context(device)
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
@@ -90,19 +90,21 @@ class StepAgreement:
     def beside(
         self, tokens: Tensor | None, inputs: CallInputs, refused: MeshweaveError | None = None
     ) -> Iterator[None]:
-        """Make sure that all ranks give a call the same, and what the model takes; all ranks run the call inside.
+        """Compare what ranks give a call, and check it against the model's limits; the call runs in the block.
 
-        What ranks say of themselves travels beside the call, and is compared before anything else of it travels: a
-        rank waits for the others where the call has it wait anyway. The first call and each `debug_every`-th wait.
-        Where nothing travels before the loss it goes with the loss, and errors come where the loss is read, in the
-        backward pass, or by the next call.
+        Collective. The numbers of ranks are sent beside the call, and compared before it communicates otherwise: a
+        rank waits for the others where the call has it wait anyway. The first call and each `debug_every`-th wait
+        at once. Where the call communicates nothing before its loss, the number is sent with the loss; errors then
+        come where the loss is read, in the backward pass, or in the next call.
 
         Args:
+            tokens: all of them, as the call is given them; None where it is given no tensor.
             inputs: what it is given beside tokens.
-            refused: why this rank does not take its arguments: raised where all ranks refuse for that reason.
+            refused: why this rank refuses its arguments; None if it takes them.
 
         Raises:
-            LayoutError: they do not, or there are tokens that the model has no words for: on all ranks.
+            LayoutError: ranks differ, or tokens or targets do not fit the model: on all ranks.
+            MeshweaveError: `refused` itself, where all ranks refuse for that reason.
             RankLostError, DeadlineError, BindError: other ranks are missing, late, or in another call.
         """
         self.progress.calls += 1
@@ -168,8 +170,9 @@ class StepAgreement:
     def sum_beside(self, term: Tensor, take: Callable[[float], object]) -> Callable[[], None] | None:
         """Begin to sum the terms () of all ranks, in one message with what the running call compares.
 
-        Returns what waits until `take` has been given the sum; the next call of these ranks waits for it too. None
-        where what is compared was sent before, or nothing is: the terms are to be summed by themselves.
+        Returns a function that waits until `take` has been given the sum; the next call of these ranks waits for
+        it, too. Returns None where the number of the call was sent already, or none is compared: the caller then
+        sums the terms itself.
         """
         joint = self._joint
         return None if joint is None or not joint.is_unsent else joint.begin(float(term.detach()), take)
@@ -194,7 +197,10 @@ class StepAgreement:
         return answer
 
     def reduced(self, order: CallOrder, values: Tensor, op: Any) -> Callable[[], None]:
-        """Begin to reduce values over ranks, in place, as a call of its own; return what waits for it."""
+        """Begin an all-reduce of `values` over the ranks, in place; return what waits for it.
+
+        `order` counts it as a call of its own; `op` is torch's, such as `ReduceOp.SUM`.
+        """
         ranks = self.strategy.mesh.ranks
         context, sequence = self.context(values.device), order.sequence(ranks)
         group = context.group_of(ranks)
@@ -249,7 +255,7 @@ class StepAgreement:
         return first is not None and first.grad is not None
 
     def compare(self, words: Words, what: str = _WHAT) -> None:
-        """Raise LayoutError, on all ranks, where they differ; all call it."""
+        """Raise LayoutError, on all ranks, where their words differ; all call it. See `agree`."""
         device = torch.device(self.strategy.device_mesh.device_type)
         agree(self.context(device), self.strategy.mesh.ranks, words, what)
 
@@ -261,9 +267,9 @@ class JointMessage:
     term, and some bits of what is compared. Where these are alike, their sum is that of this rank times the ranks;
     where not, each rank sees another one, but for chances of one in 2^40.
 
-    It is sent by itself, without a term, where another call comes first, or the call ends without a loss: the
-    lowest bit then differs from that of ranks with a term. Where it was sent with a term, the next call waits for
-    it, as the backward pass does before gradients travel, or who looks at the sum.
+    It is sent without a term where another call comes first, or the call ends without a loss; its lowest bit then
+    differs from that of ranks with a term. Where it was sent with a term, it is waited for where the sum is read,
+    in the backward pass before gradients are sent, or by the next call.
 
     Args:
         number: stands for what is compared; lower bits of it are sent.
@@ -284,7 +290,7 @@ class JointMessage:
 
     @property
     def is_unsent(self) -> bool:
-        """Return whether it has not been sent, and is what the next call begins with."""
+        """Return whether it is yet to be sent: with a loss, or else before the next call."""
         return self._order.open is self._unsent
 
     def _finish(self) -> None:
@@ -292,9 +298,10 @@ class JointMessage:
         self.begin(None, lambda _: None)()
 
     def begin(self, term: float | None, take: Callable[[float], object]) -> Callable[[], None]:
-        """Send it with the term of this rank, or none; return what waits, compares, and gives `take` the sum.
+        """Send it with the term of this rank, or None for no loss; return what waits, compares, and calls `take`.
 
-        What is returned raises BindError where other ranks have ended the call without a loss.
+        `take` gets the sum of the terms. What is returned raises LayoutError where ranks differ, and BindError
+        where other ranks have ended the call without a loss.
         """
         self._order.open = None
         number = self._number ^ int(term is None)

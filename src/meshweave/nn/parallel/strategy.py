@@ -33,7 +33,7 @@ class LayerStrategy:
         mesh: the ranks in the axes of the strategy; of those that a device mesh lacks there is one rank each.
         config: chunks and slices of products.
         device_mesh: where parameters lie.
-        rank: this process.
+        rank: the global rank of this process.
         context_number: that of the context that programs run in (`TorchContext.number`), which whoever runs the
             model keeps; negative for the default one of a device.
     """
@@ -58,9 +58,13 @@ class LayerStrategy:
     ) -> LayerStrategy:
         """Return a strategy on a device mesh with a dim for each of its axes.
 
+        The dim of an idle last axis, or the second of two, may be missing.
+
         Args:
             name: of the strategy.
-            entry: the strategy itself, for one that is not in the table.
+            config: chunks and slices of products; None for the default.
+            entry: the strategy itself, for one that is not in the table; `name` is then ignored.
+            context: that programs run in; None for the default one of a device.
             experts: what each axis does for experts; see `Roles`.
 
         Raises:
@@ -152,12 +156,12 @@ _KNOWN: dict[Any, LayerStrategy] = {}
 def device_mesh_for(
     entry: BlockAlgorithm, sizes: tuple[int, ...], device_type: str, strides: tuple[int, ...] | None = None
 ) -> DeviceMesh:
-    """Return a device mesh of all ranks for a strategy: of one dim "tp", or of "row" and "col".
+    """Return a device mesh of all ranks for a strategy, with one dim "tp", or with the last of the names `AXES`.
 
     Args:
-        strides: how many ranks lie between neighbours along each dim; None where the last dim is innermost.
+        strides: the difference of ranks of neighbours along each dim; None where the last dim is innermost.
 
-    Raises LayoutError where the sizes are not those of the world.
+    Raises LayoutError where the product of the sizes is not the number of ranks of the world.
     """
     world = dist.get_world_size()
     if math.prod(sizes) != world:

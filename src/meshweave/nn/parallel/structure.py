@@ -20,9 +20,9 @@ class LayerMap:
         attention_norm, feed_forward_norm: norms before each half.
         query, key, value: three linear layers, or all in `fused`, side by side in this order.
         out: the linear layer after attention.
-        gate: the linear layer whose activation multiplies that of `up`; "" without a gate.
+        gate: the linear layer whose result, after the activation, multiplies that of `up`; "" without a gate.
         up, down: the linear layers of the feed-forward half.
-        activation: the module of the activation function.
+        activation: the module of the activation function, after `gate`, or after `up` without one.
     """
 
     attention_norm: str
@@ -125,7 +125,10 @@ def check_modules(module: nn.Module, names: ModelMap) -> None:
 
 
 def check_linear(linear: nn.Module, name: str) -> None:
-    """Raise UnsupportedError where a module is no plain `nn.Linear`; `name` is its name."""
+    """Raise UnsupportedError where a module is no `nn.Linear` with the forward pass of that class.
+
+    `name` is the module's, for errors.
+    """
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
         raise UnsupportedError(
             f"{name}: {type(linear).__name__} is no linear layer that is known; give an nn.Linear"
@@ -143,7 +146,7 @@ def _check_embedding(embedding: nn.Module, name: str) -> None:
 def heads_of(module: nn.Module, number: int, model_map: ModelMap) -> Heads:
     """Return the sizes of attention in layer `number`, from its module and the configuration of the model.
 
-    Raises LayoutError where they are not given, UnsupportedError where attention is not causal.
+    Raises LayoutError where neither says how many heads there are, UnsupportedError where attention is not causal.
     """
     names, layer = model_map.layer, module.get_submodule(f"{model_map.layers}.{number}")
     attention = layer.get_submodule(names.out.rpartition(".")[0])
@@ -172,7 +175,13 @@ def heads_of(module: nn.Module, number: int, model_map: ModelMap) -> Heads:
 
 
 def check_heads(layer: nn.Module, names: LayerMap, heads: Heads, where: str) -> None:
-    """Raise LayoutError where the linear layers of attention do not have the features that its heads need."""
+    """Check that the linear layers of a layer fit its heads, and each other.
+
+    Raises:
+        LayoutError: a linear layer of attention does not have the features that the heads need.
+        UnsupportedError: heads of keys do not divide those of queries, or are fewer in a fused layer; or of linear
+            layers with one operand only some have a bias.
+    """
     of_queries, of_keys = heads.queries * heads.width, heads.keys * heads.width
     if names.fused:
         wanted = [(names.fused, 0, of_queries + 2 * of_keys)]

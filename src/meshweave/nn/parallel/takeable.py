@@ -24,9 +24,10 @@ _WRAPPERS = {
 
 
 def check_unaltered(module: nn.Module) -> None:
-    """Raise UnsupportedError where a model has hooks, adapters, wrappers, quantised weights or gradients.
+    """Raise UnsupportedError where a model has what replacing its layers would drop, or weights of unknown form.
 
-    Replacing its layers would drop them.
+    These are hooks on modules in it and on parameters, gradients other than 0, parametrizations, forward passes
+    set on objects, compiled modules, adapters but LoRA of PEFT, wrappers, quantised weights and DTensors.
     """
     for name, child in module.named_modules():
         where = name or type(module).__name__
@@ -93,12 +94,13 @@ def check_takeable(
 ) -> None:
     """Raise UnsupportedError, naming it, where a model shares parameters or has options that replaced layers lack.
 
-    These are parameters with several names or with memory in common, but for embedding and head, and options
-    of embeddings.
+    Shared are parameters with several names, but for the weight of embedding and head, or with memory in common.
+    Options are those of embeddings (`max_norm`, `scale_grad_by_freq`, `sparse`, `padding_idx` of positions), and
+    the bias of a head with the embedding's weight.
 
     Args:
         embedding, head, positions: names of modules; "" for no positions.
-        adds_bias: whether a head that shares its weight may have a bias.
+        adds_bias: whether a head with the embedding's weight may have a bias.
     """
     weights = f"{embedding}.weight", f"{head}.weight"
     _check_names(module, weights)

@@ -22,8 +22,8 @@ from meshweave.nn.parallel.uses import ParameterUse
 class TiedWeight:
     """The table of an embedding as the weight of the head.
 
-    Where the head uses it as the embedding does, it is gathered once for both. Else the table is moved to where
-    the head wants it by gathers and parts, forward, and its gradient back.
+    Where the head uses it as the embedding does, it is gathered once for both. Else the table is moved to the
+    layout that the head uses, and its gradient back.
 
     Attributes:
         keeper: the module whose parameter it is: the embedding, or the head of a stage that has no embedding.
@@ -54,7 +54,7 @@ class TiedWeight:
         return head
 
     def keep_in(self, head: ParallelLinear) -> None:
-        """Let the head keep the parameter, on a stage whose pipeline has the embedding in another one."""
+        """Let the head keep the parameter, on a pipeline stage whose embedding is in another stage."""
         head.kept["weight"] = self.embedding.kept["weight"]
         self.keeper, self._use = head, ParameterUse([[(head, "weight")]])
 

@@ -33,7 +33,7 @@ class TokenLimits:
     def problem(self, tokens: Tensor | None, targets: Tensor | None) -> str:
         """Return in words why the model does not take tokens (batch, sequence), or targets; "" where it does.
 
-        Of each it is one reduction, and one look at its result, where all are words of the model.
+        Where all are words of the model it takes one reduction of each, and one copy to the host.
         """
         if tokens is not None:
             if problem := self._kind_problem("tokens", tokens, (torch.int64, torch.int32)):

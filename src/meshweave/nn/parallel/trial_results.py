@@ -38,9 +38,9 @@ class MeasuredPlan(Protocol):
 
 
 def keep_results(path: str | Path | None, trials: Iterable[MeasuredPlan]) -> None:
-    """Append the predicted and measured times of trials to a file; nothing for None.
+    """Append the predicted and measured times of those trials that ran to a file; nothing for None.
 
-    Raises LayoutError where it cannot be written.
+    Raises LayoutError where it cannot be written, or is no file of trials.
     """
     if path is None:
         return
@@ -63,7 +63,10 @@ def keep_results(path: str | Path | None, trials: Iterable[MeasuredPlan]) -> Non
 
 
 def corrections_of(path: str | Path | None) -> dict[str, float]:
-    """Return for each kind of plan the median ratio of measured to predicted times in a file; {} for None."""
+    """Return for each kind of plan the median ratio of measured to predicted times in a file.
+
+    It is {} for None, and where there is no such file. Raises LayoutError where it is no file of trials.
+    """
     ratios: dict[str, list[float]] = {}
     for row in _kept(path) if path is not None else []:
         if row["predicted_s"]:

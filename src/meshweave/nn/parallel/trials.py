@@ -61,10 +61,10 @@ class Trial:
         plan: what `parallelize` takes.
         words: what it is called.
         kind: which of its times correct those of others: "data", "zero", "tensor" or "pipeline".
-        predicted_s: what a step should take by the planner; None where nobody says.
-        factor: what earlier trials of its kind took, to what was predicted.
-        measured_s: what the median step took on the slowest rank; None where it was not run.
-        refused: why it was not run.
+        predicted_s: the seconds that a planner predicts of a step; None without a prediction.
+        factor: the median ratio of measured to predicted times of earlier trials of its kind; 1 without any.
+        measured_s: the median seconds of a step, each on its slowest rank; None where it was not run.
+        refused: why it was not run; "" where it was.
     """
 
     plan: Any
@@ -112,17 +112,19 @@ class Trials:
 
     Attributes:
         tokens, targets: a batch as `ParallelModel.loss` takes it, to make steps with.
-        plans: what is tried beside data parallelism and ZeRO-3, each with its predicted seconds or None: degrees,
-            or names of strategies of one mesh axis. None for what the planner takes for fastest, with constants
-            of this machine that it measures first.
+        plans: pairs of a plan and its predicted seconds, or None: what is tried beside data parallelism and
+            ZeRO-3. A plan is degrees, or the name of a strategy of one mesh axis. Of plans of data parallelism or
+            ZeRO alone only the predicted seconds are used. None for those that the planner ranks first, with
+            constants of this machine that it measures before.
         most: the most trials.
-        seconds: after which none begins. What is measured to plan counts, but for half of them.
-        steps: of a trial, after one that is not counted.
-        within: the share by which another plan must be faster than plain data parallelism.
-        results: a file beside the machine's constants, in which the first rank keeps measured times.
+        seconds: after so many no trial begins. Measurements for the planner count, up to half of them.
+        steps: the counted steps of a trial, after one that is not counted; with 0 that one counts.
+        within: the share by which another plan must be faster than plain data parallelism to be chosen.
+        results: a file in which rank 0 keeps measured times, by which later predictions are corrected; None for
+            none.
 
     Raises:
-        LayoutError: a number is not of its kind, or a plan not beside its seconds.
+        LayoutError: tokens or targets are no tensors, a number is not of its kind, or `plans` are no such pairs.
     """
 
     tokens: Tensor
@@ -155,11 +157,13 @@ class Trials:
         return {**plans, "planned here": str(self.plans is None), **how}
 
     def candidates(self, factors: Mapping[str, float] | None = None) -> list[Trial]:
-        """Return what is tried: data parallelism, ZeRO-3, then the given plans by expected time; `most` at most.
+        """Return what is tried: data parallelism, ZeRO-3, then given plans of other kinds by expected time.
+
+        They are `most` at most. Predicted seconds of the first two are those of given plans of their kinds.
 
         Args:
             factors: for each kind of plan the ratio of measured to predicted times; None for those in
-                `results`.
+                `results`, which is then read: LayoutError where it is no file of trials.
         """
         given = [Trial.of(plan, seconds) for plan, seconds in self.plans or ()]
         said = {trial.kind: trial.predicted_s for trial in reversed(given)}
@@ -174,14 +178,22 @@ class Trials:
 
 @dataclass(frozen=True)
 class TrialTable:
-    """What was predicted and what was measured, and what was chosen."""
+    """What was predicted and what was measured, and what was chosen.
+
+    Attributes:
+        within: as of `Trials`.
+        chosen: plain data parallelism, where no plan is faster by more than `within`; else the fastest.
+
+    Raises:
+        PlanError: no trial ran.
+    """
 
     trials: tuple[Trial, ...]
     within: float
     chosen: Trial = field(init=False)
 
     def __post_init__(self) -> None:
-        """Choose. Raises PlanError where nothing ran."""
+        """Choose a trial. Raises PlanError where none ran."""
         ran = [trial for trial in self.trials if trial.measured_s is not None]
         if not ran:
             reasons = "; ".join(f"{trial.words}: {trial.refused}" for trial in self.trials)
@@ -220,11 +232,11 @@ def run_trials(
     reason. Lost ranks and other errors end all trials, on all ranks.
 
     Args:
-        start: returns what makes one step by a plan. It is called and dropped before the next one.
-        steps: of each, after one that is not counted.
+        start: is given a plan, and returns what makes one step by it, which is dropped before the next plan.
+        steps: the counted steps of each, after one that is not counted; with 0 that one counts.
         seconds: after which no trial begins, nor a step of one that has made one.
         within: the share by which another plan must be faster than plain data parallelism to be chosen.
-        needed_bytes: the bytes of memory that a rank needs for a trial.
+        needed_bytes: the bytes of memory that a rank needs for a trial; none is run where a rank has fewer free.
         context: deadline and liveness of waits between steps; default: that of the default process group.
 
     Raises:
@@ -285,7 +297,10 @@ def _refusal_of(call: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def available_bytes() -> float:
-    """Return the free bytes of memory for a rank: of its GPU, or this rank's share of the host's."""
+    """Return the free bytes of memory for a rank: of its GPU, or this rank's share of the host's.
+
+    It is infinity where the host does not say.
+    """
     if dist.get_backend() == "nccl":
         return float(torch.cuda.mem_get_info()[0])
     if not _MEMORY.exists():
@@ -295,10 +310,10 @@ def available_bytes() -> float:
 
 
 def needed_bytes_of(module: nn.Module) -> int:
-    """Return the bytes that a trial needs on a rank at most: four times those of the model's parameters.
+    """Return the bytes that a trial needs on a rank at most beside activations: four times those of parameters.
 
-    That is the model again, its gradients, and two states of an optimizer. Raises LayoutError where the model
-    has no memory, or nothing to train.
+    That is the model again, its gradients, and two states of an optimizer. Raises LayoutError where parameters are
+    on the meta device, or there are none.
     """
     total = 0
     if next(module.parameters(), None) is None:
@@ -322,11 +337,13 @@ def by_trial(
     """Return the `ParallelModel` of a module by the fastest plan tried; all ranks of the world call it.
 
     Args:
-        make: puts a plan into a module, by a mesh or its own, and returns its `ParallelModel`.
-        check: whether the one that stays is proved.
+        device_mesh, trials: as given to `parallelize`; the mesh is to be None, and trials are to be given.
+        make: called as `make(module, plan, device_mesh, check=...)`, with None for the mesh of degrees.
+        check: whether the plan that is chosen is proved; trials are not.
 
     Raises:
-        LayoutError: there is a mesh, or nothing to try; the file of kept trials is none, or cannot be written.
+        LayoutError: there is a mesh, or no trials; the model has no memory, or no parameters; ranks try other
+            plans; or `trials.results` is no file of trials, or cannot be written.
         PlanError: nothing could be tried.
         BindError, RankLostError, DeadlineError: as `run_trials`.
     """

@@ -1,9 +1,9 @@
 """Units that ranks do not share evenly, such as 6 heads on 4 ranks, or 2 heads of keys and values on 4.
 
-DTensor has placements for even shards of heads alone. A parameter of others is kept whole along the axes that
-share its heads; a rank takes the rows of its heads, and gradients are summed over these axes. Activations and
-products are shared as in any layer: some ranks have a head more. Where heads of keys and values are fewer than
-ranks, several ranks have copies of one.
+DTensor has placements for even shards of heads alone. A parameter with heads that ranks do not share evenly is
+kept whole along the axes that split them; a rank takes the rows of its heads, and gradients are summed over these
+axes. Activations and products are split as in any layer: some ranks have a head more. Where heads of keys and
+values are fewer than ranks, several ranks have copies of one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 
 @dataclass(frozen=True)
 class FeatureUnits:
-    """Into which units the inner features of a linear layer fall, that are never divided: heads, or features.
+    """The units into which the inner features of a linear layer fall, which are never divided: heads, or features.
 
     Attributes:
-        count: how many there are, in each of the parts; None for as many as features, or as the table has.
-        weight_count: how many the weight has, each of which serves count / weight_count of them: heads of keys and
-            values, of which more ranks need one than there are. None for as many.
+        count: how many there are, in each of the parts; None for one a feature, or a row of the table.
+        weight_count: how many the weight has, each for count / weight_count consecutive units: heads of keys and
+            values that several ranks have copies of. None for `count`.
         parts: how many weights are fused side by side: 3 of queries, keys and values in one.
         table: per unit the columns that it takes, where units do not lie one after the other, as those of queries,
             keys and values side by side with fewer keys; such a weight is kept whole. None where they do.
@@ -50,19 +50,19 @@ class FeatureUnits:
 
 
 class UnitChoice:
-    """What a rank takes of a parameter.
+    """What a rank multiplies by of a parameter that it keeps, also where ranks do not share its units evenly.
 
     Args:
         sides: the dims of one of the matrices that are fused in the parameter, in units as they are multiplied.
         dims: how these lie where they are multiplied, or kept for it.
-        real_units: the units that the parameter has; each stands for as many that follow each other.
+        real_units: the units that the parameter has; each stands for equally many consecutive ones of `sides`.
         parts: how many matrices are fused.
         table: per unit the rows of the parameter that it takes, where units do not lie one after the other; None
             where they do.
 
     Attributes:
         sides, kept: the dims of the parameter, and how it is kept.
-        is_needed: whether it is kept whole where others are shared.
+        is_needed: whether it is kept whole along the axes that split inner features, for a rank to choose rows of.
     """
 
     def __init__(
@@ -106,7 +106,10 @@ class UnitChoice:
         return tuple("partial" if dim == "inner" else dim for dim in dims) if self.is_needed else dims
 
     def __call__(self, local: Tensor) -> list[Tensor]:
-        """Return what this rank multiplies by of each of the matrices, of what it keeps, gathered."""
+        """Return what this rank multiplies by of each of the matrices.
+
+        `local` is what it keeps of the parameter, gathered along axes that shard weights.
+        """
         if not self.is_needed:
             return list(local.chunk(self.parts, self.dim)) if self.parts > 1 else [local]
         rows = self.rows.to(local.device)

@@ -1,7 +1,8 @@
 """Parameters of modules as they are used: gathered together, and their gradients summed together, in one node.
 
-Who runs many modules opens the parameters of all of them: each then takes its own from there. A module that nobody
-has opened takes what it needs itself.
+To open parameters is to put them, as they are used, into `opened` of their modules. What runs many modules opens
+the parameters of all of them, and each takes its own from there. A module whose parameters are not open gathers
+them by itself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class KeepsParameters(Protocol):
 
     Attributes:
         kept: how each is, by name.
-        opened: the parameters as they are used, by name, where somebody has opened them.
+        opened: the parameters as they are used, by name: those that are open.
     """
 
     kept: dict[str, KeptParameter]
@@ -57,7 +58,7 @@ class ParameterUse:
     Args:
         units: parameters that are used together, in the order in which their gradients come. A bucket has whole
             units.
-        most_bytes: a bucket of as many gets no further unit; None for no limit.
+        most_bytes: a bucket that has as many bytes or more gets no further unit; None for no limit.
     """
 
     def __init__(self, units: Sequence[Sequence[Entry]], most_bytes: int | None = None) -> None:
@@ -77,7 +78,10 @@ class ParameterUse:
         self._rests: dict[tuple[int, ...], ParameterUse] = {}
 
     def __call__(self) -> list[Tensor]:
-        """Return the parameters as they are used, of this rank, differentiably; all ranks call it."""
+        """Return the parameters as this rank uses them, differentiably; all ranks call it.
+
+        They are those that are open, if all are, and else made now.
+        """
         try:
             return list(map(getitem, self._opened, self._names))
         except KeyError:  # somebody has opened others, or none
@@ -88,7 +92,7 @@ class ParameterUse:
         """Open the parameters for what runs inside, but for those that are open already.
 
         Args:
-            gathered: gets what was gathered.
+            gathered: what is gathered here is appended, each bucket with its memory.
         """
         are_open = map(contains, self._opened, self._names)
         places = [at for at, is_open in enumerate(are_open) if not is_open]
@@ -108,11 +112,11 @@ class ParameterUse:
 
     @property
     def is_open(self) -> bool:
-        """Return whether somebody has opened all parameters."""
+        """Return whether all parameters are open."""
         return all(map(contains, self._opened, self._names))
 
     def are_here(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether the parameters lie as the strategy has laid them, and not as those of wrapped modules."""
+        """Return whether all `parameters` are DTensors on their strategy's mesh; inside FSDP2 they are not."""
         for parameter, mesh in zip(parameters, self._meshes, strict=True):
             if not isinstance(parameter, DTensor):
                 return False
@@ -187,11 +191,12 @@ class ParameterUse:
 
 
 class ThroughoutUse(ParameterUse):
-    """Parameters that a call of a model uses from some moment on, last ones first: their gradients are.
+    """Parameters that stay open from their first use in a call of a model to its end.
 
-    A bucket is opened where the first of its units runs, so that its backward part is due when that unit's is: its
-    gradients are summed beside the backward parts of the units before. The units are what comes after the layers,
-    the layers from the last to the first, and what comes before them.
+    Units are in the order in which gradients come: what comes after the layers, the layers from the last to the
+    first, and what comes before them. A bucket is opened where the first of its units runs in the forward pass.
+    Its backward part then runs after that of this unit, and its gradients are summed beside the backward parts of
+    the units before.
     """
 
     def __init__(self, units: Sequence[Sequence[Entry]], most_bytes: int | None = None) -> None:
@@ -206,10 +211,10 @@ class ThroughoutUse(ParameterUse):
 
     @contextlib.contextmanager
     def open_by_layer(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Open the parameters for a call that runs inside: those before the layers now, others in `reach`.
+        """Open the parameters for a call in the block: those before the layers now, others in `reach`.
 
         Args:
-            parameters: what `parameters` returns.
+            parameters: what `ParameterUse.parameters` returns.
         """
         self._later = self._order_of(self._buckets_of(parameters) if parameters else [])
         self._given = parameters
@@ -237,9 +242,10 @@ class ThroughoutUse(ParameterUse):
             self._put(at_once, [self._own.pop(at) for at in at_once])
 
     def reach(self, layer: int) -> None:
-        """Open what is used from this layer on, or before; after the last layer its number plus one.
+        """Open the parameters that are first used by layer number `layer`, or before it.
 
-        Nothing is done outside of `open_by_layer`.
+        -1 stands for what comes before the layers, their count for what comes after them. Nothing is done outside
+        of `open_by_layer`.
         """
         while self._later and self._later[-1][0] <= layer:
             *self._later, (_, places, bucket) = self._later
@@ -283,10 +289,11 @@ def used_throughout(
     layers: Sequence[ParameterUse],
     first: Sequence[KeepsParameters],
 ) -> ThroughoutUse:
-    """Return the parameters that a call uses until its end, last ones first.
+    """Return the parameters that stay open in a call of a model, those used last first.
 
-    These are the ends, and of layers what is summed and is not gathered for each use. Of a rank that is alone they
-    are all parameters, by layer: a node of autograd for each module would cost more than it computes.
+    These are all that modules outside of layers keep, and of layers those whose gradients are summed, but for
+    those that each layer gathers and frees again. On a single rank they are all parameters: a node of autograd for
+    each module would cost more than it computes.
 
     Args:
         last, first: the modules after the layers, and those before them.
@@ -335,12 +342,12 @@ def _alone(parameter: Tensor, kept: KeptParameter) -> Tensor:
 
 
 def run_with(use: ParameterUse, run: Callable[[], Any], *, frees: bool, frees_now: bool) -> Any:
-    """Return what `run` makes of parameters that are opened for it: a tensor, or several.
+    """Return what `run` returns, a tensor or several, with parameters open; if all are open, it just runs.
 
     Args:
-        frees: whether gathered parameters are freed after it, and gathered again by the backward pass.
-        frees_now: whether that is worth it: not where the backward pass comes next. Inside of a backward pass,
-            which computes something again, nothing is freed.
+        frees: whether the backward pass gathers again, where memory was freed, what was gathered here.
+        frees_now: whether `frees` frees that memory after `run`: not where the backward pass comes next. Inside of
+            a backward pass, which computes something again, nothing is freed.
     """
     if use.is_open:
         return run()
