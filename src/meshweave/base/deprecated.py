@@ -16,8 +16,8 @@ def renamed_keyword(
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Return a decorator: the function also takes its keyword `new` by the former name `old`, with a warning.
 
-    `of` names the function in the warning. `others` are further former names, each with its new one. A call
-    with both names of one keyword raises TypeError.
+    Where both are given the value of `old` counts: `dataclasses.replace` gives all fields by their new names.
+    `of` names the function in the warning. `others` are further former names, each with its new one.
     """
     names = {old: new, **others}
 
@@ -25,8 +25,6 @@ def renamed_keyword(
         @wraps(function)
         def called(*args: Parameters.args, **keywords: Parameters.kwargs) -> Result:
             for before in names.keys() & keywords.keys():
-                if names[before] in keywords:
-                    raise TypeError(f"{of} got {names[before]} twice: {before} is its former name")
                 warn_renamed(before, names[before], of)
                 keywords[names[before]] = keywords.pop(before)
             return function(*args, **keywords)
