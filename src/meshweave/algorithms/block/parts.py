@@ -175,12 +175,8 @@ def _again(forward: tuple[Statement, ...], recompute: Recompute) -> tuple[Statem
         if any(isinstance(op, Call) and op.fn in _ATTENTION for op in ops_of((statement,)))
     ]
     chosen = forward[places[0] : places[-1] + 1] if places else ()
-    if not chosen:
-        raise UnsupportedError("there is no attention to compute again; give recompute='full' or 'none'")
-    if any(isinstance(op, Matmul | Include) for op in ops_of(chosen)):
-        raise UnsupportedError(
-            "attention in several chunks or layers is not computed again alone; give recompute='full'"
-        )
+    if any(isinstance(op, Matmul | Include) for op in ops_of(chosen)) or not chosen:
+        raise UnsupportedError("attention in chunks is not computed again alone; give recompute='full'")
     return chosen
 
 
