@@ -26,7 +26,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.memory import Recompute
 from meshweave.ir.program import Buffer, Include, Lane, On, Program, Statement, Tensor
 from meshweave.ir.program.meanings import Meaning, Same, sources_of
-from meshweave.ir.program.ops import READ, Call, Matmul
+from meshweave.ir.program.ops import READ, Call, Matmul, Op
 from meshweave.ir.program.statements import ops_of
 
 _ATTENTION = ("attention", "split_heads", "finish_attention")
@@ -175,9 +175,16 @@ def _again(forward: tuple[Statement, ...], recompute: Recompute) -> tuple[Statem
         if any(isinstance(op, Call) and op.fn in _ATTENTION for op in ops_of((statement,)))
     ]
     chosen = forward[places[0] : places[-1] + 1] if places else ()
-    if any(isinstance(op, Matmul | Include) for op in ops_of(chosen)) or not chosen:
+    if not chosen or _multiplies(ops_of(chosen)):
         raise UnsupportedError("attention in chunks is not computed again alone; give recompute='full'")
     return chosen
+
+
+def _multiplies(ops: Iterable[Op]) -> bool:
+    """Return whether some op is a product, or includes a program with one."""
+    return any(
+        isinstance(op, Matmul) or (isinstance(op, Include) and _multiplies(op.program.ops())) for op in ops
+    )
 
 
 def makers_of(scratch: set[str], statements: tuple[Statement, ...], readers: str) -> tuple[Statement, ...]:
