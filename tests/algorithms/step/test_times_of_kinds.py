@@ -1,0 +1,54 @@
+"""Times of steps of models with several kinds of layers: they do not depend on what was priced before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import meshweave as mw
+from meshweave.algorithms.step import StepProblem, load_stack, step_of
+from meshweave.algorithms.step.layers import bare_layer_s, layer_time
+from meshweave.algorithms.step.space import SpaceOptions
+from meshweave.algorithms.step.write_units import _kind_names
+from meshweave.base.errors import DescriptionError, UnsupportedError
+from meshweave.describe.model.routed import FeedForward, GroupedHeads, composed_layer
+
+DEEPSEEK = mw.load_model("deepseek-v3")
+CLUSTER = mw.load_cluster("dgx-h100:512")
+DEGREES = mw.Parallelism(data=64, pipeline=8, expert=64, micro_batch=1, strategy="megatron_sp")
+
+
+def test_a_step_takes_what_it_takes_whatever_was_priced_before() -> None:
+    stack = replace(load_stack("ideal"), copies=load_stack("torchtitan").copies)
+    fresh, used = (StepProblem(DEEPSEEK, CLUSTER, 512, 4096, stack=stack) for _ in range(2))
+    sharded = replace(DEGREES, zero=3)
+    step_of(used, DEGREES)
+    assert step_of(fresh, sharded).time_s == step_of(used, sharded).time_s
+
+
+def test_a_layer_whose_exchanges_overlap_takes_no_less_than_its_bound() -> None:
+    stack = replace(load_stack("ideal"), overlaps_exchanges=True)
+    problem = StepProblem(DEEPSEEK, CLUSTER, 512, 4096, stack=stack)
+    layer = layer_time(problem, DEGREES)
+    assert bare_layer_s(problem, DEGREES) <= (layer.forward + layer.backward).total_s * (1 + 1e-9)
+
+
+def test_units_of_many_kinds_are_in_the_order_of_kinds() -> None:
+    graphs = [composed_layer(64, GroupedHeads(4, 4, 16), FeedForward(64 + 64 * kind)) for kind in range(12)]
+    model = replace(DEEPSEEK, num_layers=12, hidden=64, layers=tuple((1, graph) for graph in graphs))
+    problem = StepProblem(model, mw.load_cluster("dgx-h100:8"), 8, 512)
+    assert _kind_names(problem) == [f"layer{number}" for number in range(12)]
+    assert [kind.model.layer for _, kind in problem.kinds] == graphs
+
+
+@pytest.mark.parametrize("name", ["strategies", "schedules", "recompute"])
+def test_a_search_among_nothing_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name}: there are none to search"):
+        SpaceOptions(**{name: ()})
+
+
+@pytest.mark.parametrize("name", ["zero", "tensor", "pipeline", "orders"])
+def test_a_search_among_no_degrees_is_refused(name: str) -> None:
+    with pytest.raises(DescriptionError, match=f"{name} has no value to search"):
+        SpaceOptions(**{name: ()})
