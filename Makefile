@@ -65,7 +65,9 @@ browser: $(STAMP)
 
 # The branches of the three packages that tests take in their own process, in build/coverage.
 coverage: $(STAMP)
-	$(PYTEST) -m 'not slow and not gloo and not mpi and not lab' --cov --cov-report term --cov-report html:build/coverage
+	$(PYTEST) -m 'not slow and not gloo and not mpi and not lab' --cov --cov-report term --cov-report html:build/coverage \
+		--cov-report json:build/coverage.json
+	$(BIN)/python benchmarks/coverage_by_room.py build/coverage.json
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

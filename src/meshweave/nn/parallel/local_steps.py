@@ -106,7 +106,7 @@ def _step_on_parts(optimizer: Optimizer, *, has_kernel: bool) -> None:
         groups.append(stepped)
         grads = compat.local_tensors([parameter.grad for parameter in parameters])
         is_open = has_kernel and _leaves_open(group)
-        if is_open:  # a kernel takes data as if they had no gaps
+        if is_open or group.get("fused"):  # a kernel takes data as if they had no gaps
             grads = [grad if grad is None or grad.is_sparse else grad.contiguous() for grad in grads]
         used = []
         for parameter, local, grad in zip(parameters, own, grads, strict=True):

@@ -21,6 +21,7 @@ from meshweave.algorithms.block.sides import layout_of
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Tile
 from meshweave.execute.torch import compat
+from meshweave.nn.parallel.put_gradients import lying_as
 from meshweave.nn.parallel.strategy import LayerStrategy
 
 
@@ -155,15 +156,20 @@ class _LocalParts(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
         """Return the result, and keep what gradients need."""
         ctx.set_materialize_grads(False)
-        ctx.specs = [compat.spec_of(parameter) for parameter in parameters]
+        ctx.parameters = parameters
         parts = compat.local_tensors(parameters)
         return tuple(map(Tensor.view_as, parts, parts))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the arguments; None for what has none."""
-        pairs = zip(grads, ctx.specs, strict=True)
-        return tuple([None if grad is None else compat.from_spec(grad, spec) for grad, spec in pairs])
+        pairs = zip(ctx.parameters, grads, strict=True)
+        return tuple(
+            [
+                None if grad is None else compat.from_spec(lying_as(each, grad), compat.spec_of(each))
+                for each, grad in pairs
+            ]
+        )
 
 
 def local_parts(parameters: Sequence[Tensor]) -> list[Tensor]:

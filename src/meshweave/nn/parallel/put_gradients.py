@@ -46,15 +46,26 @@ def put_gradients(
             only_accumulated[at] and grad.is_cpu and grad.dtype == compat_gradients.gradient_dtype(parameter)
         )
         if puts and before is None:
-            new.append((parameter, compat.from_spec(grad, spec)))
+            new.append((parameter, compat.from_spec(lying_as(parameter, grad), spec)))
         elif puts and isinstance(before, DTensor) and compat.spec_of(before) == spec:
             sums.append(before)
             added.append(grad)
         else:
-            left[at] = compat.from_spec(grad, spec)
+            left[at] = compat.from_spec(lying_as(parameter, grad), spec)
     for parameter, gradient in new:
         parameter.grad = gradient
     if sums:
         compat.add_each(compat.local_tensors(sums), added)
         torch.autograd.graph.increment_version(sums)
     return left
+
+
+def lying_as(parameter: DTensor, grad: Tensor) -> Tensor:
+    """Return a local gradient with the strides of the parameter's local part, as autograd gives those of tensors.
+
+    Fused optimizers take both as if they lay alike, and so do not see that they do not.
+    """
+    strides = compat.local_tensor(parameter).stride()
+    if grad.stride() == strides or not grad.numel():
+        return grad
+    return torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
