@@ -15,7 +15,7 @@ from meshweave.nn.hosted.residual import Tokens, as_plain
 from meshweave.nn.parallel.buckets import KeptParameter
 from meshweave.nn.parallel.embedding import ParallelEmbedding
 from meshweave.nn.parallel.moves import terms
-from meshweave.nn.parallel.norm import NormKind, ParallelNorm
+from meshweave.nn.parallel.norm import NormKind, ParallelNorm, be_instance_of
 from meshweave.nn.parallel.parameters import ParameterLayout
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.uses import ParameterUse, entries_of
@@ -220,7 +220,9 @@ def hosted_norm(
         has_size = weight is None or weight.numel() == side.size
         if isinstance(kind, NormKind) and not isinstance(norm, nn.LayerNorm | nn.RMSNorm) and has_size:
             return HostedNorm(norm, tokens, name, dims, side, kind)
-        return OwnModule(norm, tokens.strategy, name, dims)
+        own = OwnModule(norm, tokens.strategy, name, dims)
+        be_instance_of(own, norm)
+        return own
     if weight is not None and weight.numel() != side.size:
         raise LayoutError(
             f"{name}: ranks have copies of heads, which a norm over all heads would count twice"

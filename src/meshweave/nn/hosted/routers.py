@@ -12,6 +12,7 @@ from meshweave.nn.hosted.own_modules import OwnModule
 from meshweave.nn.hosted.residual import Tokens, as_plain
 from meshweave.nn.hosted.rows import MovedRows
 from meshweave.nn.parallel.moves import PlacedMove
+from meshweave.nn.parallel.norm import be_instance_of
 
 
 class HostedRouter(OwnModule):
@@ -27,7 +28,8 @@ class HostedRouter(OwnModule):
     def of(cls, module: nn.Module, tokens: Tokens, name: str, config: Any) -> nn.Module:
         """Return the replacement of a router, or another module that computes on whole rows of the residual."""
         own = OwnModule(module, tokens.strategy, name, tokens.strategy.roles.residual)
-        own.__class__ = type(cls.__name__, (cls, type(module)), {})
+        own.__class__ = cls
+        be_instance_of(own, module)
         own._tokens, own._config = tokens, config
         return own
 

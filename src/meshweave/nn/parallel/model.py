@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any, NamedTuple
@@ -47,6 +48,13 @@ class ParallelOutput(NamedTuple):
     logits: Tensor | None
 
 
+class LogitsFirst(NamedTuple):
+    """A `ParallelOutput` in the order of models whose forward takes `targets`, as nanoGPT's does."""
+
+    logits: Tensor | None
+    loss: Tensor | None
+
+
 class ParallelModel(AroundModule):
     """A model whose layers run on the ranks of a strategy; made by `parallelize`.
 
@@ -67,6 +75,8 @@ class ParallelModel(AroundModule):
         self.context: TorchContext | None = None
         self.trials: TrialTable | None = None
         self._arguments = ForwardArguments(module, names.has_causal_loss)
+        has_targets = "targets" in inspect.signature(module.forward).parameters
+        self._output: type[ParallelOutput | LogitsFirst] = LogitsFirst if has_targets else ParallelOutput
         self._new: dict[str, ParallelEmbedding | ParallelPositions | ParallelNorm | ParallelLinear] = {}
         self._plan_layers()
         self._plan_ends()
@@ -231,7 +241,7 @@ class ParallelModel(AroundModule):
 
     def forward(
         self, input_ids: Tensor | None = None, *args: Any, targets: Tensor | None = None, **given: Any
-    ) -> ParallelOutput:
+    ) -> ParallelOutput | LogitsFirst:
         """Return the logits, or with labels or targets the loss: the `forward` of the module.
 
         Args:
@@ -260,7 +270,7 @@ class ParallelModel(AroundModule):
         with self.agreement.beside(tokens, inputs, refused):
             return self._run(input_ids, inputs)
 
-    def _run(self, input_ids: Tensor | None, inputs: CallInputs) -> ParallelOutput:
+    def _run(self, input_ids: Tensor | None, inputs: CallInputs) -> ParallelOutput | LogitsFirst:
         if torch.compiler.is_compiling():
             return self._computed(input_ids, inputs)
         is_compiled_here = any(map(is_compiled, self.module.get_submodule(self.names.layers)))
@@ -274,13 +284,13 @@ class ParallelModel(AroundModule):
         with self.throughout.open([]) if is_compiled_here else self.throughout.open_by_layer(parameters):
             return self._computed(input_ids, inputs)
 
-    def _computed(self, input_ids: Tensor | None, inputs: CallInputs) -> ParallelOutput:
+    def _computed(self, input_ids: Tensor | None, inputs: CallInputs) -> ParallelOutput | LogitsFirst:
         assert input_ids is not None
         x = self.run_blocks(self.embed(input_ids), *input_ids.shape)
         if inputs.targets is not None:
-            return ParallelOutput(self.head_loss(x, inputs.targets), None)
+            return self._output(loss=self.head_loss(x, inputs.targets), logits=None)
         logits = self.local_logits(x, *input_ids.shape)
-        return ParallelOutput(None, self.vocabulary.whole_logits(logits, *input_ids.shape))
+        return self._output(loss=None, logits=self.vocabulary.whole_logits(logits, *input_ids.shape))
 
     def prune(self, first: int, end: int) -> None:
         """Take what other stages have out of the module, which keeps layers `first` to before `end`.

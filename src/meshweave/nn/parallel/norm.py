@@ -33,6 +33,14 @@ EPSILON = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 """What norms call their epsilon."""
 
 
+def be_instance_of(made: nn.Module, replaced: nn.Module) -> None:
+    """Make a module an instance of the class, too, of the one that it replaces; it keeps its own methods.
+
+    Code that groups parameters, such as those without weight decay, asks modules for their class.
+    """
+    made.__class__ = type(type(made).__name__, (type(made), type(replaced)), {})
+
+
 class ParallelNorm(nn.Module):  # type: ignore[misc]
     """A layer norm or root-mean-square norm over the features of the residual, or of others that ranks share.
 
@@ -84,6 +92,7 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
         self.has_whole_rows = partial == apart
         sums = PlacedMove(strategy, (statistics,), partial, apart)
         self.sum_rows = Mover(sums, sums)
+        be_instance_of(self, norm)
 
     def _gains(self) -> tuple[Tensor | None, Tensor | None]:
         """Return what rows are multiplied by, and what is added."""
