@@ -30,6 +30,13 @@ def test_every_example_equals_the_dense_product(case: tuple[str, int]) -> None:
             assert_equals_reference(entry, problem, program, entry.random_inputs(problem, seed=3))
 
 
+def test_in_order_messages_run() -> None:
+    entry = mw.algorithm("universal")
+    problem = next(entry.examples())
+    program = mw.lower.lower_one_sided(entry.program(problem, next(iter(entry.candidates(problem)))))
+    assert_equals_reference(entry, problem, program, entry.random_inputs(problem, seed=3), in_order=True)
+
+
 def universal_problem(mesh_shape: tuple[int, int], placements: Any, dtype: str) -> Any:
     mesh = mw.Mesh.of("tp", mesh_shape, ("row", "col"))
     a, b, c = (mw.Layout(mesh, each) for each in placements)
@@ -72,7 +79,7 @@ def test_chains_of_messages(mesh_shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", mostly_slow(NAMES, 1))
 def test_the_module_sends_the_messages_of_the_program(name: str) -> None:
     jax = prepare_jax()
-    from jax_lowered import lowered_messages, program_messages
+    from jax_lowered import program_messages
 
     entry = mw.algorithm(name)
     for problem in entry.examples():
@@ -81,4 +88,4 @@ def test_the_module_sends_the_messages_of_the_program(name: str) -> None:
             assert {op.kind for op in program.ops()} & {"permute", "all_gather", "reduce_scatter"}
             continue
         with jax.enable_x64(True):
-            assert lowered_messages(lowered(program)) == program_messages(program)
+            assert mw.lower.lower_one_sided(lowered(program)) == program_messages(program)

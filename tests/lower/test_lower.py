@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from meshweave.algorithms.block import BlockConfig, BlockProblem
+from meshweave.algorithms.block.roles import Side
+from meshweave.algorithms.block.sites import MoveSite, move_program
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.table import PRODUCTS_2D, algorithm
 from meshweave.base.errors import ProgramError
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.dataflow import analyse
 from meshweave.ir.analysis.edges import is_one_sided
@@ -184,3 +187,10 @@ with tp:
 """
     with pytest.raises(ProgramError, match="uneven"):
         lower_rings(parse(text))
+
+
+def test_a_reduce_scatter_that_is_no_sum_stays() -> None:
+    site = MoveSite((Side("batch", 4), Side("hidden", 4)), ("partial", ""), ("hidden", ""), "max")
+    program = move_program(site, Mesh.of("tp", (2, 1), ("row", "col")), "float32")
+    (op,) = [op for op in program.ops() if isinstance(op, ReduceScatter)]
+    assert op.op == "max" and [*lower_rings(program).ops()] == [*program.ops()]

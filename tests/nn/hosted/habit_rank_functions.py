@@ -282,6 +282,30 @@ def adapted(kind: str, strategy: str, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def fused(kind: str, strategy: str, folder: Path) -> dict[str, Any]:
+    """Return how far a model is from one process after steps of fused optimizers, and what else it keeps to."""
+    tokens, targets = small_models.batch()
+    whole = small_models.make_model(kind).float()
+    found: dict[str, Any] = {}
+    for optimizer in (torch.optim.AdamW, torch.optim.SGD):
+        own = copy.deepcopy(whole)
+        parallelize(own, strategy, mesh_of(strategy), check=False)
+        for module in (own, right := copy.deepcopy(whole)):
+            stepped_by = optimizer(module.parameters(), lr=1e-2, fused=True)
+            small_models.loss_of(module, tokens, targets).backward()
+            stepped_by.step()
+        pairs = zip(own.parameters(), right.parameters(), strict=True)
+        found[optimizer.__name__] = max(
+            float((mine.full_tensor() - of_one).abs().max())  # type: ignore[attr-defined]
+            for mine, of_one in pairs
+        )
+    kinds = [
+        sum(isinstance(each, torch.nn.LayerNorm) for each in module.modules()) for module in (own, whole)
+    ]
+    found["norms"] = kinds
+    return found
+
+
 def stepped(kind: str, strategy: str, folder: Path) -> list[int]:
     """Return how many steps of an optimizer are counted after one, of models that come and go."""
     counts = []

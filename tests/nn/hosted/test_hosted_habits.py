@@ -95,11 +95,14 @@ def test_masks_generation_files_and_what_differs(tmp_path: Path) -> None:
         ("generated", "llama", "megatron"),
         ("saved", "gpt2", "zero3"),
         ("differing", "qwen3", "zero3"),
+        ("fused", "gpt2", "megatron"),
     ]
     ranks = _launched(cases, 2, tmp_path)
     for answers in ranks:
         _check_given("given mistral megatron_sp", answers["given mistral megatron_sp"])
         assert answers["stepped qwen3 zero3"] == [1, 1]
+        fused = answers["fused gpt2 megatron"]
+        assert max(fused["AdamW"], fused["SGD"]) < 1e-3 and fused["norms"][0] == fused["norms"][1] > 0, fused
         said = answers["differing qwen3 zero3"]
         assert said.keys() == SAID.keys()
         assert all(words in said[name] for name, words in SAID.items()), said
