@@ -157,3 +157,15 @@ def test_a_rank_that_is_lost_while_weights_are_saved_is_named(tmp_path: Path, ho
         assert (error, missing) == ("RankLostError", [1]) or (how == "raise" and "rank 1" in text), text
         assert seconds < 10
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_two_tensors_under_one_name_are_refused_and_empty_ones_are_kept(tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("nothing", torch.zeros(0, 4))
+    with pytest.raises(LayoutError, match="two tensors are to be stored as x"):
+        save_weights(module, tmp_path, mapping={"weight": "x", "bias": "x"})
+    save_weights(module, tmp_path)
+    again = torch.nn.Linear(2, 2)
+    again.register_buffer("nothing", torch.ones(0, 4))
+    assert load_weights(again, tmp_path).loaded.keys() == {"weight", "bias", "nothing"}
+    assert torch.equal(again.weight, module.weight)

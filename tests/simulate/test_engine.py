@@ -234,3 +234,23 @@ def test_links_carry_what_the_messages_weigh(seed: int) -> None:
         assert carried == expected
     else:  # two-way rings send half of a part each way: on a ring of links the same in total
         assert carried.total() == expected.total()
+
+
+def test_links_are_those_of_this_run() -> None:
+    machine = Machine(load_cluster("dgx-h100:8"), (), logical=True)
+    programs = [parse(SEND.format(target=target)) for target in (1, 2, 1)]
+    first, _, again = (engine.simulate(program, machine).links for program in programs)
+    assert first == again and all(link.carried_bytes for link in first)
+
+
+SEND = """program("send")
+ranks = mesh((4,), ("x",))
+X = tensor((4,), "float32")
+x = input(X, ranks[R])
+y = scratch((4,), "float32", on=ranks)
+wire = lane()
+with ranks(0):
+    send(x[:], peer={target}, lane=wire)
+with ranks({target}):
+    recv(y[:], peer=0, lane=wire)
+"""
