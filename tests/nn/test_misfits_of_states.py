@@ -1,4 +1,4 @@
-"""Values that look alike are kept apart: numbers named as tensors, tuples of named fields, inputs that are none."""
+"""Values that look alike are kept apart: numbers named as tensors, named fields, inputs that are none."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_environment_without_numbers_is_refused(name: str, monkeypatch: pytes
     for each in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(each, "none" if each == name else "1")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(BindError, match="whole numbers in the environment.*'none'"):
+    with pytest.raises(BindError, match=r"whole numbers in the environment.*'none'"):
         join_ranks()
 
 

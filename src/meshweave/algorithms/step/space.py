@@ -75,13 +75,14 @@ class SpaceOptions:
     expert_tensor: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if () in vars(self).values():
+            name = next(name for name, values in vars(self).items() if values == ())
+            raise DescriptionError(f"{name} has no value to search; give some, or leave it out")
         for name, known in (
             ("strategies", tuple(tensor_strategies())),
             ("schedules", tuple(SCHEDULES)),
             ("recompute", RECOMPUTES),
         ):
-            if not getattr(self, name):
-                raise UnsupportedError(f"{name}: there are none to search; give some of {listed(known)}")
             for word in getattr(self, name):
                 if name == "strategies" and (reason := _refusal_by_name(word)):
                     raise UnsupportedError(f"strategies: {word} {reason}")
@@ -90,9 +91,6 @@ class SpaceOptions:
                         f"{name}: there is no '{word}'{did_you_mean(word, known)}; there are {listed(known)}"
                     )
         named = "data", "pipeline", "context", "virtual_stages", "micro_batches", "expert", "expert_tensor"
-        for name in (*named, "tensor", "zero", "orders"):
-            if getattr(self, name) is not None and not getattr(self, name):
-                raise DescriptionError(f"{name} has no value to search; give some, or leave it out")
         for name in named:
             for number in getattr(self, name) or ():
                 if number < 1:
