@@ -71,7 +71,8 @@ def _order_of_ends(
     Forwards and input gradients that take no time could end together with what they use; then each takes a tick.
     """
     if min((*times.forward, *times.input_grad)) == 0:
-        times = replace(times, forward=(1,) * schedule.num_stages, input_grad=(1,) * schedule.num_stages)
+        ticks = (1,) * schedule.num_stages
+        times = replace(times, forward=ticks, input_grad=ticks, saved=())
     ends = time_schedule(schedule, times, TransferRuntime.BUFFERED, edges).ends
     return sorted((end, rank, index) for rank, row in enumerate(ends) for index, end in enumerate(row))
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Schedule, folded
-from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
+from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig, network_of
 from meshweave.algorithms.pipeline.dualpipe import dualpipe_v
 from meshweave.algorithms.pipeline.examples import chain_of_ranks
 from meshweave.algorithms.pipeline.least_makespan import least_of_split
@@ -27,8 +27,8 @@ class _ZeroBubble(PipelineAlgorithm):
     def candidates(
         self, problem: PipelineProblem, cluster: Cluster | None = None
     ) -> Iterator[PipelineConfig]:
-        """Yield one config, with overlapped transfers and without a network: the cluster is not read."""
-        yield PipelineConfig()
+        """Yield one config, with overlapped transfers; reshards suit the cluster."""
+        yield PipelineConfig(network=network_of(problem, cluster))
 
 
 def _one_stage_each(problem: PipelineProblem) -> str | None:
