@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from meshweave.describe.model import Transformer
 from meshweave.describe.model import config_features as features
 from meshweave.describe.model.hugging_face import transformer_from_config
 from meshweave.describe.model.model_types import known_model_types, model_type_table
+from meshweave.describe.model.window_rules import WINDOW_FORMS, WindowRule
 
 ROOT = Path(__file__).parents[1]
 CATALOG = ROOT / "src/meshweave/catalog/model_types.json"
@@ -210,12 +212,62 @@ def make_catalog() -> None:
     write_catalog(known, not_causal)
 
 
+def windowed_layers(name: str, count: int, **changes: Any) -> list[bool | None]:
+    """Return which of `count` layers have the window by a family's class, None for a layer of another kind.
+
+    It is empty where the class does not say of layers.
+    """
+    made = CONFIG_MAPPING[name](num_hidden_layers=count, sliding_window=64, **changes)
+    words = {"sliding_attention": True, "full_attention": False}
+    return [words.get(kind) for kind in getattr(made, "layer_types", None) or ()]
+
+
+@cache
+def fitted_rule(name: str) -> WindowRule | None:
+    """Return by which rule layers of a family have the window, in default configs of several lengths.
+
+    None: all have it, or its class does not take the number of layers.
+    """
+    try:
+        default = CONFIG_MAPPING[name]()
+        is_optional = getattr(default, "use_sliding_window", None) is False
+        on = {"use_sliding_window": True} if is_optional else {}
+        seen = {count: windowed_layers(name, count, **on) for count in _COUNTS}
+    except Exception:  # a class of other sizes
+        return None
+    if not any(seen.values()):
+        is_own = is_optional and hasattr(default, "sliding_window")
+        return WindowRule("all", is_optional=True) if is_own else None
+    tried = (WindowRule(form, number, "", is_optional) for form in WINDOW_FORMS for number in range(1, 100))
+    rule = next(
+        (rule for rule in tried if _fits(rule, seen, on)), WindowRule("other", is_optional=is_optional)
+    )
+    if rule.form in ("all", "none", "other"):
+        return rule if rule.form != "all" or is_optional else None
+    for key in features.WINDOW_NUMBERS:
+        changed = {count: windowed_layers(name, count, **on, **{key: 7}) for count in _COUNTS}
+        if _fits(replace(rule, number=7), changed, on):
+            return replace(rule, key=key)
+    return rule
+
+
+_COUNTS = (100, 47, 30)
+
+
+def _fits(rule: WindowRule, seen: dict[int, list[bool | None]], on: dict[str, bool]) -> bool:
+    return rule.form != "other" and all(rule.windowed(on, count) == kinds for count, kinds in seen.items())
+
+
 def write_catalog(known: dict[str, Any], not_causal: list[str]) -> None:
     """Write the file of the catalog, a line for each family, and read it anew."""
+    names = sorted(set(CONFIG_MAPPING) - set(not_causal))
+    rules = {name: rule for name in names if (rule := fitted_rule(name)) is not None}
+    windows = ",\n".join(f"{json.dumps(name)}: {json.dumps(asdict(rule))}" for name, rule in rules.items())
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(known[name])}" for name in sorted(known))
     CATALOG.write_text(
         f'{{"transformers": {json.dumps(transformers.__version__)},\n'
-        f'"not_causal": {json.dumps(sorted(not_causal))},\n"known": {{\n{lines}\n}}}}\n'
+        f'"not_causal": {json.dumps(sorted(not_causal))},\n'
+        f'"windows": {{\n{windows}\n}},\n"known": {{\n{lines}\n}}}}\n'
     )
     model_type_table.cache_clear()
 

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshweave.base.errors import MeshweaveError, UnsupportedError
 from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.config_features import is_off
 from meshweave.describe.model.hugging_face import transformer_from_config
 from meshweave.describe.model.model_file import model_table, transformer_from
-from meshweave.describe.model.model_types import known_model_type, known_model_types
+from meshweave.describe.model.model_types import known_model_type, known_model_types, model_type_table
 from meshweave.describe.model.nodes import EdgeSum, Norm
+from meshweave.describe.model.window_rules import window_rule, with_layer_kinds
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -56,6 +59,38 @@ def test_windows_are_those_of_some_layers_or_all(tmp_path: Path) -> None:
     gemma = {"model_type": "gemma2", "sliding_window": 4096, "layer_types": names, "head_dim": 256}
     assert kinds(**gemma) == [(16, 4096), (16, None)]
     assert kinds(**{**gemma, "layer_types": ["full_attention"] * 32}) == [(32, None)]
+    assert kinds(model_type="gemma2", sliding_window=4096) == [(16, 4096), (16, None)]
+    assert kinds(model_type="qwen2", sliding_window=64, max_window_layers=9) == [(32, None)]
+    words = "keys of the config that are not understood: max_window_layers"
+    assert words in said(tmp_path, model_type="mine", sliding_window=64, max_window_layers=9)
+
+
+@given(count=st.integers(1, 90), number=st.integers(1, 40), data=st.data())
+@settings(deadline=None)
+def test_layers_without_a_list_of_kinds_have_the_windows_of_their_class(
+    count: int, number: int, data: st.DataObject
+) -> None:
+    """Over all families of transformers whose layers differ, by each key of theirs that says how."""
+    registry = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    name = data.draw(st.sampled_from(sorted(model_type_table()["windows"])))
+    rule = window_rule(name)
+    assert rule is not None
+    changes: dict[str, Any] = {"sliding_window": 64} | (
+        {"use_sliding_window": True} if rule.is_optional else {}
+    )
+    keys = (key for key in ("no_rope_layers", rule.key) if rule.form == "without rotary" or key == rule.key)
+    key = data.draw(st.sampled_from(("", *filter(None, keys))))
+    flags = st.lists(st.integers(0, 1), min_size=count, max_size=count)
+    if key:
+        changes[key] = data.draw(flags) if key == "no_rope_layers" else number
+    config = {"model_type": name, **changes}
+    if rule.form == "other":
+        with pytest.raises(UnsupportedError, match="layer_types"):
+            with_layer_kinds(config, count, "config.json")
+        return
+    own = getattr(registry[name](num_hidden_layers=count, **changes), "layer_types", None)
+    read = with_layer_kinds(config, count, "config.json")
+    assert read["layer_types"] == (own or ["sliding_attention"] * count)
 
 
 @pytest.mark.parametrize(

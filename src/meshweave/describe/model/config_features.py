@@ -29,15 +29,19 @@ WIDTHS = ("embedding_size", "word_embed_proj_dim", "input_embedding_size", "outp
 LAYER_KINDS = ("layer_types", "layers_block_type", "block_types", "attention_layers")
 KINDS_OF_WINDOWS = ("sliding_attention", "local", "chunked_attention")
 KINDS_OF_ATTENTION = (*KINDS_OF_WINDOWS, "full_attention", "attention", "global")
+WINDOW_NUMBERS = (
+    "sliding_window_pattern", "_sliding_window_pattern", "max_window_layers", "global_attn_every_n_layers",
+    "no_rope_layer_interval",
+)  # fmt: skip
+"""Keys that say which layers have the window, by the rule of a family (`window_rules`)."""
 
 SIZES = {
     *LAYERS, *HIDDEN, *HEADS, *KV_HEADS, *FFN, *ACTIVATION, *MAX_POSITIONS, *NORM_EPS, *INIT_STD, *WINDOWS,
     *LAYER_KINDS, "head_dim", "vocab_size", "tie_word_embeddings", "multi_query", "new_decoder_architecture",
-    "expansion_ratio", "model_type", "attention_types", "use_sliding_window", "max_window_layers",
-    "sliding_window_pattern", "_sliding_window_pattern", "rope_theta", "rope_scaling", "rope_parameters",
-    "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "rotary_dim", "rope_local_base_freq",
-    "original_max_position_embeddings", "attn_config", "num_local_experts", "is_decoder", "architectures",
-    "pad_vocab_size_multiple",
+    "expansion_ratio", "model_type", "attention_types", "use_sliding_window", "rope_theta", "rope_scaling",
+    "rope_parameters", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "rotary_dim",
+    "rope_local_base_freq", "original_max_position_embeddings", "attn_config", "num_local_experts", "is_decoder",
+    "architectures", "pad_vocab_size_multiple",
 }  # fmt: skip
 """Keys that the reader looks at, apart from those of the tables below."""
 
@@ -232,7 +236,12 @@ def not_priced(data: Mapping[str, Any], hidden: int, *, is_known: bool, learned:
         yield NotPriced(
             f"model_type {named}: not one that is known; priced as a causal decoder of the sizes of its config"
         )
-    unknown = sorted(key for key, value in data.items() if not is_off(value) and not _is_understood(key))
+    has_kinds = bool(layer_kinds(data)) or window_of(data) is None
+    unknown = sorted(
+        key
+        for key, value in data.items()
+        if not is_off(value) and not _is_understood(key) and not (has_kinds and key in WINDOW_NUMBERS)
+    )
     if unknown:
         more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
         keys = ", ".join(printable(key[:60]) for key in unknown[:8])

@@ -31,6 +31,7 @@ from meshweave.describe.model.model_types import (
 )
 from meshweave.describe.model.routed_config import is_routed, routed_transformer
 from meshweave.describe.model.transformer import Transformer
+from meshweave.describe.model.window_rules import with_layer_kinds
 
 MAX_SIZE = 2**31
 _GATED_ACTIVATIONS = ("silu", "swish", "swiglu", "geglu", "reglu")
@@ -56,11 +57,15 @@ def transformer_from_config(data: dict[str, Any], file: str | Path) -> Transform
     hidden = config.required(HIDDEN, "the hidden size")
     heads = config.required(HEADS, "the number of heads")
     kv_heads, head_dim = config.kv_heads(), config.optional("head_dim")
-    ffn, vocab_size = config.ffn_hidden(hidden), config.optional("vocab_size")
+    ffn, vocab_size = (
+        config.ffn_hidden(hidden),
+        config.optional("vocab_size"),
+    )
     if not config.problems:
         config.problems += head_problems(hidden, heads, kv_heads, head_dim, "num_key_value_heads")
     if config.problems:
         fail_with_all(file, config.problems)
+    data = with_layer_kinds(data, layers, printable(file))
     tied = data.get("tie_word_embeddings")
     architecture = read_architecture(data, known, head_dim or hidden // heads)
     learned = architecture.positions == "learned"

@@ -29,6 +29,7 @@ from meshweave.describe.model.routed import (
 )
 from meshweave.describe.model.routed_architecture import routed_architecture
 from meshweave.describe.model.transformer import Transformer
+from meshweave.describe.model.window_rules import with_layer_kinds
 
 _COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "num_experts_per_token")
@@ -43,7 +44,7 @@ _READ = {
     "swiglu_alpha", "swiglu_limit", "route_scale", "router_scaling_factor", "enable_moe_fp32_combine",
     "rope_interleave", "attn_scale", "floor_scale", "attn_temperature_tuning", "seq_aux", "aux_loss_alpha",
     "ep_size", "moe_layer_freq", "initial_context_length", "experts_per_token", "lm_head_bias",
-    "layer_types", "router_aux_loss_coef",
+    "router_aux_loss_coef",
 }  # fmt: skip
 """Keys that are read here, or change nothing that a price knows."""
 _WINDOWED = ("sliding_attention", "chunked_attention")
@@ -126,6 +127,7 @@ def routed_transformer(data: dict[str, Any], name: str, file: str) -> Transforme
     count = config.size("num_hidden_layers")
     if count > STEP_LAYERS.most:
         config.problems.append(Problem("num_hidden_layers", STEP_LAYERS.refusal(count)))
+    config.data = with_layer_kinds(data, count, file)
     graphs = [config.layer(number) for number in range(min(count, STEP_LAYERS.most))]
     vocabulary, heads = config.size("vocab_size"), config.size("num_attention_heads")
     hidden = config.size("hidden_size")
@@ -285,9 +287,7 @@ class _RoutedReader:
                 return None
             key = "sliding_window" if kinds[number] == "sliding_attention" else ""
             return self.size(key, default=0) or None
-        if model_type_of(data) == "gpt_oss":  # every second one, where no list says it
-            return self.size("sliding_window", default=0) or None if number % 2 == 0 else None
-        if data.get("use_sliding_window") is False or model_type_of(data) in ("qwen2_moe", "qwen3_moe"):
+        if data.get("use_sliding_window") is False:
             return None
         return self.size("sliding_window", default=0) or None
 
