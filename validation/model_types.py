@@ -42,7 +42,7 @@ ENCODERS = ("bert", "roberta", "camembert", "electra", "xlm", "reformer", "xlnet
 _LEARNED = re.compile(r"(wpe|embed_positions|position_embeddings?|pos_emb\w*|positions_embed)\.weight$")
 _DEFAULTS = {
     *features.KV_HEADS, *features.ACTIVATION, *features.NORM_EPS, *features.INIT_STD, *features.WINDOWS,
-    *features.DEFINING, *features.SAID, "head_dim", "tie_word_embeddings", "use_sliding_window",
+    *features.DEFINING, *features.SAID, "vocab_size", "head_dim", "tie_word_embeddings", "use_sliding_window",
     "multi_query", "rope_parameters", "rotary_dim", "partial_rotary_factor", "rotary_pct",
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshweave.base.errors import MeshweaveError, UnsupportedError
+from meshweave.base.errors import DescriptionError, MeshweaveError, UnsupportedError
 from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.config_features import is_off
 from meshweave.describe.model.hugging_face import transformer_from_config
@@ -63,6 +63,15 @@ def test_windows_are_those_of_some_layers_or_all(tmp_path: Path) -> None:
     assert kinds(model_type="qwen2", sliding_window=64, max_window_layers=9) == [(32, None)]
     words = "keys of the config that are not understood: max_window_layers"
     assert words in said(tmp_path, model_type="mine", sliding_window=64, max_window_layers=9)
+
+
+def test_a_vocabulary_left_out_is_that_of_the_class_or_missed() -> None:
+    sizes = {key: value for key, value in LLAMA.items() if key != "vocab_size"}
+    for name, vocabulary in (("llama", 32000), ("gemma3_text", 262208)):
+        model = transformer_from_config({**sizes, "model_type": name}, "config.json")
+        assert model.vocab_size == vocabulary
+    with pytest.raises(DescriptionError, match="vocab_size: missing"):
+        transformer_from_config({**sizes, "model_type": "mine"}, "config.json")
 
 
 @given(count=st.integers(1, 90), number=st.integers(1, 40), data=st.data())
@@ -199,10 +208,7 @@ def test_defaults_of_families_are_no_sizes() -> None:
     assert {"llama", "mistral", "gpt2", "gpt_neox", "gemma2", "falcon", "phi3"} <= set(known_model_types())
     for name in known_model_types():
         known = known_model_type(name)
-        assert (
-            known is not None
-            and not {"num_hidden_layers", "hidden_size", "vocab_size"} & known.defaults.keys()
-        )
+        assert known is not None and not {"num_hidden_layers", "hidden_size"} & known.defaults.keys()
     assert is_off([]) and is_off(0) and not is_off(1)
 
 

@@ -59,7 +59,7 @@ def transformer_from_config(data: dict[str, Any], file: str | Path) -> Transform
     kv_heads, head_dim = config.kv_heads(), config.optional("head_dim")
     ffn, vocab_size = (
         config.ffn_hidden(hidden),
-        config.optional("vocab_size"),
+        config.required(("vocab_size",), "the size of the vocabulary"),
     )
     if not config.problems:
         config.problems += head_problems(hidden, heads, kv_heads, head_dim, "num_key_value_heads")
