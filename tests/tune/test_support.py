@@ -21,7 +21,9 @@ PAIRS = [(model, RNG.choice(clusters())) for model in models()]
 
 
 def known(model: str, cluster: str) -> Support:
-    return support_of(mw.load_model(model), mw.load_cluster(cluster))
+    """Return the support in the first dtype that the chip has a peak in."""
+    machine = mw.load_cluster(cluster)
+    return support_of(mw.load_model(model), machine, dtype=machine.chip.peak_flops_per_s[0][0])
 
 
 @pytest.mark.parametrize(("model", "cluster"), PAIRS)
@@ -29,7 +31,7 @@ def test_what_is_executed_can_be_priced_and_what_is_refused_cannot(model: str, c
     """For a strategy and for each stack: `mw.step` gives a step, or the error whose text stands there."""
     said = known(model, cluster)
     chips = said.num_chips
-    options = {"batch": chips, "sequence": said.sequence}
+    options = {"batch": chips, "sequence": said.sequence, "dtype": said.dtype}
     line = RNG.choice(said.strategies)
     if "no plan has it" in line.why:
         assert mw.load_model(model).is_routed

@@ -32,7 +32,7 @@ def describe(model: Transformer, cluster: Cluster, problem: StepProblem | None =
 
 def _settings(problem: StepProblem) -> dict[str, Any]:
     """Return the settings of a problem that are not those it has by default; a stack by its name if it has one."""
-    default = StepProblem(problem.model, problem.cluster, 1, 1)
+    default = StepProblem(problem.model, problem.cluster, 1, 1, problem.dtype)
     names = (item.name for item in fields(StepProblem) if item.name not in _OF_THE_PLAN)
     settings = {
         name: getattr(problem, name) for name in names if getattr(problem, name) != getattr(default, name)

@@ -22,9 +22,9 @@ FAST = "dgx-b200:8"
 
 
 def problem_of(precision: str | None, cluster: str = FAST) -> mw.algorithms.StepProblem:
-    return mw.algorithms.StepProblem(
-        mw.load_model(MODEL), mw.load_cluster(cluster), 8, 2048, precision=precision
-    )
+    machine = mw.load_cluster(cluster)
+    dtype = machine.chip.peak_flops_per_s[0][0]
+    return mw.algorithms.StepProblem(mw.load_model(MODEL), machine, 8, 2048, dtype, precision=precision)
 
 
 @pytest.mark.parametrize("name", clusters())

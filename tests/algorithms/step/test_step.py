@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_n
 from meshweave.algorithms.step import check_step, least_memory, least_step_s, memory_of
 from meshweave.algorithms.step.data_parallel import exposed_s
 from meshweave.algorithms.step.placement import axis_machine, replica_groups, sharding_groups
-from meshweave.base.errors import MeshweaveError
+from meshweave.base.errors import DescriptionError, MeshweaveError
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import HostsNetwork, with_axes
@@ -203,6 +204,13 @@ def test_what_cannot_be_laid_out_is_said_in_a_line(options: dict[str, object], w
     with pytest.raises(MeshweaveError) as caught:
         mw.step(GPT, HOSTS, batch=64, sequence=1024, **options, stack="ideal")
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("of", [mw.step, mw.plan])
+def test_a_dtype_without_a_peak_on_the_chip_is_refused_at_once(of: Any) -> None:
+    with pytest.raises(DescriptionError, match=r"'bfloat16'.*it has float16, float32, float64$"):
+        of("llama-2-7b", "p3.8xlarge:8", batch=8, sequence=512, tp=4)
+    assert "% MFU" in str(mw.step("llama-2-7b", "p3.8xlarge:8", batch=8, sequence=512, tp=4, dtype="float16"))
 
 
 def test_a_cluster_of_odd_hosts_and_a_slow_tree() -> None:

@@ -98,7 +98,7 @@ def check(stack: SoftwareStack | None = None, **degrees: Any) -> None:
     """Run the program of a step, and compare all buckets, what updates them, and the loss."""
     parallelism = Parallelism(**degrees)
     ranks = parallelism.num_ranks
-    cluster = load_cluster(f"tpu-v4-pod:{ranks}" if ranks > 2 else f"dgx-a100:{ranks}")
+    cluster = load_cluster(f"dgx-a100:{ranks}")
     problem = StepProblem(MODEL, cluster, BATCH, LENGTH, dtype="float32", stack=stack or SoftwareStack())
     step = step_of(problem, parallelism)
     written = write_step(step.stages)

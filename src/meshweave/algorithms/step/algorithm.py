@@ -88,7 +88,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
 
     def examples(self) -> Iterator[StepProblem]:
         """Yield steps of two small models on four chips."""
-        cluster = load_cluster("tpu-v4-pod:4")
+        cluster = load_cluster("dgx-a100:4")
         tiny = Transformer("tiny", 2, 8, 4, 4, 2, 16, 12, False, "made up", tied_embeddings=False)
         yield StepProblem(tiny, cluster, 4, 4, "float32")
         grouped = Transformer("grouped", 4, 8, 4, 2, 2, 12, 8, True, "made up", tied_embeddings=False)

@@ -218,7 +218,7 @@ class StepProblem:
             for evenly (`algorithms.step.routing`).
 
     Raises:
-        DescriptionError: a size or a word is wrong.
+        DescriptionError: a size or a word is wrong, or the chip has no peak in `dtype`.
     """
 
     model: Transformer
@@ -240,7 +240,7 @@ class StepProblem:
     imbalance: float = 0.0
 
     def __post_init__(self) -> None:
-        Workload(self.batch, self.sequence, self.dtype)
+        self.cluster.chip.peak(Workload(self.batch, self.sequence, self.dtype).dtype)
         for name, known in (
             ("gradient_dtype", tuple(DTYPES)),
             ("optimizer", tuple(_OPTIMIZER_BYTES)),
