@@ -267,6 +267,8 @@ def test_what_is_said_to_fit_does(limit: float, has_shorter: bool) -> None:
         ({"zero": 4}, DescriptionError, "from 0 to 3"),
         ({"order": ("data",)}, DescriptionError, "each of"),
         ({"tp": 3}, UnsupportedError, "tp 3 does not divide its 4 chips"),
+        ({"ep": 2}, UnsupportedError, "ep 2 is for experts, of which its model has none"),
+        ({"etp": 2}, UnsupportedError, "etp 2 is for experts, of which its model has none"),
     ],
 )
 def test_wrong_options_are_one_line(

@@ -278,14 +278,15 @@ class StepSpace:
                     yield StepLayout(data, pipeline, context, mesh, strategy, order, experts)
 
     def experts(self, sizes: DegreeSizes) -> tuple[tuple[int, int], ...]:
-        """Return the (expert, expert_tensor) degrees for the ranks of a stage; (1, 1) alone without experts.
+        """Return the (expert, expert_tensor) degrees for the ranks of a stage; without experts at most (1, 1).
 
         Unless the options say otherwise, an expert is on one rank, or sharded over as many as shard each layer.
         """
         experts = max(graph.num_experts for _, graph in self.problem.model.runs)
-        if experts == 1:
-            return ((1, 1),)
         options, ranks = self.options, sizes.data * sizes.context * sizes.tensor
+        if experts == 1:
+            given = options.expert, options.expert_tensor
+            return ((1, 1),) if all(values is None or 1 in values for values in given) else ()
         pairs = []
         for tensor in options.expert_tensor or tuple(dict.fromkeys((1, sizes.tensor))):
             for expert in divisors_of(math.gcd(experts, ranks // tensor) if ranks % tensor == 0 else 1):

@@ -81,6 +81,8 @@ def _division_text(ranking: StepRanking) -> str:
         "cp": options.context,
         "dp": options.data,
     }
+    if reason := _experts_reason(space):
+        return reason
     given = {name: values for name, values in fixed.items() if values is not None}
     least = math.prod(min(values) for values in given.values())
     sizes = " x ".join(f"{name} {' or '.join(map(str, values))}" for name, values in given.items())
@@ -114,6 +116,22 @@ def _division_text(ranking: StepRanking) -> str:
         f"batch of {problem.batch}{size}, with at most {most}; give a batch that is a multiple of "
         f"{math.prod((chips, *micro_batches[:1]))}, or another number of chips"
     )
+
+
+def _experts_reason(space: StepSpace) -> str:
+    """Return why none of the degrees of experts that are given can be laid out; "" where some can, or none are."""
+    options, model = space.options, space.problem.model
+    given = {"ep": options.expert, "etp": options.expert_tensor}
+    words = " x ".join(f"{name} {' or '.join(map(str, values))}" for name, values in given.items() if values)
+    if not words or any(map(space.experts, space.degrees)):
+        return ""
+    count = max(graph.num_experts for _, graph in model.runs)
+    if count == 1:
+        return f"{words} is for experts, of which its model has none; leave it out"
+    if options.expert is not None and all(count % value for value in options.expert):
+        return f"{words} does not divide its {counted(count, 'expert')}"
+    most = max((sizes.data * sizes.context * sizes.tensor for sizes in space.degrees), default=0)
+    return f"{words} does not divide the ranks of a stage, at most {most}; give less" if most else ""
 
 
 def _degree_reason(name: str, values: Sequence[int], space: StepSpace) -> str:
