@@ -55,6 +55,12 @@ def test_a_plan_for_a_stack_searches_what_it_runs(name: str) -> None:
         ("torchtitan", {"zero": 1}, "ZeRO level 1; it runs 0, 2, 3"),
         ("llm-foundry", {"tp": 2}, "the degree tensor; it runs data"),
         ("nanotron", {"pp": 2, "schedule": "zbv", "vp": 2}, "the schedule zbv; it runs gpipe, 1f1b"),
+        ("nanotron", {"pp": 2, "vp": 2}, "the schedule interleaved-1f1b; it runs gpipe, 1f1b"),
+        (
+            "nanotron",
+            {"pp": 2, "schedule": "gpipe", "vp": 2},
+            "the schedule gpipe x 2 stages a rank; .*",
+        ),
         ("meshweave", {"recompute": "selective"}, "recomputation selective; it runs none, full"),
     ],
 )

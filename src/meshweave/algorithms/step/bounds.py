@@ -19,11 +19,12 @@ from meshweave.algorithms.block.nodes import Kernel, kernels_of
 from meshweave.algorithms.step.block_tasks import adapted_compute, compute_ps
 from meshweave.algorithms.step.block_time import block_of
 from meshweave.algorithms.step.layers import bare_layer_s, ends_time, layer_time, least_added_s
+from meshweave.algorithms.step.orders import DegreeSizes, place_on_levels
 from meshweave.algorithms.step.pipeline import ranks_of_stages
 from meshweave.algorithms.step.placement import expert_axes
 from meshweave.algorithms.step.precision import PRODUCT_PARTS
 from meshweave.algorithms.step.problem import Degree, Parallelism, StepProblem
-from meshweave.algorithms.step.space import DegreeSizes, StepLayout, StepSpace, place_on_levels, ranks_of
+from meshweave.algorithms.step.space import StepLayout, StepSpace, ranks_of
 from meshweave.algorithms.step.stage_layers import rank_layers, stage_layers
 from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.algorithms.table import SCHEDULES

@@ -18,9 +18,10 @@ from functools import lru_cache
 
 from meshweave.algorithms.step.bounds import LayerBounds, step_bound_s
 from meshweave.algorithms.step.memory import GATHERED_LAYERS
+from meshweave.algorithms.step.orders import DegreeSizes
 from meshweave.algorithms.step.pipeline import num_stashes
 from meshweave.algorithms.step.problem import DEGREES, Parallelism
-from meshweave.algorithms.step.space import DegreeSizes, StepLayout, StepSpace
+from meshweave.algorithms.step.space import StepLayout, StepSpace
 from meshweave.algorithms.step.step_memory import least_memory
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.model.memory import RECOMPUTES, Recompute

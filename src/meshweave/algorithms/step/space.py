@@ -16,28 +16,23 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import permutations
-from typing import Any, NamedTuple
+from typing import Any
 
 from meshweave.algorithms.block import BlockAlgorithm
 from meshweave.algorithms.pipeline import PipelineAlgorithm
+from meshweave.algorithms.step.orders import DegreeSizes, Order, distinct_orders
 from meshweave.algorithms.step.problem import DEGREES, Degree, Parallelism, StepProblem
 from meshweave.algorithms.step.software_stack import SoftwareStack
-from meshweave.algorithms.step.stack_checks import check_runs
+from meshweave.algorithms.step.stack_checks import check_runs, schedule_run
 from meshweave.algorithms.step.stack_runs import ZERO_LEVELS
 from meshweave.algorithms.step.strategies import refusal_in_step
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.errors import DescriptionError, UnsupportedError, did_you_mean, listed
 from meshweave.describe.layout.shapes import divisors_of
-from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
 
 Tensor = int | tuple[int, int]
 """A tensor degree: the ranks of a one-dimensional strategy, or the mesh (d1, d2) of another."""
-Order = tuple[Degree, ...]
-"""Names of degrees, the innermost first."""
-
 MIN_CONTEXT_TOKENS = 128
 MAX_MICRO_BATCH = 64
 
@@ -130,6 +125,11 @@ class SpaceOptions:
                 narrowed[degree] = (1,)
             elif any(value not in (1, (1, 1)) for value in values):
                 check_runs(stack, "degrees", degree)
+        if options.virtual_stages is not None and (runs := stack.runs.schedules) is not None:
+            schedules = narrowed.get("schedules", options.schedules)
+            run = [schedule_run(name, number) for name in schedules for number in options.virtual_stages]
+            if not set(run).intersection(runs):
+                check_runs(stack, "schedules", run[0])
         return replace(options, **narrowed)
 
 
@@ -152,15 +152,6 @@ def searched(entries: Mapping[str, BlockAlgorithm] | Mapping[str, PipelineAlgori
 def ranks_of(tensor: Tensor) -> int:
     """Return the number of ranks of a tensor degree, given as a number or a mesh (d1, d2)."""
     return tensor if isinstance(tensor, int) else tensor[0] * tensor[1]
-
-
-class DegreeSizes(NamedTuple):
-    """The sizes of the four degrees; `tensor` counts ranks, whatever their mesh."""
-
-    data: int
-    pipeline: int
-    context: int
-    tensor: int
 
 
 @dataclass(frozen=True)
@@ -317,9 +308,11 @@ class StepSpace:
     def schedules(self, pipeline: int, num_micro_batches: int) -> tuple[tuple[str, int], ...]:
         """Return the (schedule, stages per pipeline rank) that take these numbers of ranks and micro-batches.
 
+        Those that the stack does not run are left out.
+
         One pipeline rank has one pair, with one stage, or none if the options' `virtual_stages` exclude 1.
         """
-        options = self.options
+        options, runs = self.options, self.problem.stack.runs.schedules
         if pipeline == 1:
             if options.virtual_stages is not None and 1 not in options.virtual_stages:
                 return ()  # a pipeline is wanted
@@ -329,6 +322,8 @@ class StepSpace:
         for name in options.schedules:
             for virtual in options.virtual_stages or SCHEDULES[name].stages_per_rank:
                 if pipeline * virtual > self.problem.model.num_layers:
+                    continue
+                if runs is not None and schedule_run(name, virtual) not in runs:
                     continue
                 if _takes(name, pipeline, virtual, num_micro_batches):
                     pairs.append((name, virtual))
@@ -354,51 +349,3 @@ class StepSpace:
 @lru_cache(maxsize=8192)
 def _takes(schedule: str, pipeline: int, virtual: int, num_micro_batches: int) -> bool:
     return SCHEDULES[schedule].for_stages(virtual).takes(pipeline, virtual, num_micro_batches)
-
-
-def distinct_orders(cluster: Cluster, sizes: DegreeSizes) -> tuple[Order, ...]:
-    """Return the orders of degrees that put some degree on other links than every order before them."""
-    return _distinct_orders(level_sizes(cluster.network), sizes)
-
-
-@lru_cache(maxsize=8192)
-def _distinct_orders(levels: tuple[int, ...] | None, sizes: DegreeSizes) -> tuple[Order, ...]:
-    data, pipeline, context, tensor = sizes
-    size_of: dict[str, int] = {"data": data, "pipeline": pipeline, "context": context, "tensor": tensor}
-    orders: dict[tuple[object, ...], Order] = {}
-    for order in permutations(DEGREES):
-        stride = 1
-        strides: dict[str, int] = {}
-        places: list[tuple[str, tuple[object, ...]]] = []
-        for name in order:
-            if size_of[name] > 1:
-                strides[name] = stride
-                places.append((name, place_on_levels(levels, size_of[name], stride)))
-            stride *= size_of[name]
-        inner, outer = sorted(("context", "data"), key=lambda name: strides.get(name, 0))
-        if inner in strides and strides[outer] == strides[inner] * size_of[inner]:  # one group sums gradients
-            both = place_on_levels(levels, size_of["context"] * size_of["data"], strides[inner])
-            places.append(("replicas", both))
-        orders.setdefault(tuple(sorted(places)), order)
-    return tuple(orders.values())
-
-
-def place_on_levels(levels: tuple[int, ...] | None, size: int, stride: int) -> tuple[object, ...]:
-    """Return a cache key of the links on which groups of `size` ranks, `stride` chips apart, communicate.
-
-    The key has the number of a group's ranks in a block of chips of each level (a host, a subtree), and the
-    stride where groups straddle blocks, and on a torus, which has no levels (`levels` is None).
-    """
-    if levels is None:
-        return size, stride
-    return size, *(_members(size, stride, block) for block in levels)
-
-
-def _members(size: int, stride: int, block: int) -> tuple[int, int]:
-    """Return how many of a group lie in a block of chips, and the stride where groups straddle blocks."""
-    span = size * stride
-    if stride % block == 0:
-        return 1, 0
-    if block % stride == 0 and (block % span == 0 or span % block == 0):
-        return min(size, block // stride), 0
-    return max(1, min(size, block // stride)), stride

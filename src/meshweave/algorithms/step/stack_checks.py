@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.software_stack import SoftwareStack
 from meshweave.algorithms.step.stack_runs import ALL_DEGREES
+from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import DescriptionError, UnsupportedError, listed
 from meshweave.base.limits import STEP_LAYERS
 
@@ -30,6 +31,17 @@ _WORDS = {
     "recompute": "recomputation",
     "precisions": "the precision",
 }
+
+
+def schedule_run(schedule: str, virtual_stages: int) -> str:
+    """Return what a stack has to run for a schedule: the name of its variant for so many stages a rank.
+
+    Where plans have one stage a rank alone, the name is followed by any larger number. Raises UnsupportedError for
+    an unknown name.
+    """
+    entry = SCHEDULES.named(schedule).for_stages(virtual_stages)
+    is_usual = virtual_stages == 1 or max(entry.stages_per_rank) > 1
+    return entry.name if is_usual else f"{entry.name} x {virtual_stages} stages a rank"
 
 
 def check_problem(problem: StepProblem) -> None:
@@ -64,7 +76,7 @@ def _used(p: Parallelism) -> Iterator[tuple[str, object]]:
     if p.tensor_size > 1:
         yield "strategies", p.strategy
     if p.pipeline > 1:
-        yield "schedules", p.schedule
+        yield "schedules", schedule_run(p.schedule, p.virtual_stages)
     if p.replicas > 1:
         yield "zero", p.zero
     yield "recompute", p.recompute
