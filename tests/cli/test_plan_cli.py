@@ -125,6 +125,7 @@ def test_verbs_of_products_say_what_a_step_is_not(
         ([*SMALL, "--fix", "pt=8"], "names are data, dp, pipeline, pp"),
         ([*SMALL, "--fix", "tp=eight"], "whole number"),
         ([*SMALL, "--fix", "tp=2,tp=4"], "twice"),
+        (["gpt-oss-20b", *SMALL[1:], "--stack", "meshweave"], "costs of stack meshweave were not fitted"),
         ([*SMALL, "--fix", "tp=3"], "tp 3 does not divide its 8 chips"),
         ([*SMALL, "--fix", "tp=8,pp=16"], "tp 8 x pp 16 is 128 ranks, more than its 8 chips"),
         ([*SMALL, "--fix", "pp=64"], "pp 64 is more than its 8 chips"),

@@ -67,11 +67,11 @@ ReserveOption = Annotated[
 ]
 _SAME = " and ".join(f"{name} is {stack}" for name, stack in SAME_STACK.items())
 StackOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="Software that executes the step: its overheads are added, and only what it executes is searched. "
         f"{', '.join((*stack_names(), *SAME_STACK))}; ideal adds nothing and executes all. meshweave is this "
-        f"library's runtime with compiled blocks; {_SAME}."
+        f"library's runtime with compiled blocks; {_SAME}. Default: meshweave, or ideal for a model with experts."
     ),
 ]
 OverlapOption = Annotated[
@@ -117,7 +117,7 @@ class PlanVerbOptions:
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Say what faster and slower links would change.")
     ] = False
-    stack: StackOption = "meshweave"
+    stack: StackOption = None
     overlap: OverlapOption = "sites"
     precision: PrecisionOption = None
     margin: Annotated[
@@ -170,10 +170,10 @@ def plan(model: ModelArgument, cluster: ClusterOption, options: PlanVerbOptions)
     if options.batch is None:
         raise DescriptionError("the plan of a step needs --batch, the sequences of a step; give --batch 1024")
     from meshweave.algorithms.step import StepProblem, load_stack
-    from meshweave.algorithms.step.stacks import DEFAULT_STACK, default_stack
+    from meshweave.algorithms.step.stacks import default_stack
 
-    stack = default_stack(architecture) if options.stack == DEFAULT_STACK else options.stack
-    problem = StepProblem(architecture, target, batch, sequence, options.dtype, stack=load_stack(stack))
+    stack = load_stack(options.stack or default_stack(architecture))
+    problem = StepProblem(architecture, target, batch, sequence, options.dtype, stack=stack)
     reserve = read_reserve(options.reserve)
     problem = replace(
         problem,
