@@ -200,6 +200,13 @@ def test_a_plan_searches_degrees_of_experts_and_keeps_them(tmp_path) -> None:  #
     assert "expert" in file.read_text()
 
 
+def test_a_plan_of_experts_that_does_not_fit_says_what_would() -> None:
+    """The smallest configuration is one that can be laid out, though some orders of its degrees cannot."""
+    options = SpaceOptions(pipeline=(2,), tensor=(4,), expert=(8,), micro_batches=(1,))
+    with pytest.raises(UnsupportedError, match=r"the smallest takes .*ep 8 .*what would fit: "):
+        plan_step(problem(chips=16), options, memory_bytes=2 * 10**9)
+
+
 def _fits(of: StepProblem, choice: Parallelism) -> bool:
     try:
         return memory_of(of, choice).total <= of.usable_bytes()

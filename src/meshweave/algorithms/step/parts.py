@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from meshweave.algorithms.step.bounds import LayerBounds, step_bound_s
+from meshweave.algorithms.step.checks import check_step
 from meshweave.algorithms.step.memory import GATHERED_LAYERS
 from meshweave.algorithms.step.orders import DegreeSizes
 from meshweave.algorithms.step.pipeline import num_stashes
@@ -244,14 +245,26 @@ class StepTree:
     def takes(self, choice: Parallelism, size: int) -> bool:
         """Return whether `size` bytes of a configuration fit on a chip.
 
-        One that does not fit is counted in `over_memory`, and entered in `closest`.
+        One that does not fit is counted in `over_memory`, and entered in `closest` in the first order of the space
+        in which it can be laid out, if there is one: the order makes no difference to the bytes.
         """
         if size <= self.memory_bytes:
             return True
         self.over_memory += 1
         if len(self.closest) < _NUM_CLOSEST or size < self.closest[-1][0]:
-            self.closest = sorted([*self.closest, (size, str(choice), choice)])[:_NUM_CLOSEST]
+            sizes = DegreeSizes(choice.data, choice.pipeline, choice.context, choice.tensor_size)
+            ordered = (replace(choice, order=order) for order in self.space.orders(sizes))
+            laid = next(filter(self._is_laid_out, ordered), None)
+            if laid is not None and (entry := (size, str(laid), laid)) not in self.closest:
+                self.closest = sorted([*self.closest, entry])[:_NUM_CLOSEST]
         return False
+
+    def _is_laid_out(self, choice: Parallelism) -> bool:
+        try:
+            check_step(self._problem, choice)
+        except MeshweaveError:
+            return False
+        return True
 
 
 @lru_cache(maxsize=4096)
