@@ -125,6 +125,12 @@ def test_verbs_of_products_say_what_a_step_is_not(
         ([*SMALL, "--fix", "pt=8"], "names are data, dp, pipeline, pp"),
         ([*SMALL, "--fix", "tp=eight"], "whole number"),
         ([*SMALL, "--fix", "tp=2,tp=4"], "twice"),
+        ([*SMALL, "--fix", "strategy=megatron,tp=2x2"], "leave out tp 2x2, or strategy megatron"),
+        ([*SMALL, "--fix", "schedule=zbv,pp=1"], "leave out pp 1, or schedule zbv"),
+        (
+            ["gpt-oss-20b", *SMALL[1:], "--fix", "ep=16"],
+            "ep 16 does not divide the ranks of a stage, at most 8",
+        ),
         (["gpt-oss-20b", *SMALL[1:], "--stack", "meshweave"], "costs of stack meshweave were not fitted"),
         ([*SMALL, "--fix", "tp=3"], "tp 3 does not divide its 8 chips"),
         ([*SMALL, "--fix", "tp=8,pp=16"], "tp 8 x pp 16 is 128 ranks, more than its 8 chips"),

@@ -9,7 +9,7 @@ from meshweave.algorithms.step.placement import expert_axes
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.algorithms.table import SCHEDULES
-from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean, listed
+from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError, did_you_mean, listed
 from meshweave.describe.model.latent import LatentAttention
 
 
@@ -22,6 +22,15 @@ def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
     """
     check_laid_out(problem, parallelism)
     _check_experts(problem, parallelism)
+
+
+def can_be_laid_out(problem: StepProblem, parallelism: Parallelism) -> bool:
+    """Return whether `check_step` has nothing to say."""
+    try:
+        check_step(problem, parallelism)
+    except MeshweaveError:
+        return False
+    return True
 
 
 def check_laid_out(problem: StepProblem, parallelism: Parallelism) -> None:

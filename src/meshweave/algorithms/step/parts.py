@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from meshweave.algorithms.step.bounds import LayerBounds, step_bound_s
-from meshweave.algorithms.step.checks import check_step
+from meshweave.algorithms.step.checks import can_be_laid_out
 from meshweave.algorithms.step.memory import GATHERED_LAYERS
 from meshweave.algorithms.step.orders import DegreeSizes
 from meshweave.algorithms.step.pipeline import num_stashes
@@ -254,17 +254,10 @@ class StepTree:
         if len(self.closest) < _NUM_CLOSEST or size < self.closest[-1][0]:
             sizes = DegreeSizes(choice.data, choice.pipeline, choice.context, choice.tensor_size)
             ordered = (replace(choice, order=order) for order in self.space.orders(sizes))
-            laid = next(filter(self._is_laid_out, ordered), None)
+            laid = next((each for each in ordered if can_be_laid_out(self._problem, each)), None)
             if laid is not None and (entry := (size, str(laid), laid)) not in self.closest:
                 self.closest = sorted([*self.closest, entry])[:_NUM_CLOSEST]
         return False
-
-    def _is_laid_out(self, choice: Parallelism) -> bool:
-        try:
-            check_step(self._problem, choice)
-        except MeshweaveError:
-            return False
-        return True
 
 
 @lru_cache(maxsize=4096)

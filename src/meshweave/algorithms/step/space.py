@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import Any
 
 from meshweave.algorithms.block import BlockAlgorithm
@@ -33,6 +34,13 @@ from meshweave.describe.model.memory import RECOMPUTES, Recompute
 
 Tensor = int | tuple[int, int]
 """A tensor degree: the ranks of a one-dimensional strategy, or the mesh (d1, d2) of another."""
+FIELDS_OF_SPACE = {
+    "strategy": "strategies",
+    "schedule": "schedules",
+    "order": "orders",
+    "micro_batch": "micro_batches",
+}
+"""What users call attributes of `SpaceOptions` of which they give one, and the attributes; see `SHORT_NAMES`."""
 MIN_CONTEXT_TOKENS = 128
 MAX_MICRO_BATCH = 64
 
@@ -310,14 +318,14 @@ class StepSpace:
 
         Those that the stack does not run are left out.
 
-        One pipeline rank has one pair, with one stage, or none if the options' `virtual_stages` exclude 1.
+        One pipeline rank has one pair, with one stage, or none if the options exclude one stage a rank.
         """
         options, runs = self.options, self.problem.stack.runs.schedules
         if pipeline == 1:
             if options.virtual_stages is not None and 1 not in options.virtual_stages:
                 return ()  # a pipeline is wanted
-            alone = (name for name in options.schedules if 1 in SCHEDULES[name].stages_per_rank)
-            return ((next(alone, options.schedules[0]), 1),)
+            alone = (name for name in options.schedules if SCHEDULES[name].takes_stages(1))
+            return tuple((name, 1) for name in islice(alone, 1))
         pairs = []
         for name in options.schedules:
             for virtual in options.virtual_stages or SCHEDULES[name].stages_per_rank:

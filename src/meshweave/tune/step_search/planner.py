@@ -19,7 +19,7 @@ from meshweave.algorithms.step import (
 from meshweave.algorithms.step.ceiling import rate_ceiling
 from meshweave.algorithms.step.options import PlanOptions, ProblemOptions
 from meshweave.algorithms.step.problem import SHORT_NAMES
-from meshweave.algorithms.step.space import SpaceOptions, StepSpace
+from meshweave.algorithms.step.space import FIELDS_OF_SPACE, SpaceOptions, StepSpace
 from meshweave.algorithms.step.stack_checks import check_problem
 from meshweave.algorithms.step.stacks import IDEAL, default_stack
 from meshweave.algorithms.table import SCHEDULES
@@ -47,13 +47,7 @@ NOTE = (
     "cluster's description; what the software stack adds is that of `stack`."
 )
 _LOG = logging.getLogger(__name__)
-_FIELDS_OF_SPACE = {
-    "strategy": "strategies",
-    "schedule": "schedules",
-    "order": "orders",
-    "micro_batch": "micro_batches",
-}
-_FIELDS_OF_OPTIONS = {plural: name for name, plural in _FIELDS_OF_SPACE.items()}
+_FIELDS_OF_OPTIONS = {plural: name for name, plural in FIELDS_OF_SPACE.items()}
 
 
 @renamed_keyword("seq", "sequence", "mw.plan", product_dtype="precision")
@@ -130,7 +124,7 @@ def space_options(fixed: dict[str, Any], stack: SoftwareStack) -> SpaceOptions:
     """
     chosen: dict[str, Any] = {}
     for name, value in fixed.items():
-        field = _FIELDS_OF_SPACE.get(name, SHORT_NAMES.get(name, name))
+        field = FIELDS_OF_SPACE.get(name, SHORT_NAMES.get(name, name))
         values = tuple(value) if isinstance(value, list) else (value,)
         if field == "virtual_stages" and "schedule" not in fixed and values != (1,):
             searched = (SCHEDULES[schedule] for schedule in SpaceOptions.of_stack(stack).schedules)

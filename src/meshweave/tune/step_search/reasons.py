@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import product
+from dataclasses import replace
+from functools import partial
+from itertools import islice, product
 
-from meshweave.algorithms.step.space import MIN_CONTEXT_TOKENS, StepSpace, ranks_of
+from meshweave.algorithms.step.checks import can_be_laid_out
+from meshweave.algorithms.step.problem import SHORT_NAMES
+from meshweave.algorithms.step.space import FIELDS_OF_SPACE, MIN_CONTEXT_TOKENS, StepSpace, ranks_of
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.units import format_bytes, format_s
 from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
@@ -42,6 +46,8 @@ _REMEDIES = {
     "recompute": "more memory a chip, or more chips, would save recomputation",
 }
 _LEAST_SHARE = 0.02
+_MOST_TRIED = 1000
+"""The configurations that are tried to see whether any can be laid out."""
 
 
 def refusal_text(ranking: StepRanking) -> str:
@@ -107,15 +113,38 @@ def _division_text(ranking: StepRanking) -> str:
             f"{problem.model.num_layers} stages, and micro-batches in whole groups of pp; leave out vp"
         )
     micro_batches = options.micro_batches or ()
+    batch = math.prod((chips, *micro_batches[:1]))
+    has_batch = _has_layout(StepSpace(replace(problem, batch=batch), options))
+    if not has_batch and (reason := _too_much_reason(space)):
+        return reason
     size = f" in micro-batches of {' or '.join(map(str, micro_batches))}" if micro_batches else ""
     model = problem.model
     heads = model.layer.attentions[0].heads
     most = f"{counted(model.num_layers, 'stage')} and tensor ranks that divide {heads} heads"
     return (
         f"no number of replicas{f' with {sizes}' if given else ''} divides both {counted(chips, 'chip')} and the "
-        f"batch of {problem.batch}{size}, with at most {most}; give a batch that is a multiple of "
-        f"{math.prod((chips, *micro_batches[:1]))}, or another number of chips"
+        f"batch of {problem.batch}{size}, with at most {most}; give "
+        f"{f'a batch that is a multiple of {batch}, or ' if has_batch else ''}another number of chips"
     )
+
+
+def _has_layout(space: StepSpace) -> bool:
+    """Return whether one of the first configurations of a space can be laid out."""
+    return any(map(partial(can_be_laid_out, space.problem), islice(space.choices(), _MOST_TRIED)))
+
+
+def _too_much_reason(space: StepSpace) -> str:
+    """Return without which of the values that are given something could be laid out; "" for none of them."""
+    options, free = space.options, StepSpace(space.problem).options
+    names = {field: name for name, field in (*SHORT_NAMES.items(), *FIELDS_OF_SPACE.items())}
+    freeing = []
+    for field, value in vars(options).items():
+        other = getattr(free, field)
+        if value is None or value == other:
+            continue
+        if _has_layout(StepSpace(space.problem, replace(options, **{field: other}))):
+            freeing.append(f"{names.get(field, field)} {' or '.join(map(_value_text, value))}")
+    return f"what is fixed excludes all; leave out {', or '.join(freeing)}" if freeing else ""
 
 
 def _experts_reason(space: StepSpace) -> str:
@@ -264,7 +293,10 @@ def defaults_text(steps: StepsRecord) -> str:
 
 
 def _value_text(value: object) -> str:
-    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    """Return a value as --fix takes it: a mesh as 2x4, an order as its names with hyphens."""
+    if not isinstance(value, tuple):
+        return str(value)
+    return ("x" if isinstance(value[0], int) else "-").join(map(str, value))
 
 
 def losses(record: StepRecord) -> Sequence[tuple[str, float]]:
