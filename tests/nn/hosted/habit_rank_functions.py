@@ -282,6 +282,47 @@ def adapted(kind: str, strategy: str, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def kept(kind: str, strategy: str, folder: Path) -> dict[str, Any]:
+    """Return how far what PEFT saves and loads of adapters is from one process, and what is said of the rest."""
+    import peft
+    import torch.distributed as dist
+
+    def tuned(value: float) -> Any:
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+        model = peft.get_peft_model(small_models.make_model(kind), config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(torch.linspace(-value, value, parameter.numel()).view(parameter.shape))
+        return model
+
+    own, whole = tuned(0.3), tuned(0.3)
+    made = parallelize(own.get_base_model(), strategy, mesh_of(strategy), check=False)
+    state, right = map(peft.get_peft_model_state_dict, (own, whole))
+    is_first = dist.get_rank() == 0
+    own.save_pretrained(folder / "adapters", is_main_process=is_first)
+    if is_first:
+        tuned(0.7).save_pretrained(folder / "others")
+    dist.barrier()
+    read = [peft.PeftModel.from_pretrained(small_models.make_model(kind), folder / "adapters"), whole]
+    saved = [small_models.loss_of(each, *small_models.batch()) for each in read]
+    for model in (own, whole):
+        model.load_adapter(folder / "others", "default")
+    loaded = [made.loss(*small_models.batch()), small_models.loss_of(whole, *small_models.batch())]
+    said = {}
+    for name, call in {"disabled": own.disable_adapter().__enter__, "merged": own.merge_adapter}.items():
+        try:
+            call()
+        except MeshweaveError as error:
+            said[name] = str(error)
+    return {
+        "names": sorted(state) == sorted(right) and len(right) > 4,
+        "state": max(float((state[name] - value).abs().max()) for name, value in right.items()),
+        "saved": abs(float(saved[0] - saved[1])), "loaded": abs(float(loaded[0] - loaded[1])),
+        "differ": abs(float(loaded[1] - saved[1])), "said": said,
+    }  # fmt: skip
+
+
 def stepped(kind: str, strategy: str, folder: Path) -> list[int]:
     """Return how many steps of an optimizer are counted after one, of models that come and go."""
     counts = []
@@ -310,6 +351,7 @@ def refused(kind: str, strategy: str, folder: Path) -> dict[str, str]:
             "variant": {"use_dora": True},
             "two": {},
             "embedding": {"target_modules": ["embed_tokens"]},
+            "head": {"target_modules": ["q_proj", "lm_head"]},
             "whole": {},
         }.items()
     }
