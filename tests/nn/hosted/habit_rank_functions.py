@@ -51,18 +51,22 @@ def mesh_of(strategy: str) -> DeviceMesh:
     return init_device_mesh("cpu", (count,), mesh_dim_names=("tp",))
 
 
-def drawn(form: str, seed: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return tokens, targets and what a call is given beside them, of rows (4, 16)."""
+def drawn(form: str, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return tokens, targets and what a call is given beside them, of rows (4, 16).
+
+    Of rows that are "packed" transformers makes documents where it makes no cache alone.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens, targets = small_models.batch(seed)
     rows, length = tokens.shape
     at = torch.arange(length)[None]
     lengths = torch.randint(2, length + 1, (rows, 1), generator=generator)
-    if form == "packed":
+    if form in ("packed", "documents"):
         begins = torch.rand((rows, length), generator=generator) < 0.25
         begins[:, 0] = True
         first = torch.where(begins, at.expand(rows, -1), 0).cummax(1).values
-        return tokens, targets, {"position_ids": at - first}
+        beside = {"position_ids": at - first}
+        return tokens, targets, beside if form == "packed" else {**beside, "use_cache": False}
     masks = {
         "left": at >= length - lengths,
         "right": at < lengths,
@@ -78,7 +82,7 @@ def given(kind: str, strategy: str, folder: Path) -> dict[str, tuple[float, floa
     whole = small_models.make_model(kind)
     made = parallelize(copy.deepcopy(whole), strategy, mesh_of(strategy), check=False)
     answers = {}
-    for number, form in enumerate(("left", "right", "holes", "packed")):
+    for number, form in enumerate(("left", "right", "holes", "packed", "documents")):
         tokens, targets, beside = drawn(form, 100 * number + sum(map(ord, kind)))
         try:
             answers[form] = _off(made.module, whole, tokens, targets, beside)
@@ -87,13 +91,13 @@ def given(kind: str, strategy: str, folder: Path) -> dict[str, tuple[float, floa
     return answers
 
 
-def _off(module: Any, whole: Any, tokens: Tensor, targets: Tensor, beside: Mapping[str, Tensor]) -> Any:
+def _off(module: Any, whole: Any, tokens: Tensor, targets: Tensor, beside: Mapping[str, Any]) -> Any:
     """Return how far loss, logits and gradients of a parallelised model are from its original's."""
     module.zero_grad()
     whole.zero_grad()
     loss = module(tokens, targets=targets, **beside).loss
     loss.backward()
-    out = whole(input_ids=tokens, use_cache=False, **beside)
+    out = whole(input_ids=tokens, **beside)
     wanted = out.logits if hasattr(out, "logits") else out[0]
     right = torch.nn.functional.cross_entropy(wanted.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
     right.backward()

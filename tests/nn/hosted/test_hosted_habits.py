@@ -72,7 +72,7 @@ def _launched(cases: list[tuple[str, str, str]], num_ranks: int, folder: Path) -
 def _check_given(name: str, answer: Any) -> None:
     assert isinstance(answer, dict), (name, answer)
     for form, off in answer.items():
-        if form == "packed" and any(kind in name for kind in WITHOUT_POSITIONS):
+        if form in ("packed", "documents") and any(kind in name for kind in WITHOUT_POSITIONS):
             assert "takes no position_ids" in off
         else:
             assert not isinstance(off, str) and max(off) < TOLERANCE, (name, form, off)

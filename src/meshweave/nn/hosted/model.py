@@ -218,7 +218,8 @@ class HostedModel(ParallelModel):
     def _computed(self, input_ids: Tensor | None, inputs: CallInputs) -> Any:
         assert input_ids is not None
         (batch, sequence), last = input_ids.shape, inputs.logits_to_keep
-        check_auxiliary(self.module, True, "attention_mask" in inputs.named)
+        has_mask = "attention_mask" in inputs.named or self.arguments.joins_documents(inputs.named)
+        check_auxiliary(self.module, True, has_mask)
         self.tokens.last = last
         out = self._called(input_ids, None, LayerSpan(len(self.blocks)), inputs)
         logits, loss, whole = logits_of(out), None, None
@@ -246,17 +247,19 @@ class HostedModel(ParallelModel):
         core: AxisDims = tuple(dim if dim in TOKENS else "" for dim in strategy.roles.core(True))
         named: dict[str, Any] = {"use_cache": False} if "use_cache" in self._taken else {}
         named |= self.arguments.local(inputs, ids.shape[0])
+        own = local_tokens(ids, strategy, core)
+        if self.arguments.joins_documents(inputs.named):
+            named["attention_mask"] = torch.ones_like(own)
         if self._ring_calls is not None:
             start, end = tokens.core_span(int(ids.shape[1]))
-            rows = local_tokens(ids, strategy, core).shape[0]
-            named["position_ids"] = torch.arange(start, end, device=ids.device).expand(rows, -1)
+            named["position_ids"] = torch.arange(start, end, device=ids.device).expand(own.shape[0], -1)
             self._ring_calls[0] = 0
         before = tokens.ids, tokens.given, self.span
         tokens.ids, tokens.given, self.span = ids, given, span
         tokens.place = strategy.roles.residual
         try:
             with self.dropping():
-                out = self._forward(input_ids=local_tokens(ids, strategy, core), **named)
+                out = self._forward(input_ids=own, **named)
         finally:
             tokens.ids, tokens.given, self.span = before
         if self._ring_calls is not None and not self._ring_calls[0] and span.first == 0:
