@@ -80,6 +80,7 @@ def drawn(form: str, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
 def given(kind: str, strategy: str, folder: Path) -> dict[str, tuple[float, float, float]]:
     """Return how far loss, logits and gradients are from those of one process, by what a call is given."""
     whole = small_models.make_model(kind)
+    whole(drawn("left", 0)[0], output_hidden_states=True)  # for which transformers puts hooks in
     made = parallelize(copy.deepcopy(whole), strategy, mesh_of(strategy), check=False)
     answers = {}
     for number, form in enumerate(("left", "right", "holes", "packed", "documents")):

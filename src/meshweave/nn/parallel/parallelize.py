@@ -30,7 +30,7 @@ from meshweave.nn.parallel.reports import ModelSettings
 from meshweave.nn.parallel.same_model import ranks_of, require_same_model
 from meshweave.nn.parallel.seeds import keep_generators, share_generators
 from meshweave.nn.parallel.structure import ModelMap, check_modules
-from meshweave.nn.parallel.takeable import check_takeable, check_unaltered
+from meshweave.nn.parallel.takeable import check_takeable, check_unaltered, forget_recorders
 from meshweave.nn.parallel.trials import Trials, by_trial
 from meshweave.nn.prove.check import check_layers
 
@@ -118,6 +118,7 @@ def parallelize(
         "debug_every": debug_every,
     }  # fmt: skip
     with share_refusal(own, ranks_of(device_mesh), "parallelize"), keep_generators(device):
+        forget_recorders(module)
         check_unaltered(module)
         require_same_model(own, module, device_mesh, given, broadcast_weights=broadcast_weights)
         before = dict(module.named_parameters())
