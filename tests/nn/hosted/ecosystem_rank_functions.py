@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import plain_models
 import small_models
 import torch
 import torch.distributed as dist
 from habit_rank_functions import mesh_of
+from hosted_rank_functions import worst
+from plain_models import PlainGpt
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -86,14 +89,26 @@ def _after_steps(make: Callable[[list[Tensor]], Any], whole: Any, made: Any) -> 
 
 
 def compiled(kind: str, strategy: str, folder: Path) -> float:
-    """Return how far losses of a compiled model are off, of batches of several sizes."""
-    whole, made = _pair(kind, strategy)
+    """Return how far losses and gradients of a compiled model are off, of batches of several sizes."""
+    torch._dynamo.reset()
+    if kind == "plain":
+        torch.manual_seed(1)
+        whole: Any = PlainGpt(layers=1).double()
+        made = parallelize(copy.deepcopy(whole), strategy, mesh_of(strategy), check=False)
+    else:
+        whole, made = _pair(kind, strategy)
     module, off = torch.compile(made.module, backend="aot_eager"), 0.0
     for rows, length in ((8, 16), (8, 12), (4, 8)):
         tokens, targets = (each.repeat(2, 1)[:rows, :length] for each in small_models.batch(length))
+        if kind == "plain":
+            tokens, targets = tokens % plain_models.WORDS, targets % plain_models.WORDS
+            right = nn.functional.cross_entropy(whole(tokens).flatten(0, 1), targets.flatten())
+        else:
+            right = small_models.loss_of(whole, tokens, targets)
         loss = module(tokens, targets=targets).loss
-        loss.backward()
-        off = max(off, abs(float(loss.detach() - small_models.loss_of(whole, tokens, targets).detach())))
+        for each in (loss, right):
+            each.backward()
+        off = max(off, abs(float(loss.detach() - right.detach())), worst(made.module, whole))
     return off
 
 

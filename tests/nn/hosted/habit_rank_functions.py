@@ -51,18 +51,22 @@ def mesh_of(strategy: str) -> DeviceMesh:
     return init_device_mesh("cpu", (count,), mesh_dim_names=("tp",))
 
 
-def drawn(form: str, seed: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return tokens, targets and what a call is given beside them, of rows (4, 16)."""
+def drawn(form: str, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return tokens, targets and what a call is given beside them, of rows (4, 16).
+
+    Of rows that are "packed" transformers makes documents where it makes no cache alone.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens, targets = small_models.batch(seed)
     rows, length = tokens.shape
     at = torch.arange(length)[None]
     lengths = torch.randint(2, length + 1, (rows, 1), generator=generator)
-    if form == "packed":
+    if form in ("packed", "documents"):
         begins = torch.rand((rows, length), generator=generator) < 0.25
         begins[:, 0] = True
         first = torch.where(begins, at.expand(rows, -1), 0).cummax(1).values
-        return tokens, targets, {"position_ids": at - first}
+        beside = {"position_ids": at - first}
+        return tokens, targets, beside if form == "packed" else {**beside, "use_cache": False}
     masks = {
         "left": at >= length - lengths,
         "right": at < lengths,
@@ -76,9 +80,10 @@ def drawn(form: str, seed: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 def given(kind: str, strategy: str, folder: Path) -> dict[str, tuple[float, float, float]]:
     """Return how far loss, logits and gradients are from those of one process, by what a call is given."""
     whole = small_models.make_model(kind)
+    whole(drawn("left", 0)[0], output_hidden_states=True)  # for which transformers puts hooks in
     made = parallelize(copy.deepcopy(whole), strategy, mesh_of(strategy), check=False)
     answers = {}
-    for number, form in enumerate(("left", "right", "holes", "packed")):
+    for number, form in enumerate(("left", "right", "holes", "packed", "documents")):
         tokens, targets, beside = drawn(form, 100 * number + sum(map(ord, kind)))
         try:
             answers[form] = _off(made.module, whole, tokens, targets, beside)
@@ -87,13 +92,13 @@ def given(kind: str, strategy: str, folder: Path) -> dict[str, tuple[float, floa
     return answers
 
 
-def _off(module: Any, whole: Any, tokens: Tensor, targets: Tensor, beside: Mapping[str, Tensor]) -> Any:
+def _off(module: Any, whole: Any, tokens: Tensor, targets: Tensor, beside: Mapping[str, Any]) -> Any:
     """Return how far loss, logits and gradients of a parallelised model are from its original's."""
     module.zero_grad()
     whole.zero_grad()
     loss = module(tokens, targets=targets, **beside).loss
     loss.backward()
-    out = whole(input_ids=tokens, use_cache=False, **beside)
+    out = whole(input_ids=tokens, **beside)
     wanted = out.logits if hasattr(out, "logits") else out[0]
     right = torch.nn.functional.cross_entropy(wanted.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
     right.backward()
@@ -306,6 +311,47 @@ def fused(kind: str, strategy: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+def kept(kind: str, strategy: str, folder: Path) -> dict[str, Any]:
+    """Return how far what PEFT saves and loads of adapters is from one process, and what is said of the rest."""
+    import peft
+    import torch.distributed as dist
+
+    def tuned(value: float) -> Any:
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+        model = peft.get_peft_model(small_models.make_model(kind), config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(torch.linspace(-value, value, parameter.numel()).view(parameter.shape))
+        return model
+
+    own, whole = tuned(0.3), tuned(0.3)
+    made = parallelize(own.get_base_model(), strategy, mesh_of(strategy), check=False)
+    state, right = map(peft.get_peft_model_state_dict, (own, whole))
+    is_first = dist.get_rank() == 0
+    own.save_pretrained(folder / "adapters", is_main_process=is_first)
+    if is_first:
+        tuned(0.7).save_pretrained(folder / "others")
+    dist.barrier()
+    read = [peft.PeftModel.from_pretrained(small_models.make_model(kind), folder / "adapters"), whole]
+    saved = [small_models.loss_of(each, *small_models.batch()) for each in read]
+    for model in (own, whole):
+        model.load_adapter(folder / "others", "default")
+    loaded = [made.loss(*small_models.batch()), small_models.loss_of(whole, *small_models.batch())]
+    said = {}
+    for name, call in {"disabled": own.disable_adapter().__enter__, "merged": own.merge_adapter}.items():
+        try:
+            call()
+        except MeshweaveError as error:
+            said[name] = str(error)
+    return {
+        "names": sorted(state) == sorted(right) and len(right) > 4,
+        "state": max(float((state[name] - value).abs().max()) for name, value in right.items()),
+        "saved": abs(float(saved[0] - saved[1])), "loaded": abs(float(loaded[0] - loaded[1])),
+        "differ": abs(float(loaded[1] - saved[1])), "said": said,
+    }  # fmt: skip
+
+
 def stepped(kind: str, strategy: str, folder: Path) -> list[int]:
     """Return how many steps of an optimizer are counted after one, of models that come and go."""
     counts = []
@@ -334,6 +380,7 @@ def refused(kind: str, strategy: str, folder: Path) -> dict[str, str]:
             "variant": {"use_dora": True},
             "two": {},
             "embedding": {"target_modules": ["embed_tokens"]},
+            "head": {"target_modules": ["q_proj", "lm_head"]},
             "whole": {},
         }.items()
     }

@@ -65,6 +65,12 @@ def test_trainer_trains_evaluates_and_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
+def test_a_compiled_model_takes_batches_of_several_sizes(tmp_path: Path) -> None:
+    for answers in _launched([("compiled", "plain", "data_parallel")], 2, tmp_path):
+        _check("compiled plain data_parallel", answers["compiled plain data_parallel"])
+
+
+@pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("strategy", ["megatron", "megatron_sp", "zero3", "atp"])
@@ -72,6 +78,7 @@ def test_habits_of_many(tmp_path: Path, strategy: str) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     kinds = ["llama", "qwen3", "gemma2"] + (["mixtral"] if strategy != "atp" else [])
     cases = [(name, kind, strategy) for name in ("stepped", "trained", "compiled") for kind in kinds]
+    cases.append(("compiled", "plain", strategy))
     for answers in _launched(cases, 4, tmp_path):
         for name, answer in answers.items():
             _check(name, answer)

@@ -23,6 +23,7 @@ REFUSED = {
     "variant": "DoraLinearLayer of peft",
     "two": "the adapter has the adapters default, second",
     "embedding": "give get_base_model()",
+    "head": "lm_head: the adapter is of the head",
     "whole": "give get_base_model()",
     "layers of this library": "adapters are computed in models that run by their own code",
 }
@@ -71,7 +72,7 @@ def _launched(cases: list[tuple[str, str, str]], num_ranks: int, folder: Path) -
 def _check_given(name: str, answer: Any) -> None:
     assert isinstance(answer, dict), (name, answer)
     for form, off in answer.items():
-        if form == "packed" and any(kind in name for kind in WITHOUT_POSITIONS):
+        if form in ("packed", "documents") and any(kind in name for kind in WITHOUT_POSITIONS):
             assert "takes no position_ids" in off
         else:
             assert not isinstance(off, str) and max(off) < TOLERANCE, (name, form, off)
@@ -181,6 +182,17 @@ def test_adapters_train_and_merge_as_on_one_process(tmp_path: Path) -> None:
         said = answers["refused granite megatron"]
         assert said.keys() == REFUSED.keys()
         assert all(words in said[name] for name, words in REFUSED.items()), said
+
+
+@pytest.mark.gloo
+def test_peft_saves_and_loads_adapters_of_a_parallelised_model(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    for answers in _launched([("kept", "llama", "zero3")], 2, tmp_path):
+        answer = answers["kept llama zero3"]
+        assert answer["names"] and answer["differ"] > 1e-3, answer
+        assert max(answer["state"], answer["saved"], answer["loaded"]) < TOLERANCE, answer
+        assert "are not switched off or on" in answer["said"]["disabled"], answer
+        assert "merge_and_unload()" in answer["said"]["merged"], answer
 
 
 @pytest.mark.gloo

@@ -108,12 +108,32 @@ def _gpt_with_scale() -> nn.Module:
     return model
 
 
+class OwnLoss(PlainGpt):
+    """A GPT that returns logits and, for targets, a loss, in which -1 marks tokens without."""
+
+    smoothing = 0.0
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = super().forward(tokens)
+        if targets is None:
+            return logits, None
+        pairs = logits.flatten(0, 1), targets.flatten()
+        return logits, F.cross_entropy(*pairs, ignore_index=-1, label_smoothing=self.smoothing)
+
+
+def _smoothed() -> nn.Module:
+    model = OwnLoss(layers=2)
+    model.smoothing = 0.1
+    return model
+
+
 OTHERS = {
     "multiplied": (lambda: Multiplied(layers=2), ("a factor of 3 is missing",)),
     "capped": (lambda: Capped(layers=2), ("logits", "soft cap")),
     "paired": (_paired, ("self_attn.o_proj", "rotary")),
     "windowed": (_windowed, ("layer 2 alone", "model.layers.2.self_attn.o_proj", "window", "from token 7")),
     "unturned": (_one_layer_unturned, ("layer 3 alone", "model.layers.3.self_attn.o_proj", "rotary")),
+    "smoothed": (_smoothed, ("loss of targets", "another loss than the mean cross entropy")),
     "scaled": (_gpt_with_scale, ("attn.c_proj", "scale")),
 }
 """Models that have the modules of others, and words that must be said of each."""
@@ -131,7 +151,7 @@ def checked(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
     states = []
     for check in (True, False):
         torch.manual_seed(4)
-        model = PlainGpt(layers=2, dropout=0.5)
+        model = OwnLoss(layers=2, dropout=0.5)
         made = parallelize(model, "megatron_sp", mesh, check=check)
         states.append(torch.get_rng_state().tolist())
         said[f"check={check}"] = made.report.proved

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,42 @@ class AdaptedLinear(HostedLinear):
         return self
 
 
+class _Matrices(nn.ModuleDict):  # type: ignore[misc]
+    """The matrix A or B of a layer, under the name of its adapter, which PEFT takes for a layer of its own.
+
+    PEFT finds there what it lists, saves and loads, and what it would have switched or merged is refused.
+    """
+
+    adapter_layer_names: tuple[str, ...] = ()
+    other_param_names: tuple[str, ...] = ()
+    merged_adapters: tuple[str, ...] = ()
+    disable_adapters = False
+
+    @property
+    def active_adapters(self) -> list[str]:
+        """Return the name of the adapter, in a list."""
+        return list(self)
+
+    def _get_available_adapters(self) -> set[str]:
+        return set(self)
+
+    def enable_adapters(self, enabled: bool) -> NoReturn:
+        """Raise UnsupportedError, for PEFT's `disable_adapter` and what is like it."""
+        raise UnsupportedError(
+            "adapters of a parallelised model are not switched off or on: merge_and_unload() merges them for "
+            "good, and parallelize of the model without them computes what it is without"
+        )
+
+    def merge(self, *args: Any, **given: Any) -> NoReturn:
+        """Raise UnsupportedError, for PEFT's `merge_adapter` and `unmerge_adapter`."""
+        raise UnsupportedError(
+            "adapters of a parallelised model are not merged to be taken out again: merge_and_unload() merges "
+            "them for good"
+        )
+
+    unmerge = merge
+
+
 class Adapter:
     """The matrices A and B of an adapter, whole on every rank, for the shard of a weight that a rank keeps.
 
@@ -89,7 +125,7 @@ class Adapter:
             self.kept[key] = kept_whole(strategy, whole, linear.layouts["weight"].dims)
             holder = nn.Module()
             holder.weight = self.kept[key].layout.distribute(f"{taken.path}.{key}", whole, strategy)
-            setattr(linear, key, nn.ModuleDict({taken.name: holder}))
+            setattr(linear, key, _Matrices({taken.name: holder}))
         self._holders = {key: getattr(linear, key)[taken.name] for key in self.kept}
         base: Any = linear._parameters["weight"]
         rows, columns = (
@@ -191,6 +227,10 @@ def _place(module: nn.Module, taken: list[TakenAdapter], made: Callable[[TakenAd
 
 def put_in(model: ParallelModel, taken: list[TakenAdapter]) -> None:
     """Put adapters back into the layers of a parallelised model, which then computes with them."""
+    if taken:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        BaseTunerLayer.register(_Matrices)
     for each in taken:
         linear = model.module.get_submodule(each.path)
         assert isinstance(linear, HostedLinear), each.path

@@ -60,6 +60,8 @@ class HostedArguments(ForwardArguments):
         if name in _CACHE and value is not False:
             self._check_cache(name, value)
             return True
+        if name == "use_cache":
+            return name in self._taken
         if name in ("logits_to_keep", "num_logits_to_keep"):
             return isinstance(value, int) and value > 0 and lacking_tokens(self.strategy) == ""
         if name == "num_items_in_batch":
@@ -114,6 +116,8 @@ class HostedArguments(ForwardArguments):
         Raises LayoutError where a mask is not of all tokens, UnsupportedError for `logits_to_keep` with targets.
         """
         named = dict(taken)
+        if named.get("use_cache") is False and "position_ids" not in named:
+            named.pop("use_cache")  # ranks make none anyway
         cache = named.get("past_key_values")
         columns = int(tokens.shape[-1]) + (0 if cache is None else int(cache.get_seq_length()))
         if "attention_mask" in named and named["attention_mask"].shape[1] != columns:
@@ -145,6 +149,27 @@ class HostedArguments(ForwardArguments):
             else value
             for name, value in inputs.named.items()
         }
+
+    def joins_documents(self, taken: Mapping[str, Any]) -> bool:
+        """Return whether tokens see those before them whose positions are of another document.
+
+        transformers makes masks of documents where there is neither a mask nor a cache. On one process there is
+        mostly a cache, which ranks do not make: they are to have a mask that leaves out nothing.
+
+        Args:
+            taken: `CallInputs.named`.
+        """
+        positions, module = taken.get("position_ids"), self.module
+        if positions is None or taken.keys() & {"attention_mask", "past_key_values"}:
+            return False
+        caches = taken.get("use_cache", getattr(getattr(module, "config", None), "use_cache", None))
+        if not caches or "use_cache" not in self._taken:
+            return False
+        if module.training and any(
+            getattr(each, "gradient_checkpointing", False) for each in module.modules()
+        ):
+            return False
+        return bool((positions.diff(dim=-1) != 1).any())
 
 
 def lacking_tokens(strategy: LayerStrategy) -> str:

@@ -23,6 +23,7 @@ from meshweave.nn.hosted.drops import RankDropout, sources_of
 from meshweave.nn.hosted.inputs import HostedArguments, returned, with_own_signature
 from meshweave.nn.hosted.layer_plan import LayerReplacements
 from meshweave.nn.hosted.layers import HostedLayer, LayerSpan, NotHere, OtherStage, StopError
+from meshweave.nn.hosted.linears import HostedLinear
 from meshweave.nn.hosted.own_modules import HostedEmbedding, OwnModule, OwnTable, hosted_norm
 from meshweave.nn.hosted.residual import Tokens, as_plain
 from meshweave.nn.hosted.ring import run_in_ring
@@ -75,6 +76,7 @@ class HostedModel(ParallelModel):
         ]
         self._activations = UnfilledBuffers(module, self._without_memory(), anatomy.buffers)
         idle = self._idle()
+        self._check_adapted(settings.adapted)
         self._replace(idle, uses)
         self.throughout = used_throughout(strategy, self._ends(False), uses[::-1], self._ends(True))
         self.report = self._reported(settings, idle)
@@ -116,6 +118,16 @@ class HostedModel(ParallelModel):
         """Return the names of parameters that take no part."""
         replaced = tuple(f"{path}." for path in self._new)
         return [name for name, _ in self.module.named_parameters() if not name.startswith(replaced)]
+
+    def _check_adapted(self, names: Iterable[str]) -> None:
+        """Raise UnsupportedError, naming it, for a layer whose adapter would not be computed."""
+        for name in names:
+            if not isinstance(self._new.get(name), HostedLinear):
+                part = "the head" if name == self.names.head else "a part that each rank computes whole"
+                raise UnsupportedError(
+                    f"{name}: the adapter is of {part}, and linear layers that ranks share have adapters; leave "
+                    "it out of target_modules, or merge it (merge_and_unload()) before parallelize"
+                )
 
     def _without_memory(self) -> list[str]:
         """Return the names of modules that have buffers without memory, and whose code runs."""
@@ -206,7 +218,8 @@ class HostedModel(ParallelModel):
     def _computed(self, input_ids: Tensor | None, inputs: CallInputs) -> Any:
         assert input_ids is not None
         (batch, sequence), last = input_ids.shape, inputs.logits_to_keep
-        check_auxiliary(self.module, True, "attention_mask" in inputs.named)
+        has_mask = "attention_mask" in inputs.named or self.arguments.joins_documents(inputs.named)
+        check_auxiliary(self.module, True, has_mask)
         self.tokens.last = last
         out = self._called(input_ids, None, LayerSpan(len(self.blocks)), inputs)
         logits, loss, whole = logits_of(out), None, None
@@ -234,17 +247,19 @@ class HostedModel(ParallelModel):
         core: AxisDims = tuple(dim if dim in TOKENS else "" for dim in strategy.roles.core(True))
         named: dict[str, Any] = {"use_cache": False} if "use_cache" in self._taken else {}
         named |= self.arguments.local(inputs, ids.shape[0])
+        own = local_tokens(ids, strategy, core)
+        if self.arguments.joins_documents(inputs.named):
+            named["attention_mask"] = torch.ones_like(own)
         if self._ring_calls is not None:
             start, end = tokens.core_span(int(ids.shape[1]))
-            rows = local_tokens(ids, strategy, core).shape[0]
-            named["position_ids"] = torch.arange(start, end, device=ids.device).expand(rows, -1)
+            named["position_ids"] = torch.arange(start, end, device=ids.device).expand(own.shape[0], -1)
             self._ring_calls[0] = 0
         before = tokens.ids, tokens.given, self.span
         tokens.ids, tokens.given, self.span = ids, given, span
         tokens.place = strategy.roles.residual
         try:
             with self.dropping():
-                out = self._forward(input_ids=local_tokens(ids, strategy, core), **named)
+                out = self._forward(input_ids=own, **named)
         finally:
             tokens.ids, tokens.given, self.span = before
         if self._ring_calls is not None and not self._ring_calls[0] and span.first == 0:

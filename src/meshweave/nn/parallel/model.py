@@ -256,17 +256,41 @@ class ParallelModel(AroundModule):
             UnsupportedError: an argument would change the result, and is not computed.
             RankLostError, DeadlineError, BindError: other ranks are missing, late, or in another call.
         """
-        refused, inputs = None, CallInputs()
+        if torch.compiler.is_compiling():
+            return self._run(input_ids, self._checked(input_ids, args, given, targets))
+        out: ParallelOutput = self._uncompiled(input_ids, args, given, targets)
+        return out
+
+    def _given(
+        self, input_ids: Any, args: tuple[Any, ...], given: dict[str, Any], targets: Tensor | None
+    ) -> tuple[Tensor | None, CallInputs, MeshweaveError | None]:
+        """Return tokens and inputs of a call, and why this rank refuses them; None if it takes them."""
+        tokens = input_ids if isinstance(input_ids, Tensor) else None
         try:
             inputs = self._arguments.inputs(input_ids, args, given, targets)
             self._placed.check()
             check_anomaly_mode()
         except MeshweaveError as error:  # on this rank: others hear of it
-            refused, inputs = error, CallInputs()
-        tokens = input_ids if isinstance(input_ids, Tensor) else None
-        if torch.compiler.is_compiling():
-            self.agreement.check(tokens, inputs, refused)
-            return self._run(input_ids, inputs)
+            return tokens, CallInputs(), error
+        return tokens, inputs, None
+
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]
+        reason="ranks compare what they give a call outside of graphs: compile the blocks, or without fullgraph"
+    )
+    def _checked(
+        self, input_ids: Any, args: tuple[Any, ...], given: dict[str, Any], targets: Tensor | None
+    ) -> CallInputs:
+        """Return the inputs of a call that a compiler runs, after ranks have compared them."""
+        tokens, inputs, refused = self._given(input_ids, args, given, targets)
+        with self.agreement.beside(tokens, inputs, refused):
+            return inputs
+
+    @torch.compiler.disable(reason="it runs where a compiler has given up")  # type: ignore[untyped-decorator]
+    def _uncompiled(
+        self, input_ids: Any, args: tuple[Any, ...], given: dict[str, Any], targets: Tensor | None
+    ) -> ParallelOutput:
+        """Return what `forward` does, without graphs but of layers that are compiled by themselves."""
+        tokens, inputs, refused = self._given(input_ids, args, given, targets)
         with self.agreement.beside(tokens, inputs, refused):
             return self._run(input_ids, inputs)
 

@@ -30,7 +30,7 @@ from meshweave.nn.parallel.reports import ModelSettings
 from meshweave.nn.parallel.same_model import ranks_of, require_same_model
 from meshweave.nn.parallel.seeds import keep_generators, share_generators
 from meshweave.nn.parallel.structure import ModelMap, check_modules
-from meshweave.nn.parallel.takeable import check_takeable, check_unaltered
+from meshweave.nn.parallel.takeable import check_takeable, check_unaltered, forget_recorders
 from meshweave.nn.parallel.trials import Trials, by_trial
 from meshweave.nn.prove.check import check_layers
 
@@ -118,13 +118,15 @@ def parallelize(
         "debug_every": debug_every,
     }  # fmt: skip
     with share_refusal(own, ranks_of(device_mesh), "parallelize"), keep_generators(device):
+        forget_recorders(module)
         check_unaltered(module)
         require_same_model(own, module, device_mesh, given, broadcast_weights=broadcast_weights)
         before = dict(module.named_parameters())
         with without_adapters(module, is_hosted(module)) as adapters:
             resolved = resolve(plan, device_mesh, config, overlap, context, device)
             try:
-                model = _made(module, mapping, resolved, check, debug_every)
+                adapted = tuple(each.path for each in adapters)
+                model = _made(module, mapping, resolved, check, debug_every, adapted)
             except UnsupportedError as error:
                 if is_hosted(module) and (words := why_unlikely(module)):
                     raise UnsupportedError(f"{words} ({error})") from error
@@ -143,7 +145,12 @@ def parallelize(
 
 
 def _made(
-    module: nn.Module, mapping: ModelMap | None, plan: ResolvedPlan, check: bool, debug_every: int
+    module: nn.Module,
+    mapping: ModelMap | None,
+    plan: ResolvedPlan,
+    check: bool,
+    debug_every: int,
+    adapted: tuple[str, ...],
 ) -> ParallelModel:
     """Return a model with a plan in it, which is proved first if `check`."""
     title, names, make = _maker(module, mapping, plan)
@@ -154,16 +161,19 @@ def _made(
         _LOG.info("proving the plan on copies of the layers of %s", type(module).__name__)
         with all_trained(module):
             proved = check_layers(module, names, strategy, lambda part: make(part, "", 0), title)
-        return make(module, proved, debug_every)
+        return make(module, proved, debug_every, adapted)
     level = logging.WARNING if strategy.rank == strategy.mesh.ranks[0] else logging.DEBUG
     _LOG.log(level, "%s is parallelised unproved: check=False", type(module).__name__)
-    return make(module, "nothing (check=False)", debug_every)
+    return make(module, "nothing (check=False)", debug_every, adapted)
 
 
 def _maker(
     module: nn.Module, mapping: ModelMap | None, plan: ResolvedPlan
-) -> tuple[str, Any, Callable[[nn.Module, str, int], ParallelModel]]:
-    """Return what a model is taken for, the names of its modules, and what parallelises it or a copy in place."""
+) -> tuple[str, Any, Callable[..., ParallelModel]]:
+    """Return what a model is taken for, the names of its modules, and what parallelises it or a copy in place.
+
+    The last takes the model and the arguments of `ModelSettings.of`.
+    """
     strategy = plan.strategy
     if "expert" in strategy.roles.expert_dims and not any(map(is_experts, module.modules())):
         raise LayoutError(

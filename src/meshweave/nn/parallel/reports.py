@@ -16,6 +16,7 @@ class ModelSettings:
         recompute: whether layers are computed again for gradients.
         proved: a phrase on what was proved of it, for its report.
         debug_every: as of `parallelize`.
+        adapted: names of its layers that have adapters, which are put back into what takes their places.
     """
 
     strategy: LayerStrategy
@@ -23,10 +24,11 @@ class ModelSettings:
     recompute: bool
     proved: str = ""
     debug_every: int = 0
+    adapted: tuple[str, ...] = ()
 
-    def of(self, proved: str, debug_every: int) -> ModelSettings:
-        """Return these settings with `proved` and `debug_every` replaced."""
-        return replace(self, proved=proved, debug_every=debug_every)
+    def of(self, proved: str, debug_every: int, adapted: tuple[str, ...] = ()) -> ModelSettings:
+        """Return these settings with `proved`, `debug_every` and `adapted` replaced."""
+        return replace(self, proved=proved, debug_every=debug_every, adapted=adapted)
 
 
 @dataclass(frozen=True)

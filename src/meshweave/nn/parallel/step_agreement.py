@@ -78,14 +78,6 @@ class StepAgreement:
         """Return the context in which the ranks of the strategy communicate for tensors on `device`."""
         return self.strategy.context(device)
 
-    @torch.compiler.disable(  # type: ignore[untyped-decorator]
-        reason="ranks compare what they give a call outside of graphs: compile the blocks, or without fullgraph"
-    )
-    def check(self, tokens: Tensor | None, inputs: CallInputs, refused: MeshweaveError | None = None) -> None:
-        """Make sure of what `beside` does, before a call that a compiler runs. Raises as it does."""
-        with self.beside(tokens, inputs, refused):
-            pass
-
     @contextlib.contextmanager
     def beside(
         self, tokens: Tensor | None, inputs: CallInputs, refused: MeshweaveError | None = None

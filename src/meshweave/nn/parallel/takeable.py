@@ -53,6 +53,18 @@ def check_unaltered(module: nn.Module) -> None:
         _check_parameter(parameter, name)
 
 
+def forget_recorders(module: nn.Module) -> None:
+    """Take out of a model what transformers has put in to record outputs, as hidden states, in an earlier call.
+
+    It does nothing but in calls that record, and the first of these puts it in anew: into what then stands there.
+    """
+    for child in module.modules():
+        vars(child).pop("_output_capturing_hooks_installed", None)
+        for key, hook in list(child._forward_hooks.items()):
+            if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
+                del child._forward_hooks[key]
+
+
 def _check_hooks(child: nn.Module, name: str) -> None:
     for kind in _HOOKS:
         hooks = getattr(child, kind, None) or {}

@@ -61,6 +61,21 @@ class Given:
 
         return replace(self, inputs=tuple(map(taken, self.inputs)))
 
+    def loss_hint(self, name: str) -> str:
+        """Return what is likely where logits agree and the loss called `name` does not."""
+        if name == "loss of targets":
+            return (
+                "forward of the original returns for targets another loss than the mean cross entropy of its "
+                "logits, which is computed here: compute its own of the logits, outside of forward"
+            )
+        if self.targets is None:
+            return ""
+        kept = int((self.targets != IGNORED).sum())
+        return (
+            f"what is made of the logits: the number of tokens that it is averaged over ({kept} of "
+            f"{self.targets.numel()} have a target), or a sum over words or ranks"
+        )
+
 
 def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int, int] | None) -> Given:
     """Return seeded inputs for a model: tokens where it has a vocabulary, else rows of random features.
@@ -99,27 +114,44 @@ def vocabulary_of(model: nn.Module) -> int:
 
 
 def outputs_of(module: nn.Module, given: Given) -> dict[str, Tensor]:
-    """Return the results of a module by name: "logits" or "output", "loss", and its own "loss of labels".
+    """Return the results of a module by name: "logits" or "output", "loss", and its own "loss of labels"
+    or "loss of targets".
 
-    It is "logits" with targets. The last is there where the module takes labels and returns a loss. With
-    `given.loss` there is "loss" alone. Of DTensors the whole is returned, which is collective.
+    It is "logits" with targets. The last is there where the module takes labels or targets and returns a loss.
+    With `given.loss` there is "loss" alone. Of DTensors the whole is returned, which is collective.
     """
     if given.loss is not None:
         return {"loss": whole(given.loss(module, *given.inputs))}
     named: dict[str, Any] = {"use_cache": False} if takes(module.forward, "use_cache") else {}
     wrapped = getattr(module, "module", module)
-    for word in ("labels", "targets"):
-        if given.targets is not None and (takes(module.forward, word) or takes(wrapped.forward, word)):
-            # Loops such as nanoGPT's mark tokens without a loss otherwise; what their own loss is does not matter.
-            named[word] = given.targets if word == "labels" else given.targets.clamp(min=0)
-            break
+    word = next((each for each in _OWN if takes(module.forward, each) or takes(wrapped.forward, each)), "")
+    if given.targets is not None and word:
+        named[word] = given.targets if word == "labels" else without_ignored(given.targets)
     out = module(*given.inputs, **named)
     logits = whole(_tensor_of(out))
     outputs = {"logits" if given.targets is not None else "output": logits}
-    if "labels" in named and isinstance(own := getattr(out, "loss", None), Tensor):
-        outputs["loss of labels"] = whole(own)
-    outputs["loss"] = _loss(logits, given.targets)
+    if word in named and (own := _loss_of(out, word)) is not None:
+        outputs[_OWN[word]] = whole(own)
+    outputs["loss"] = loss_of(logits, given.targets)
     return outputs
+
+
+_OWN = {"labels": "loss of labels", "targets": "loss of targets"}
+"""Under which name the loss stands that a module returns for an argument."""
+
+
+def without_ignored(targets: Tensor) -> Tensor:
+    """Return targets that are all tokens: loops such as nanoGPT's mark those without a loss by another number."""
+    return targets.clamp(min=0)
+
+
+def _loss_of(out: Any, word: str) -> Tensor | None:
+    """Return the loss in what a module returned; None where it has none, or it is no number."""
+    own = getattr(out, "loss", None)
+    values = list(out.values()) if isinstance(out, Mapping) else out
+    if own is None and word == "targets" and isinstance(values, list | tuple):
+        own = next((each for each in values if isinstance(each, Tensor) and not each.ndim), None)
+    return own if isinstance(own, Tensor) and not own.ndim else None
 
 
 def _tensor_of(out: Any) -> Tensor:
@@ -142,7 +174,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _loss(out: Tensor, targets: Tensor | None) -> Tensor:
+def loss_of(out: Tensor, targets: Tensor | None) -> Tensor:
     """Return the cross entropy of logits, or a sum of outputs in which each has another weight."""
     if targets is not None and out.shape[:-1] == targets.shape:
         logits = out if out.dtype == torch.float64 else out.float()

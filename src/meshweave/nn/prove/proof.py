@@ -19,7 +19,7 @@ from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch.call_order import require_process_group
 from meshweave.execute.torch.compat_fsdp import fsdp_ranks
 from meshweave.nn.prove.differences import Compared, Difference, ProofRanks, instead
-from meshweave.nn.prove.given import IGNORED, Given, LossOf, generated, outputs_of
+from meshweave.nn.prove.given import Given, LossOf, generated, loss_of, outputs_of, without_ignored
 from meshweave.nn.prove.rounding import EXACT, Rounding
 from meshweave.nn.prove.runs import ModelRun, context_for, free_bytes, narrowest_seen, settled_gradient
 from meshweave.nn.prove.shards import LocalTensor, lines_of, local_of, ranges_of, ranks_of
@@ -307,6 +307,8 @@ class ModelPair:
                     values = {"logits": self.made.logits(tokens)}
                     if takes(self.model.forward, "labels"):
                         values["loss of labels"] = self.module(tokens, labels=targets).loss
+                    elif targets is not None:  # that of other targets, which are compared in `loss`
+                        values["loss of targets"] = loss_of(values["logits"], without_ignored(targets))
                 values["loss"] = self.made.loss(tokens, targets)
             values["loss"].backward()
             if self.after_backward is not None:
@@ -325,9 +327,9 @@ class ModelPair:
                 LocalTensor(made.values[name], None, self.given.part),
                 right.values[name],
                 *rounding.allowed(name),
-                hint=self._loss_hint() if name.startswith("loss") else "",
+                hint=self.given.loss_hint(name) if name.startswith("loss") else "",
             )
-            for name in ("logits", "output", "loss of labels", "loss")
+            for name in ("logits", "output", "loss of labels", "loss of targets", "loss")
             if name in made.values and name in right.values
         ]
         difference = self._first(values)
@@ -336,17 +338,6 @@ class ModelPair:
                 return replace(difference, cause="random numbers are drawn: dropout is active")
             return first_module(self, dtype, difference)
         return self._first(self._gradients(made, right, rounding))
-
-    def _loss_hint(self) -> str:
-        """Return what is likely where logits agree and the loss does not."""
-        targets = self.given.targets
-        if targets is None:
-            return ""
-        kept = int((targets != IGNORED).sum())
-        return (
-            f"what is made of the logits: the number of tokens that it is averaged over ({kept} of "
-            f"{targets.numel()} have a target), or a sum over words or ranks"
-        )
 
     def _gradients(self, made: ModelRun, right: ModelRun, rounding: Rounding) -> list[Compared]:
         """Return the gradients beside those of the original, the last parameter's first, as they are computed."""

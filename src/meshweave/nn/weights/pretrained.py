@@ -70,8 +70,8 @@ class RankSavePretrained:
         module = self._module
         if adapted := next((name for name, _ in module.named_parameters() if ".lora_" in name), None):
             raise UnsupportedError(
-                f"{adapted} is an adapter: save after merge_and_unload() of PEFT's model, or keep the module's "
-                "state_dict"
+                f"{adapted} is an adapter: save after merge_and_unload() of PEFT's model, or by the "
+                "save_pretrained of that, which writes adapters alone"
             )
         for name, value in given.items():
             if name not in _IGNORED and value not in (None, False):
