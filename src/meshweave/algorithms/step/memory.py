@@ -108,7 +108,12 @@ class ShardedParameters:
 
 def layer_parameters(problem: StepProblem, parallelism: Parallelism) -> ShardedParameters:
     """Return the number of weights of a layer on one rank; of layers of several kinds, the largest."""
-    return max((_of_layer(kind, parallelism) for _, kind in problem.kinds), key=lambda each: each.total)
+    return max(kinds_parameters(problem, parallelism), key=lambda each: each.total)
+
+
+def kinds_parameters(problem: StepProblem, parallelism: Parallelism) -> tuple[ShardedParameters, ...]:
+    """Return the number of weights of a layer on one rank, for each of `problem.kinds`."""
+    return tuple(_of_layer(kind, parallelism) for _, kind in problem.kinds)
 
 
 def _of_layer(problem: StepProblem, parallelism: Parallelism) -> ShardedParameters:
@@ -137,7 +142,7 @@ def rank_parameters(
     `layers` are the ranks' numbers of layers; they are not read where `rank_kinds` knows how many of each kind.
     """
     if kinds := rank_kinds(problem, parallelism):
-        own = [_of_layer(kind, parallelism) for _, kind in problem.kinds]
+        own = kinds_parameters(problem, parallelism)
         nothing = ShardedParameters(0)
         pairs = (zip(counts, own, strict=True) for counts in kinds)
         counts = [sum((count * of for count, of in each), nothing) for each in pairs]
