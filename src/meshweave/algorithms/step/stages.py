@@ -48,8 +48,8 @@ class StageTime:
         host_s: seconds in which the chip waits for its host.
         bound_s: seconds of the parts in which it is the host that sets the pace.
         issued_s: seconds in which the host issues the two parts; 0 without a known host.
-        layer_s: seconds of a layer in the forward and in the backward part, without these collectives, the mean
-            over kinds.
+        layer_s: seconds of a layer in the forward and in the backward part, the mean over kinds: without these
+            collectives, with the layer's share of waits for the host.
         data_parallel: the collectives of a layer's weights, likewise.
         split_s: the backward part in two: gradient of the residual, with recomputation, and gradients of weights;
             None where the schedule has whole backwards alone, or tasks are not priced one by one.
@@ -219,7 +219,7 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
             exposed = _sharded_s(problem, parallelism, count, own, of_replicas, *key[1:])
             time = _stage_time(count, own, at_ends, of_replicas, *exposed)
             issued_s = _issued_s(problem, parallelism, count, own, at_ends)
-            time = _with_host(time, issued_s, pools=not problem.stack.blocks_transfers)
+            time = _with_host(time, count, issued_s, pools=not problem.stack.blocks_transfers)
             known[key, counts] = replace(time, split_s=_split_s(problem, parallelism, time, *key))
         times.append(known[key, counts])
     transfer_s, sends_parts = 0.0, False
@@ -327,8 +327,8 @@ def _issued_s(
     return forward_s, backward_s
 
 
-def _with_host(time: StageTime, issued_s: tuple[float, float], *, pools: bool) -> StageTime:
-    """Return the time of a micro-batch whose parts take no less than their host issues them.
+def _with_host(time: StageTime, count: int, issued_s: tuple[float, float], *, pools: bool) -> StageTime:
+    """Return the time of a micro-batch whose parts, of `count` layers, take no less than their host issues them.
 
     Where the host waits for nothing in between (`pools`), what it is ahead in one part it has in the next, so that
     both parts together take at least as long as it issues both.
@@ -344,10 +344,14 @@ def _with_host(time: StageTime, issued_s: tuple[float, float], *, pools: bool) -
         short = [each * excess_s / waits_s for each in short]
         waits_s = excess_s
     bound_s = sum(own + more for own, more in zip(own_s, short, strict=True) if more)
+    forward_s, backward_s = (
+        own + more / max(count, 1) for own, more in zip(time.layer_s, short, strict=True)
+    )
     return replace(
         time,
         forward_s=own_s[0] + short[0],
         backward_s=own_s[1] + short[1],
+        layer_s=(forward_s, backward_s),
         host_s=time.host_s + waits_s,
         bound_s=max(bound_s, time.host_s),
     )
