@@ -128,6 +128,13 @@ def table_parameters(problem: StepProblem, parallelism: Parallelism) -> int:
     return -(-(problem.model.vocab_size or 0) * problem.model.hidden // parallelism.tensor_size)
 
 
+def tables_parameters(problem: StepProblem, parallelism: Parallelism, rank: int) -> int:
+    """Return the number of weights of the tables of embedding and head that a pipeline rank has on a chip."""
+    head = rank_of_head(parallelism)
+    has_own_head = rank == head and (head > 0 or not problem.model.tied_embeddings)
+    return ((rank == 0) + has_own_head) * table_parameters(problem, parallelism)
+
+
 def rank_of_head(parallelism: Parallelism) -> int:
     """Return the pipeline rank that has the last stage."""
     p = parallelism
@@ -149,11 +156,8 @@ def rank_parameters(
     else:
         of_layer = layer_parameters(problem, parallelism)
         counts = [count * of_layer for count in layers]
-    table = ShardedParameters(table_parameters(problem, parallelism))
-    counts[0] += table
-    head = rank_of_head(parallelism)
-    if head or not problem.model.tied_embeddings:
-        counts[head] += table
+    for rank in {0, rank_of_head(parallelism)}:
+        counts[rank] += ShardedParameters(tables_parameters(problem, parallelism, rank))
     return counts
 
 
