@@ -190,6 +190,16 @@ def test_uneven_groups_have_as_many_rings_as_the_smallest_host_has_nics(
     assert seconds(machine, "all.row", size, 2 * whole) > 1.9 * took
 
 
+def test_uneven_groups_share_a_nic_with_those_alone_that_leave_the_host() -> None:
+    """Of four chips a group, in hosts of six with one NIC, each host has one group of its own and half of one."""
+    cluster = hosts(H100, 2, 1)
+    assert isinstance(cluster.network, HostsNetwork)
+    cluster = replace(cluster, network=replace(cluster.network, chips_per_host=6))
+    machine = Machine(cluster, (Mesh.of("all", (3, 4), ("outside", "row")),), logical=True)
+    took = price(Transfer("all_gather", "all.row", 4, 2**32), machine).total_ps / 1e12
+    assert took == pytest.approx(3 * 2**32 / (0.96 * 50e9), rel=0.05)
+
+
 def test_a_group_with_one_member_in_a_host_keeps_the_constants_of_its_axis() -> None:
     machine = Machine(hosts(H100, 9, 8), (Mesh.of("all", (8, 9), ("outside", "row")),), logical=True)
     assert machine.host_span("all.row") is None and machine.lies("all.row") is not None

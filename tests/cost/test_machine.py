@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from meshweave.base.errors import LayoutError
@@ -11,7 +12,14 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.links import NetworkAxis
-from meshweave.describe.machine.network import HostsNetwork, Network, RingNetwork, SwitchNetwork, TorusNetwork
+from meshweave.describe.machine.network import (
+    FullMeshNetwork,
+    HostsNetwork,
+    Network,
+    RingNetwork,
+    SwitchNetwork,
+    TorusNetwork,
+)
 from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 
 CHIP = Chip("chip", (("float32", 1e12),), 1e12, 1 << 30, 1e12)
@@ -169,6 +177,45 @@ def test_other_networks_carry_any_mesh(network: Network, shape: tuple[int, ...])
             path = plain.path(src, dst)
             assert path == logical.path(src, dst) and len(set(path)) == len(path)
             assert all(plain.link_rate(link) in (10**9, 4 * 10**9, 8 * 10**9, 10**10) for link in path)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [TREE, HostsNetwork(2, 6, FAST, 2, SLOW), FullMeshNetwork(2, 6, FAST, SLOW), RingNetwork(FAST, 12)],
+)
+@pytest.mark.parametrize("shape", [(12, 1), (2, 6), (2, 3, 2), (6, 2)])
+@pytest.mark.parametrize("inner", [False, True])
+def test_meshes_of_parts_run_as_one_over_all_chips(
+    network: Network, shape: tuple[int, ...], inner: bool
+) -> None:
+    """A mesh of all chips, and one for each coordinate of its first axis, or of its last."""
+    names = ("x", "y", "z")[: len(shape)]
+    ranks = np.arange(12).reshape(shape)
+    ranks = np.moveaxis(ranks, -1, 0) if inner else ranks
+    left = names[:-1] if inner else names[1:]
+    parts = [Mesh(f"p{n}", each.shape, left, tuple(each.flatten().tolist())) for n, each in enumerate(ranks)]
+    machine = Machine(Cluster("box", CHIP, network, "a test"), (Mesh.of("tp", shape, names), *parts))
+    for part in parts:
+        for name in left:
+            for shared in (False, True):
+                assert machine.axis(f"{part.name}.{name}", shared) == machine.axis(f"tp.{name}", shared)
+
+
+@pytest.mark.parametrize(
+    ("network", "first", "rate"),
+    [
+        (TREE, 0, 4e9),  # below one child of the root
+        (TREE, 4, 1e9),
+        (HostsNetwork(3, 4, FAST, 2, SLOW), 1, 10e9),  # in a host that it does not fill
+        (HostsNetwork(3, 4, FAST, 2, SLOW), 3, 1e9),
+    ],
+)
+def test_a_group_that_lies_as_no_other_runs_at_the_links_that_it_crosses(
+    network: Network, first: int, rate: float
+) -> None:
+    machine = Machine(Cluster("box", CHIP, network, "a test"), (Mesh.of("part", (3,), ("x",), first),))
+    for name in ("part.x", "part"):
+        assert machine.axis(name).link_bytes_per_s == machine.axis(name, shared=True).link_bytes_per_s == rate
 
 
 def test_a_logical_mesh_on_a_ring_shares_links() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshweave.cost.machine import Machine
@@ -21,7 +23,8 @@ BRIDGE = NetworkAxis("bridge", 40e6, num_directions=2)
 PAIRS = TreeNetwork((TreeLevel(2, FAST, 1, BRIDGE), TreeLevel(4, SLOW, 3)))
 QUADS = TreeNetwork((TreeLevel(4, FAST, 1, BRIDGE), TreeLevel(2, SLOW)))
 HOSTS, TWO_NICS = HostsNetwork(2, 4, FAST, 1, SLOW), HostsNetwork(2, 4, FAST, 2, SLOW)
-NUM_BYTES = 64_000
+THREE_HOSTS = HostsNetwork(3, 4, FAST, 1, SLOW)
+NUM_BYTES = 64_002
 
 
 def all_reduces(shape: tuple[int, int], axis: str) -> Program:
@@ -44,6 +47,8 @@ with tp:
         (HOSTS, (8, 1), "row", 1),
         (HOSTS, (2, 4), "col", 10),
         (TWO_NICS, (2, 4), "row", 0.5),
+        (THREE_HOSTS, (4, 3), "col", 0.5),  # a host has the end of one group and the beginning of the next
+        (replace(THREE_HOSTS, num_hosts=2, chips_per_host=3), (3, 2), "col", 1),
         (PAIRS, (4, 2), "row", 1.5),  # two rings share the three links of a pair
         (PAIRS, (4, 2), "col", 40),  # both directions of a ring of two on one link
         (PAIRS, (8, 1), "row", 3),

@@ -129,7 +129,7 @@ def _across_hosts(
     rails = network.nics_per_host / span.groups_per_host
     rails = rails if shared else max(rails, 1.0)
     if span.fewest:
-        rails = min(rails, span.fewest * network.nics_per_host / network.chips_per_host)
+        rails = min(rails, max(span.fewest * network.nics_per_host / network.chips_per_host, 1.0))
     nics = rails * min(network.nic.comm(ring_kind).bytes_per_s, network.nic.link_bytes_per_s)
     inside = min(network.intra.comm(ring_kind).bytes_per_s, network.intra.link_bytes_per_s)
     measured = None if kernels is None else kernels.collective(ring_kind)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.units import to_ps
 from meshweave.cost.placed import PlacedMeshes
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.machine.links import CommConstants, NetworkAxis, slowest_axis
 from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, TorusNetwork
 from meshweave.describe.machine.tree import TreeNetwork
@@ -73,24 +77,36 @@ class Machine(PlacedMeshes):
         """Return the network axis under each mesh axis: with its links to itself, and with its share of them."""
         out = {}
         for mesh in self.meshes:
-            num_dims = len(mesh.shape)
-            whole = mesh.shape if mesh.num_ranks == self.cluster.num_chips else None
+            ranks = np.array(mesh.ranks).reshape(mesh.shape)
+            is_whole = mesh.num_ranks == self.cluster.num_chips
             for i, axis in enumerate(mesh.axes):
-                groups = tuple(mesh.groups(axis)) if whole is None else ()
-                out[f"{mesh.name}.{axis}"] = self._inside_hosts(groups) or self._network_axes(
-                    i, num_dims, whole
+                rows = np.moveaxis(ranks, i, -1).reshape(-1, mesh.shape[i])
+                out[f"{mesh.name}.{axis}"] = self._under(rows) or self._network_axes(
+                    i, len(mesh.shape), mesh.shape if is_whole else None
                 )
-            out[mesh.name] = self._inside_hosts((mesh.ranks,)) or self._network_axes(0, num_dims, None)
+            of_all = None if is_whole else self._under(ranks.reshape(1, -1))
+            out[mesh.name] = of_all or self._network_axes(0, len(mesh.shape), None)
         return out
 
-    def _inside_hosts(self, groups: Sequence[Sequence[int]]) -> tuple[NetworkAxis, NetworkAxis] | None:
-        """Return the links inside a host where groups of a part of the cluster each have one, else None."""
-        network = self.cluster.network
-        if not groups or not isinstance(network, HostsNetwork):
+    def _under(self, groups: NDArray[np.int64]) -> tuple[NetworkAxis, NetworkAxis] | None:
+        """Return the links under groups of ranks, shape (groups, members), on networks of levels; else None.
+
+        Where groups of one stride are in blocks of chips that all lie alike, others may run in all other blocks.
+        Else these alone run, at the pace of the slowest links between neighbours.
+        """
+        network, (count, size) = self.cluster.network, groups.shape
+        if not isinstance(network, HostsNetwork | FullMeshNetwork | TreeNetwork):
             return None
-        if any(len({rank // network.chips_per_host for rank in group}) > 1 for group in groups):
-            return None
-        return network.intra, network.intra
+        stride = int(groups[0, 1] - groups[0, 0]) if size > 1 else 1
+        block, chips = size * stride, self.cluster.num_chips
+        is_even = stride > 0 and chips % block == 0 and bool((np.diff(groups) == stride).all())
+        if is_even and bool((groups[:, 0] % block < stride).all()):
+            levels = level_sizes(network) or ()
+            if count * size == chips or all(level % block == 0 or block % level == 0 for level in levels):
+                return self._network_axes(1, 3, (chips // block, size, stride))
+        pairs = np.stack([groups, np.roll(groups, -1, axis=1)], axis=-1).reshape(-1, 2)
+        slowest = slowest_axis(list({_between(network, src, dst): None for src, dst in pairs.tolist()}))
+        return slowest, slowest
 
     def _network_axes(
         self, i: int, num_dims: int, shape: tuple[int, ...] | None
@@ -160,15 +176,8 @@ class Machine(PlacedMeshes):
         network = self.cluster.network
         if self.placement is not None:
             src, dst = self.placement[src], self.placement[dst]
-        match network:
-            case HostsNetwork():
-                is_inner = src // network.chips_per_host == dst // network.chips_per_host
-                return network.intra if is_inner else network.nic
-            case FullMeshNetwork():
-                is_inner = src // network.chips_per_package == dst // network.chips_per_package
-                return network.inner if is_inner else network.link
-            case TreeNetwork():
-                return network.axis_between(src, dst)
+        if isinstance(network, HostsNetwork | FullMeshNetwork | TreeNetwork):
+            return _between(network, src, dst)
         return self.axis("")
 
     def one_sided_constants(self, src: int, dst: int, adds: bool) -> OneSidedConstants:
@@ -193,6 +202,19 @@ class Machine(PlacedMeshes):
     def num_directions(self, axis: str) -> int:
         """Return the number of directions (1 or 2) in which rings of a mesh axis run at once."""
         return self.axis(axis).num_directions
+
+
+def _between(network: HostsNetwork | FullMeshNetwork | TreeNetwork, src: int, dst: int) -> NetworkAxis:
+    """Return the slowest links on the path from one chip to another."""
+    match network:
+        case HostsNetwork():
+            is_inner = src // network.chips_per_host == dst // network.chips_per_host
+            return network.intra if is_inner else network.nic
+        case FullMeshNetwork():
+            is_inner = src // network.chips_per_package == dst // network.chips_per_package
+            return network.inner if is_inner else network.link
+        case TreeNetwork():
+            return network.axis_between(src, dst)
 
 
 def mesh_machine(

@@ -40,7 +40,7 @@ class HostSpan:
     Attributes:
         num_hosts: the hosts of each group.
         per_host: the members of a group in each of its hosts; of uneven groups the mean, rounded up.
-        groups_per_host: the groups that share a host.
+        groups_per_host: the groups that share a host; of uneven groups those that leave it.
         fewest: the members of uneven groups in the host that has the fewest of one; 0 for even groups.
     """
 
@@ -233,9 +233,9 @@ def _span(hosts: NDArray[np.int64]) -> HostSpan:
         np.repeat(np.arange(groups), size) * most + hosts.reshape(-1), return_counts=True
     )
     spanned = np.bincount(pairs // most)
-    shared = int(np.bincount(pairs % most).max())
     if members.min() == members.max() and spanned.min() == spanned.max():
-        return HostSpan(int(spanned[0]), int(members[0]), shared)
+        return HostSpan(int(spanned[0]), int(members[0]), int(np.bincount(pairs % most).max()))
+    shared = int(np.bincount(pairs[spanned[pairs // most] > 1] % most).max())
     num_hosts = int(spanned.max())
     return HostSpan(num_hosts, -(-size // num_hosts), shared, int(members.min()))
 

@@ -153,6 +153,17 @@ def test_memory_of_a_recipe() -> None:
     assert four.weights - bare.weights == round(of_layers * 2 * (0.5 + 1 / 16))
 
 
+def test_copies_in_low_precision_are_counted_by_kind_of_layer() -> None:
+    """The first rank of DeepSeek-V3 has three dense layers, with fewer weights than those with experts."""
+    of = mw.algorithms.StepProblem(mw.load_model("deepseek-v3"), mw.load_cluster("dgx-b200:64"), 64, 4096)
+    laid = mw.Parallelism(data=16, pipeline=4, expert=16, zero=1)
+    bare, four = (memory_of(replace(of, precision=name), laid).ranks for name in (None, "nvfp4"))
+    table = 129280 * 7168
+    for rank, (few, more) in enumerate(zip(bare, four, strict=True)):
+        of_layers = few.weights - 2 * table * (rank in (0, 3))
+        assert more.weights - few.weights == pytest.approx(of_layers * (0.5 + 1 / 16), rel=1e-6)
+
+
 @pytest.mark.parametrize(("optimizer", "num_bytes"), [("adam", 12), ("adam-bf16", 8), ("adam-8bit", 6)])
 def test_states_of_optimizers(optimizer: str, num_bytes: int) -> None:
     problem = replace(problem_of(None), optimizer=optimizer)

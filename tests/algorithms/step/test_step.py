@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 from dataclasses import replace
@@ -20,11 +21,12 @@ from meshweave.algorithms.step.data_parallel import exposed_s
 from meshweave.algorithms.step.placement import axis_machine, replica_groups, sharding_groups
 from meshweave.base.errors import DescriptionError, MeshweaveError
 from meshweave.cost.machine import mesh_machine
+from meshweave.cost.price import price
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import HostsNetwork, with_axes
 from meshweave.estimate.skeletons import TimedSkeleton
 from meshweave.ir.skeleton import Phase, Skeleton, Task
-from meshweave.ir.work import Compute, Work
+from meshweave.ir.work import Compute, Transfer, Work
 from sampling import examples
 
 GPT = mw.Transformer("gpt", 8, 1024, 16, 16, 64, 4096, 51200, False, "made up")
@@ -254,6 +256,20 @@ def test_degrees_lie_where_the_order_puts_them() -> None:
         mw.algorithms.step_of(problem, outside).parts.tensor
         > 2 * mw.algorithms.step_of(problem, parallelism).parts.tensor
     )
+
+
+@examples(40)
+@given(st.integers(1, 8), st.integers(2, 12), st.integers(1, 3))
+def test_the_hosts_that_are_priced_stand_for_all(per_host: int, size: int, stride: int) -> None:
+    """Also where a group fits in a host and does not divide it, so that others of its axis cross hosts."""
+    assert isinstance(HOSTS.network, HostsNetwork)
+    chips = 2 * math.lcm(per_host, size * stride)
+    network = replace(HOSTS.network, num_hosts=chips // per_host, chips_per_host=per_host)
+    cluster = replace(HOSTS, network=network)
+    whole = mesh_machine(cluster, (chips // (size * stride), size, stride), ("outside", "row", "inside"))
+    part = axis_machine(cluster, (("row", size, stride),))
+    work = Transfer("all_reduce", "tp.row", size, 1 << 24)
+    assert price(work, part) == price(work, whole)
 
 
 def test_groups_with_equal_weights() -> None:

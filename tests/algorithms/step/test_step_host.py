@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshweave as mw
-from meshweave.algorithms.step import layer_time, load_stack, step_timeline
+from meshweave.algorithms.step import layer_time, load_stack, simulate_step, step_timeline
 from meshweave.algorithms.step.host import IssueCounts, IssuedTask, paced_ps
 from meshweave.describe.machine.host import HostRates
 from meshweave.tune.step_search.reasons import advice
@@ -114,6 +114,20 @@ def test_the_simulation_is_near_to_the_estimate(
     host = HostRates(kernel_s, kernel_s, kernel_s, 10 * kernel_s, waits)
     of = step(host, tp=tp, pp=pp, recompute=recompute)
     assert mw.simulation.simulate_step(of).time_s == pytest.approx(of.time_s, rel=0.1)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_replicas_communicate_while_the_host_issues_layers(zero: int) -> None:
+    """Where the host sets the pace, more tokens leave nothing more to wait for, and never less."""
+    deep, stack = replace(GPT, num_layers=16, vocab_size=1000), mw.SoftwareStack(host=HostRates(5e-5, 1e-5))
+    steps = [
+        mw.step(deep, "dgx-a100:32", 64, sequence, zero=zero, stack=stack) for sequence in (128, 512, 1024)
+    ]
+    assert all(each.host_bound > 0.5 for each in steps)
+    few, more, many = (each.time_s for each in steps)
+    assert few == pytest.approx(more, rel=0.01) and more <= many * (1 + 1e-9)
+    for each in steps:
+        assert simulate_step(each).time_s == pytest.approx(each.time_s, rel=0.02)
 
 
 def test_stacks_have_hosts() -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from meshweave.algorithms.block import BlockConfig, BlockProblem
-from meshweave.algorithms.step import step_of
+from meshweave.algorithms.step import simulate_step, step_of
 from meshweave.algorithms.step.layers import bare_layer_s, layer_time
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.stage_layers import stage_kinds
 from meshweave.algorithms.table import STRATEGIES
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import Transformer, load_model
+from meshweave.describe.model.hugging_face import transformer_from_config
 from meshweave.describe.model.memory import step_flops
 from meshweave.describe.model.workload import Workload
 from meshweave.ir.work import Transfer, traffic
@@ -79,6 +80,23 @@ def test_parts_beside_each_other_are_reduced_once() -> None:
 def test_norms_after_parts_take_time() -> None:
     plain, sandwich = (step_of(problem(norms=kind), EIGHT).time_s for kind in ("", "before and after"))
     assert plain < sandwich < 1.1 * plain
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_each_kind_reduces_its_own_weights(pipeline: int, zero: int) -> None:
+    """Of four dense layers and four with experts, in one stage or one each; replicas set the pace."""
+    config = {
+        "model_type": "deepseek_v2", "num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16,
+        "vocab_size": 32000, "intermediate_size": 4096, "moe_intermediate_size": 2048, "n_routed_experts": 64,
+        "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 4, "q_lora_rank": None,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    }  # fmt: skip
+    of = StepProblem(transformer_from_config(config, "half"), load_cluster("dgx-h100:64"), 128, 256)
+    parallelism = Parallelism(64 // pipeline, pipeline, expert=2, zero=zero, strategy="megatron_sp")
+    step = step_of(of, parallelism)
+    assert step.parts.data > 0.3 * step.time_s
+    assert simulate_step(step).time_s == pytest.approx(step.time_s, rel=0.05)
 
 
 def test_the_search_of_two_kinds_finds_the_best_of_all() -> None:

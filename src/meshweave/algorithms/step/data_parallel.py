@@ -27,7 +27,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshweave.algorithms.step.memory import layer_parameters, rank_of_head, table_parameters
+from meshweave.algorithms.step.memory import (
+    ShardedParameters,
+    kinds_parameters,
+    rank_of_head,
+    table_parameters,
+)
 from meshweave.algorithms.step.placement import (
     collective_s,
     expert_replica_groups,
@@ -43,7 +48,7 @@ _BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class DataParallelTime:
-    """Seconds of the collectives of one layer's weights, and of an embedding table's gradient.
+    """Seconds of the collectives of a layer's weights, the mean over kinds, and of an embedding table's gradient.
 
     Attributes:
         reduce_s: the reduction of one layer's gradients.
@@ -61,32 +66,54 @@ class DataParallelTime:
     tied_s: float
 
 
-def data_parallel_time(problem: StepProblem, parallelism: Parallelism) -> DataParallelTime:
-    """Return the seconds of the collectives of one layer's weights, and of an embedding table."""
-    of_layer, table = layer_parameters(problem, parallelism), table_parameters(problem, parallelism)
-    weights = of_layer.others
+def data_parallel_time(
+    problem: StepProblem, parallelism: Parallelism, counts: tuple[float, ...] = ()
+) -> DataParallelTime:
+    """Return the seconds of the collectives of one layer's weights, and of an embedding table.
+
+    Those of a layer are the mean over the model's, or over those of a stage: `counts` are its numbers of layers of
+    each of `problem.kinds`.
+    """
+    table = table_parameters(problem, parallelism)
     table_s = _reduce_s(problem, parallelism, table * problem.gradient_bytes)
-    tied_s = gather_s = table_gather_s = 0.0
+    tied_s = table_gather_s = 0.0
     if problem.model.tied_embeddings and rank_of_head(parallelism) and table:
         axis = parallelism.pipeline, parallelism.stride("pipeline")
         tied_s = message_s(problem, *axis, table * problem.gradient_bytes)
+    if parallelism.zero and table:
+        shards, _ = sharding_groups(parallelism)
+        table_gather_s = collective_s(problem, "all_gather", shards, table * problem.item_bytes)
+    slice_s = _slice_s(problem, parallelism)
+    if slice_s and table:
+        table_gather_s, table_s = table_gather_s + slice_s, table_s + 2 * slice_s
+    reduce_s = gather_s = 0.0
+    total = sum(counts)
+    shares = [count / total for count in counts] or [share for share, _ in problem.kinds]
+    for share, of_layer in zip(shares, kinds_parameters(problem, parallelism), strict=True):
+        own_reduce_s, own_gather_s = (
+            _layer_s(problem, parallelism, of_layer, slice_s) if share else (0.0, 0.0)
+        )
+        reduce_s, gather_s = reduce_s + share * own_reduce_s, gather_s + share * own_gather_s
+    return DataParallelTime(reduce_s, gather_s, table_s, table_gather_s, tied_s)
+
+
+def _layer_s(
+    problem: StepProblem, parallelism: Parallelism, of_layer: ShardedParameters, slice_s: float
+) -> tuple[float, float]:
+    """Return the seconds of the reduction and the gather of the weights of a layer; `slice_s` as `_slice_s`."""
+    weights, gather_s = of_layer.others, 0.0
     if parallelism.zero:
         shards, _ = sharding_groups(parallelism)
         gather_s = collective_s(problem, "all_gather", shards, problem.gathered_bytes(weights))
-        if table:
-            table_gather_s = collective_s(problem, "all_gather", shards, table * problem.item_bytes)
     reduce_s = _reduce_s(problem, parallelism, weights * problem.gradient_bytes)
     if of_layer.experts:
         own_reduce_s, own_gather_s = _experts_s(problem, parallelism, of_layer.experts)
         reduce_s, gather_s = reduce_s + own_reduce_s, gather_s + own_gather_s
-    slice_s = _slice_s(problem, parallelism)
     if slice_s:
         tensors = problem.stack.sliced_weights
         gather_s += tensors * slice_s
         reduce_s += 2 * min(tensors, weights * problem.item_bytes / _BUCKET_BYTES) * slice_s
-        if table:
-            table_gather_s, table_s = table_gather_s + slice_s, table_s + 2 * slice_s
-    return DataParallelTime(reduce_s, gather_s, table_s, table_gather_s, tied_s)
+    return reduce_s, gather_s
 
 
 def _slice_s(problem: StepProblem, parallelism: Parallelism) -> float:

@@ -44,6 +44,7 @@ from meshweave.algorithms.step.memory import (
     rank_parameters,
     state_bytes,
     table_parameters,
+    tables_parameters,
 )
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.routing import load_of
@@ -321,21 +322,21 @@ def _on_rank(
     activations, buffers, holes = max(moments, key=sum)
     buffers += 2 * sizes.residual if p.pipeline > 1 else 0
     weights, gradients, optimizer = state_bytes(problem, p, parameters)
-    weights += _cast_bytes(problem, p, layers)
+    weights += _cast_bytes(problem, p, parameters.total - tables_parameters(problem, p, rank))
     fragments = holes + round(problem.stack.fragmentation * (activations + buffers))
     outside = problem.cluster.chip.driver.context_bytes, communicator_bytes(problem, p)
     return RankMemory(weights, gradients, optimizer, activations, buffers, fragments, *outside)
 
 
-def _cast_bytes(problem: StepProblem, parallelism: Parallelism, layers: int) -> int:
-    """Return the bytes that the weights of so many layers take in low precision beyond those in `dtype`.
+def _cast_bytes(problem: StepProblem, parallelism: Parallelism, parameters: int) -> int:
+    """Return the bytes that so many weights of layers take in low precision beyond those in `dtype`.
 
     Under ZeRO-3 only what is gathered is cast.
     """
     if problem.recipe is None or parallelism.zero == 3:
         return 0
     more = max(problem.recipe.weight_bytes - problem.item_bytes, 0.0)
-    return round(more * layers * layer_parameters(problem, parallelism).total)
+    return round(more * parameters)
 
 
 @dataclass(frozen=True)

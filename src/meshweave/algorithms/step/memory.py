@@ -108,7 +108,12 @@ class ShardedParameters:
 
 def layer_parameters(problem: StepProblem, parallelism: Parallelism) -> ShardedParameters:
     """Return the number of weights of a layer on one rank; of layers of several kinds, the largest."""
-    return max((_of_layer(kind, parallelism) for _, kind in problem.kinds), key=lambda each: each.total)
+    return max(kinds_parameters(problem, parallelism), key=lambda each: each.total)
+
+
+def kinds_parameters(problem: StepProblem, parallelism: Parallelism) -> tuple[ShardedParameters, ...]:
+    """Return the number of weights of a layer on one rank, for each of `problem.kinds`."""
+    return tuple(_of_layer(kind, parallelism) for _, kind in problem.kinds)
 
 
 def _of_layer(problem: StepProblem, parallelism: Parallelism) -> ShardedParameters:
@@ -121,6 +126,13 @@ def _of_layer(problem: StepProblem, parallelism: Parallelism) -> ShardedParamete
 def table_parameters(problem: StepProblem, parallelism: Parallelism) -> int:
     """Return the number of weights of an embedding table on one tensor-parallel rank."""
     return -(-(problem.model.vocab_size or 0) * problem.model.hidden // parallelism.tensor_size)
+
+
+def tables_parameters(problem: StepProblem, parallelism: Parallelism, rank: int) -> int:
+    """Return the number of weights of the tables of embedding and head that a pipeline rank has on a chip."""
+    head = rank_of_head(parallelism)
+    has_own_head = rank == head and (head > 0 or not problem.model.tied_embeddings)
+    return ((rank == 0) + has_own_head) * table_parameters(problem, parallelism)
 
 
 def rank_of_head(parallelism: Parallelism) -> int:
@@ -137,18 +149,15 @@ def rank_parameters(
     `layers` are the ranks' numbers of layers; they are not read where `rank_kinds` knows how many of each kind.
     """
     if kinds := rank_kinds(problem, parallelism):
-        own = [_of_layer(kind, parallelism) for _, kind in problem.kinds]
+        own = kinds_parameters(problem, parallelism)
         nothing = ShardedParameters(0)
         pairs = (zip(counts, own, strict=True) for counts in kinds)
         counts = [sum((count * of for count, of in each), nothing) for each in pairs]
     else:
         of_layer = layer_parameters(problem, parallelism)
         counts = [count * of_layer for count in layers]
-    table = ShardedParameters(table_parameters(problem, parallelism))
-    counts[0] += table
-    head = rank_of_head(parallelism)
-    if head or not problem.model.tied_embeddings:
-        counts[head] += table
+    for rank in {0, rank_of_head(parallelism)}:
+        counts[rank] += ShardedParameters(tables_parameters(problem, parallelism, rank))
     return counts
 
 

@@ -2,7 +2,8 @@
 
 The chips of a cluster are one mesh. A degree of `size` ranks, `stride` chips apart, is an axis of it, and all
 groups of an axis communicate at once: those that leave a host share its NICs (`cost.machine`, `cost.libraries`).
-A price depends on sizes and strides alone, so on a network of hosts the first hosts stand for the cluster.
+A price depends on sizes and strides alone, so on a network of hosts the first hosts stand for the cluster: those
+after which groups lie on hosts as they did before.
 On a torus whose axes are not those of the mesh, groups are priced as if their members were neighbours.
 """
 
@@ -33,7 +34,7 @@ def axis_machine(cluster: Cluster, axes: Sequence[Axis], expert_axes: Sequence[A
 
     Axes of experts are of a second mesh, over the same chips.
     """
-    chips = _part(cluster, max((size * stride for _, size, stride in (*axes, *expert_axes)), default=1))
+    chips = _part(cluster, math.lcm(*(size * stride for _, size, stride in (*axes, *expert_axes))))
     meshes = [_mesh(MESH, axes, chips.num_chips)]
     if expert_axes:
         meshes.append(_mesh(MESH_OF_EXPERTS, expert_axes, chips.num_chips))
@@ -64,13 +65,16 @@ def machine_of(problem: StepProblem, axes: tuple[Axis, ...], expert_axes: tuple[
     return problem.once("machines", key, lambda: axis_machine(problem.priced_cluster, axes, expert_axes))
 
 
-def _part(cluster: Cluster, num_chips: int) -> Cluster:
-    """Return the first hosts of a cluster with `num_chips` chips; the cluster where these are no whole hosts."""
+def _part(cluster: Cluster, block: int) -> Cluster:
+    """Return the first hosts of a cluster that blocks of so many chips fill; the cluster where no part does.
+
+    Groups of a block that is no part of a host cross hosts, each elsewhere, and the slowest sets the pace of all.
+    """
     network = cluster.network
-    if not isinstance(network, HostsNetwork) or num_chips >= cluster.num_chips:
+    if not isinstance(network, HostsNetwork):
         return cluster
-    chips = max(num_chips, network.chips_per_host)
-    return cluster if chips % network.chips_per_host else cluster.with_chips(chips)
+    chips = math.lcm(block, network.chips_per_host)
+    return cluster if chips >= cluster.num_chips else cluster.with_chips(chips)
 
 
 def block_axes(parallelism: Parallelism) -> tuple[Axis, ...]:

@@ -30,7 +30,7 @@ from meshweave.algorithms.step.pipeline import (
 )
 from meshweave.algorithms.step.placement import boundary_s
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
-from meshweave.algorithms.step.stage_layers import layer_costs, rank_layers, stage_kinds, stage_layers
+from meshweave.algorithms.step.stage_layers import layer_costs, stage_kinds, stage_layers
 from meshweave.base.units import to_ps, to_s
 
 
@@ -48,6 +48,9 @@ class StageTime:
         host_s: seconds in which the chip waits for its host.
         bound_s: seconds of the parts in which it is the host that sets the pace.
         issued_s: seconds in which the host issues the two parts; 0 without a known host.
+        layer_s: seconds of a layer in the forward and in the backward part, the mean over kinds: without these
+            collectives, with the layer's share of waits for the host.
+        data_parallel: the collectives of a layer's weights, likewise.
         split_s: the backward part in two: gradient of the residual, with recomputation, and gradients of weights;
             None where the schedule has whole backwards alone, or tasks are not priced one by one.
     """
@@ -58,6 +61,8 @@ class StageTime:
     recompute_s: float
     ends_s: float
     data_s: float
+    layer_s: tuple[float, float]
+    data_parallel: DataParallelTime
     reduced_s: float = 0.0
     host_s: float = 0.0
     bound_s: float = 0.0
@@ -78,7 +83,7 @@ class Stages:
         layers: the number of layers of each stage.
         times: the time of each stage.
         layer: the time of one layer, the mean over kinds.
-        data_parallel: collectives of one layer's weights.
+        data_parallel: collectives of one layer's weights, the mean over kinds.
         transfer_s: seconds of the transfer of a micro-batch from one stage to the next.
         sends_parts: whether a residual that all tensor-parallel ranks have is sent in parts and gathered.
     """
@@ -146,43 +151,54 @@ class Stages:
         p = self.parallelism
         return ranks_of_stages(p.schedule, p.pipeline, p.virtual_stages)
 
-    def layers_of_rank(self, rank: int) -> int:
-        """Return the number of layers of a pipeline rank."""
-        p = self.parallelism
-        numbers = p.schedule, p.pipeline, p.virtual_stages
-        return rank_layers(self.problem.model.num_layers, *numbers, layer_costs(self.problem))[rank]
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a pipeline rank, in order: the first one is the last of its backward parts."""
+        return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
 
     def gathers_s(self) -> float:
-        """Return the seconds by which gathers of the first rank's weights delay a step.
+        """Return the seconds by which gathers of a rank's weights delay a step, of the rank that waits longest.
 
-        0 but for ZeRO-1, and for ZeRO-2 where the stack gathers weights once a step.
+        A rank waits from when the first micro-batch reaches it. 0 but for ZeRO-1, and for ZeRO-2 where the stack
+        gathers weights once a step.
         """
         p, stack = self.parallelism, self.problem.stack
         overlap = 0.0 if stack.waits_for_gathers else stack.overlap
-        once = p.zero == 1 or (p.zero == 2 and not self.problem.stack.regathers)
+        once = p.zero == 1 or (p.zero == 2 and not stack.regathers)
         if not once:
             return 0.0
-        first, others = self.layers[0], self.layers_of_rank(0) - self.layers[0]
-        of = self.data_parallel
-        has_head = self.stage_ranks[-1] == 0 and not self.problem.model.tied_embeddings
-        head_s = of.table_gather_s if has_head else 0.0
-        ahead_s = exposed_s(first, self.layer.forward.total_s, of.gather_s, overlap, head_s)
-        return of.table_gather_s + ahead_s + others * of.gather_s * (1 - overlap)
+        waits_s = []
+        for rank in range(p.pipeline):
+            (first, *others), table_s = self.stages_of(rank), self.data_parallel.table_gather_s
+            of = self.times[first]
+            others_s = sum(self.layers[stage] * self.times[stage].data_parallel.gather_s for stage in others)
+            queued_s = table_s if self._has_own_head(rank) else 0.0
+            ahead_s = exposed_s(
+                self.layers[first], of.layer_s[0], of.data_parallel.gather_s, overlap, queued_s
+            )
+            reached_s = sum(time.forward_s + self.transfer_s for time in self.times[:first])
+            before_s = table_s if rank == 0 else 0.0
+            waits_s.append(before_s + ahead_s + others_s * (1 - overlap) - reached_s)
+        return max(waits_s)
+
+    def _has_own_head(self, rank: int) -> bool:
+        """Return whether a pipeline rank has a table of the head that is not the one of the embedding."""
+        head = self.stage_ranks[-1]
+        return rank == head and (head > 0 or not self.problem.model.tied_embeddings)
 
     def reductions_s(self, rank: int) -> float:
         """Return the seconds that reductions of gradients add after a pipeline rank's last backward part."""
         p, overlap = self.parallelism, self.problem.stack.overlap
         head = self.stage_ranks[-1]
-        has_head = rank == head and (head > 0 or not self.problem.model.tied_embeddings)
-        head_s = self.data_parallel.table_s if has_head else 0.0
+        head_s = self.data_parallel.table_s if self._has_own_head(rank) else 0.0
         after_all_s = self.data_parallel.tied_s if rank in (0, head) else 0.0
         if p.zero >= 2:
             return after_all_s  # each micro-batch has its own
         after_all_s += self.data_parallel.table_s if rank == 0 else 0.0
-        back_s = self.layer.backward.total_s + self.layer.recompute.total_s
-        last, others = self.layers[rank], self.layers_of_rank(rank) - self.layers[rank]
-        after_s = exposed_s(last, back_s, self.data_parallel.reduce_s, overlap, head_s)
-        return after_s + others * self.data_parallel.reduce_s * (1 - overlap) + after_all_s
+        last, *others = self.stages_of(rank)
+        of = self.times[last]
+        others_s = sum(self.layers[stage] * self.times[stage].data_parallel.reduce_s for stage in others)
+        after_s = exposed_s(self.layers[last], of.layer_s[1], of.data_parallel.reduce_s, overlap, head_s)
+        return after_s + others_s * (1 - overlap) + after_all_s
 
 
 def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
@@ -198,11 +214,12 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
         counts = kinds[stage] if kinds else ()
         if (key, counts) not in known:
             own = mean_layer_time(problem, parallelism, counts) if counts else layer
+            of_replicas = data_parallel_time(problem, parallelism, counts) if counts else data_parallel
             at_ends = [end for end, is_here in zip(ends, key[1:], strict=True) if is_here]
-            gathers_s, reduces_s = _sharded_s(problem, parallelism, count, own, data_parallel, *key[1:])
-            time = _stage_time(count, own, at_ends, gathers_s, reduces_s)
+            exposed = _sharded_s(problem, parallelism, count, own, of_replicas, *key[1:])
+            time = _stage_time(count, own, at_ends, of_replicas, *exposed)
             issued_s = _issued_s(problem, parallelism, count, own, at_ends)
-            time = _with_host(time, issued_s, pools=not problem.stack.blocks_transfers)
+            time = _with_host(time, count, issued_s, pools=not problem.stack.blocks_transfers)
             known[key, counts] = replace(time, split_s=_split_s(problem, parallelism, time, *key))
         times.append(known[key, counts])
     transfer_s, sends_parts = 0.0, False
@@ -267,7 +284,12 @@ def _split_s(
 
 
 def _stage_time(
-    count: int, layer: LayerTime, ends: list[LayerTime], gathers_s: float, reduces_s: float
+    count: int,
+    layer: LayerTime,
+    ends: list[LayerTime],
+    data_parallel: DataParallelTime,
+    gathers_s: float,
+    reduces_s: float,
 ) -> StageTime:
     back_s = layer.backward.total_s + layer.recompute.total_s
     ends_s = [sum(end.forward.total_s for end in ends), sum(end.backward.total_s for end in ends)]
@@ -279,6 +301,8 @@ def _stage_time(
         count * layer.recompute.total_s,
         sum(ends_s),
         gathers_s + reduces_s,
+        (layer.forward.total_s, back_s),
+        data_parallel,
         reduces_s,
         count * work.host_s,
     )
@@ -303,8 +327,8 @@ def _issued_s(
     return forward_s, backward_s
 
 
-def _with_host(time: StageTime, issued_s: tuple[float, float], *, pools: bool) -> StageTime:
-    """Return the time of a micro-batch whose parts take no less than their host issues them.
+def _with_host(time: StageTime, count: int, issued_s: tuple[float, float], *, pools: bool) -> StageTime:
+    """Return the time of a micro-batch whose parts, of `count` layers, take no less than their host issues them.
 
     Where the host waits for nothing in between (`pools`), what it is ahead in one part it has in the next, so that
     both parts together take at least as long as it issues both.
@@ -320,10 +344,14 @@ def _with_host(time: StageTime, issued_s: tuple[float, float], *, pools: bool) -
         short = [each * excess_s / waits_s for each in short]
         waits_s = excess_s
     bound_s = sum(own + more for own, more in zip(own_s, short, strict=True) if more)
+    forward_s, backward_s = (
+        own + more / max(count, 1) for own, more in zip(time.layer_s, short, strict=True)
+    )
     return replace(
         time,
         forward_s=own_s[0] + short[0],
         backward_s=own_s[1] + short[1],
+        layer_s=(forward_s, backward_s),
         host_s=time.host_s + waits_s,
         bound_s=max(bound_s, time.host_s),
     )

@@ -199,27 +199,28 @@ def _replica_spans(step: Step, timed: TimedSchedule, rank: int, shift_s: float) 
     has its own collectives, they stand beside its actions, whose times have what they expose.
     """
     p, stages, stack = step.parallelism, step.stages, step.problem.stack
-    costs = stages.data_parallel
-    own = [stage for stage, owner in enumerate(stages.stage_ranks) if owner == rank]
+    own = stages.stages_of(rank)
+    of_stages = [(stages.layers[stage], stages.times[stage].data_parallel) for stage in own]
     order = list(zip(timed.schedule.actions[rank], timed.begins[rank], timed.ends[rank], strict=True))
     spans: list[StepSpan] = []
     each_time = p.zero == 3 or (p.zero == 2 and stack.regathers)
-    if p.zero and costs.gather_s and not each_time:
-        layers = stages.layers_of_rank(rank)
-        spans += _split(0.0, layers * costs.gather_s, shift_s, f"gather the weights of {layers} layers")
+    gathers_s = sum(layers * costs.gather_s for layers, costs in of_stages)
+    if p.zero and gathers_s and not each_time:
+        layers = sum(layers for layers, _ in of_stages)
+        spans += _split(0.0, gathers_s, shift_s, f"gather the weights of {layers} layers")
     if p.zero >= 2:
         for action, begin, end in order:
             spans += _beside(step, action, shift_s + to_s(begin), shift_s + to_s(end), each_time)
-    elif costs.reduce_s:
+    elif any(costs.reduce_s for _, costs in of_stages):
         last = {leaf.stage: shift_s + to_s(end) for action, _, end in order for leaf in action.leaves}
-        layer_s = stages.layer.backward.total_s + stages.layer.recompute.total_s
         rank_end_s, free_s = max(last.values()), 0.0
         for stage in sorted(own, key=lambda stage: last[stage]):
+            time = stages.times[stage]
             for left in reversed(range(stages.layers[stage])):
                 name = f"reduce the gradients of a layer of stage {stage}"
-                ready_s = last[stage] - left * layer_s if stack.overlap else rank_end_s
+                ready_s = last[stage] - left * time.layer_s[1] if stack.overlap else rank_end_s
                 begin_s = max(ready_s, free_s)
-                free_s = begin_s + costs.reduce_s
+                free_s = begin_s + time.data_parallel.reduce_s
                 spans += _split(begin_s, free_s, rank_end_s, name, exposed_after=True)
         end_s = rank_end_s + stages.reductions_s(rank)
         if end_s > max(free_s, rank_end_s) * (1 + 1e-9):  # tables, and what the stack does not overlap
@@ -240,8 +241,8 @@ def _split(
 
 def _beside(step: Step, action: Action, begin_s: float, end_s: float, gathers: bool) -> list[StepSpan]:
     """Return the collectives of replicas beside an action, as one span that ends with it at the latest."""
-    costs, stage = step.stages.data_parallel, action.leaves[0].stage
-    layers = step.stages.layers[stage]
+    stage = action.leaves[0].stage
+    layers, costs = step.stages.layers[stage], step.stages.times[stage].data_parallel
     forward = action.leaves[-1].kind is ActionKind.FORWARD
     if forward or action.leaves[-1].kind is ActionKind.INPUT_GRAD:
         name, seconds = "gather weights", costs.gather_s if gathers else 0.0

@@ -247,7 +247,8 @@ class HostsNetwork(AnyShapeNetwork):
 
         Without a shape, the last of several mesh axes is taken to be the one within a host. A group that
         takes every n-th rank leaves a host beside n - 1 others: with `shared` each has its share of the NICs
-        (ATP, equation 3), else a NIC.
+        (ATP, equation 3), else a NIC. Where a host has the end of one such block and the beginning of the next,
+        both leave it.
 
         Raises:
             LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
@@ -259,7 +260,9 @@ class HostsNetwork(AnyShapeNetwork):
             return self.intra if 0 < i == num_dims - 1 else self.nic
         if self.chips_per_host % math.prod(shape[i:]) == 0 or shape[i] == 1:
             return self.intra
-        rings = min(math.prod(shape[i + 1 :]), self.chips_per_host)
+        block = math.prod(shape[i:])
+        both_ends = block % self.chips_per_host and block > 2 * math.gcd(block, self.chips_per_host)
+        rings = min((2 if both_ends else 1) * block // shape[i], self.chips_per_host)
         leaving = rings * self.nic.num_directions if shared else 1
         on_a_nic = -(-leaving // self.nics_per_host)
         return replace(self.nic, link_bytes_per_s=max(self.nic.link_bytes_per_s / on_a_nic, 1.0))
