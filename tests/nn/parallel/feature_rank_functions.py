@@ -178,7 +178,7 @@ def _refusals(mesh: DeviceMesh) -> list[str]:
 
     for module, plan in (
         (nn.Linear(2, 2), "megatron"), (Strange(), "megatron"), (PlainLlama(), "megatrom"),
-        (PlainLlama(), "25d_block"),
+        (PlainLlama(), "25d_block"), (PlainGpt(dropout=0.1), "ring_attention"),
     ):  # fmt: skip
         try:
             parallelize(module, plan, mesh)

@@ -36,7 +36,7 @@ def test_features_of_torch() -> None:
     assert first["copied"] == second["copied"]
     assert first["split"] != second["split"]
     assert 16 < sum(value > 0 for value in first["split"]) < 48
-    linear, strange, unknown, flat = ranks[0]["refusals"]
+    linear, strange, unknown, flat, ring = ranks[0]["refusals"]
     assert "no model known here" in linear
     assert "q_norm" in strange
     assert "did you mean" in unknown
@@ -52,6 +52,7 @@ def test_compile_fsdp_and_optimizers() -> None:
     for answer in _answers(("optimizer", "compiled", "compiled_whole", "fsdp"), 4, timeout_s=300):
         assert answer["optimizer"] < 1e-8
         assert answer["compiled"]["difference"] < 1e-12
+    assert "attention in a ring has no dropout, and this model's is 0.1" in ring
         assert answer["compiled"]["graph_breaks"] == 0
         assert answer["compiled_whole"]["difference"] < 1e-12
         assert "have other tokens than" in answer["compiled_whole"]["said"]
