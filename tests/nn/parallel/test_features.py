@@ -21,7 +21,17 @@ def _answers(names: tuple[str, ...], num_ranks: int, timeout_s: float = 100) -> 
 
 @pytest.mark.gloo
 def test_features_of_torch() -> None:
-    names = ("generators", "checkpointing", "dropout", "autocast", "by_hand", "refusals", "meta", "overlap")
+    names = (
+        "generators",
+        "checkpointing",
+        "dropout",
+        "autocast",
+        "by_hand",
+        "refusals",
+        "meta",
+        "overlap",
+        "norms",
+    )
     ranks = _answers(names, 2)
     for answer in ranks:
         assert all(answer["generators"]), answer["generators"]
@@ -30,6 +40,7 @@ def test_features_of_torch() -> None:
         assert answer["autocast"]["dtypes"] == ["torch.float32"]
         assert answer["autocast"]["loss"] < 0.05
         assert answer["autocast"]["gradients"] < 0.1
+        assert max(answer["norms"]) < 0.01, answer["norms"]
         assert answer["meta"]["is_meta"]
         assert answer["meta"]["difference"] < 1e-5
     first, second = (answer["dropout"] for answer in ranks)
@@ -41,6 +52,7 @@ def test_features_of_torch() -> None:
     assert "q_norm" in strange
     assert "did you mean" in unknown
     assert "mesh axes" in flat
+    assert "attention in a ring has no dropout, and this model's is 0.1" in ring
     whole_layers, by_sites, accepted = ranks[0]["overlap"]
     assert "run one by one; plan without overlap='layers'" in whole_layers
     assert by_sites == accepted == "megatron_sp on 2x1 ranks"
@@ -52,7 +64,6 @@ def test_compile_fsdp_and_optimizers() -> None:
     for answer in _answers(("optimizer", "compiled", "compiled_whole", "fsdp"), 4, timeout_s=300):
         assert answer["optimizer"] < 1e-8
         assert answer["compiled"]["difference"] < 1e-12
-    assert "attention in a ring has no dropout, and this model's is 0.1" in ring
         assert answer["compiled"]["graph_breaks"] == 0
         assert answer["compiled_whole"]["difference"] < 1e-12
         assert "have other tokens than" in answer["compiled_whole"]["said"]
