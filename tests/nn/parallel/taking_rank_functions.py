@@ -242,6 +242,7 @@ def features(mesh: Any, folder: Path) -> dict[str, str]:
         "return_dict": lambda: module(tokens, return_dict=False),
         "unknown": lambda: module(tokens, lables=tokens),
         "labels of another shape": lambda: module(tokens, labels=tokens[:, 1:]),
+        "labels and targets": lambda: module(tokens, labels=tokens, targets=tokens),
         "deepcopy": lambda: copy.deepcopy(module),
         "deepcopy of the model": lambda: copy.deepcopy(made),
         "pickle": lambda: pickle.dumps(module),
