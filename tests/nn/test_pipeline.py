@@ -25,6 +25,7 @@ SECTIONS = {
     "skip connections": "u_shaped",
     "in torch's runtime": "torch_schedules",
     "data beside tensor parallelism": "different_layouts",
+    "losses of forwards alone": "evaluations",
     "what does not fit": "refusals",
 }
 MORE_SECTIONS = {
