@@ -209,6 +209,23 @@ def different_layouts(check: Check) -> None:
         check.near(f"{name}: bias", split.bias.grad, bias)
 
 
+def evaluations(check: Check) -> None:
+    """Losses of forwards alone, which data-parallel ranks sum after the last of them."""
+    rank, wholes = dist.get_rank(), models.feed_forwards(2)
+    generator = torch.Generator().manual_seed(5)
+    data = tuple(torch.randn(8, models.WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    case = Case(wholes, data, nn.functional.mse_loss)
+    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("pp", "dp"))
+    pipeline = mw.pipeline(
+        case.own((0, 1), rank // 2), "1f1b", micro_batches=4, loss_fn=case.loss_fn, meshes=mesh,
+        context=check.context,
+    )  # fmt: skip
+    for number in range(30):
+        _, loss = pipeline.evaluate(case.batch, case.target)
+        if rank >= 2:
+            check.near(f"evaluation {number}", loss, case.loss)
+
+
 def data_parallel(check: Check) -> None:
     """Data-parallel ranks at the end, too; own rows; a DeviceMesh; sums of losses; chunks; no overlap."""
     rank, case = dist.get_rank(), gpt_case(2, 8)

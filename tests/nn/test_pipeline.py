@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+import torch
 from sections import launched
 
 from meshweave.base.errors import RankLostError
 from meshweave.execute.ranks.launch import launch
+from meshweave.nn.pipelining.gradients import LossSum, num_loss_elements
 from shared_launch import SharedLaunch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -21,6 +25,7 @@ SECTIONS = {
     "skip connections": "u_shaped",
     "in torch's runtime": "torch_schedules",
     "data beside tensor parallelism": "different_layouts",
+    "losses of forwards alone": "evaluations",
     "what does not fit": "refusals",
 }
 MORE_SECTIONS = {
@@ -60,6 +65,28 @@ def test_so_they_are_in_every_schedule_and_layout(
     assert [answer[MORE_SECTIONS[section]] for answer in more_answers] == [[]] * 4
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@given(losses=st.lists(st.tuples(*[st.floats(-1000, 1000, width=32)] * 3), min_size=2, max_size=5))
+def test_losses_of_ranks_are_summed_in_single_precision(
+    dtype: torch.dtype, losses: list[tuple[float, ...]]
+) -> None:
+    vectors = [torch.zeros(num_loss_elements(dtype, len(losses)), dtype=dtype) for _ in losses]
+    for rank, own in enumerate(losses):
+        for loss in own:
+            LossSum(vectors[rank], rank).add(torch.tensor(loss))
+    total = float(LossSum(torch.stack(vectors).sum(0), 0).total())
+    assert total == pytest.approx(
+        sum(map(sum, losses)), abs=1e-6 * sum(abs(x) for own in losses for x in own) + 1e-6
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_losses_that_are_not_finite_stay_so(value: float) -> None:
+    elements = torch.zeros(num_loss_elements(torch.bfloat16, 2), dtype=torch.bfloat16)
+    LossSum(elements, 1).add(torch.tensor(value))
+    assert str(float(LossSum(elements, 0).total())) == str(value)
+
+
 @pytest.mark.gloo
 def test_a_stage_that_is_killed_is_named_by_all() -> None:
     with pytest.raises(RankLostError, match=r"^rank 2 was killed by SIGKILL$") as caught:
@@ -74,7 +101,6 @@ def test_a_stage_that_is_killed_is_named_by_all() -> None:
 def test_torch_refuses_skip_connections() -> None:
     """The same model, cut by torch's own tracer: why `u_shaped` above runs in our executor."""
     import pipeline_models as models
-    import torch
     from torch.distributed.pipelining import SplitPoint
     from torch.distributed.pipelining import pipeline as traced_pipeline
 

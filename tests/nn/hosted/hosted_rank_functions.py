@@ -150,6 +150,24 @@ def uneven(kind: str, folder: Path) -> float:
     return worst(made.module, whole)
 
 
+def in_rings(kind: str, folder: Path) -> dict[str, float]:
+    """Return how far losses and gradients are from the model's own where ranks of a ring share heads.
+
+    Groups of heads are shared evenly, unevenly, and so few that ranks have equal ones.
+    """
+    off = {}
+    plan = mw.Parallelism(context=2, tensor=dist.get_world_size() // 2, strategy="megatron")
+    for heads, groups in ((4, 4), (6, 3), (4, 1)):
+        sizes = {"hidden_size": 48, "num_attention_heads": heads, "num_key_value_heads": groups}
+        whole = _model(kind, sizes)
+        made = parallelize(copy.deepcopy(whole), plan, check=False)
+        tokens, targets = small_models.batch()
+        loss, right = made.step(tokens, targets), small_models.loss_of(whole, tokens, targets)
+        right.backward()
+        off[f"{heads} heads in {groups} groups"] = max(abs(float(loss - right)), worst(made.module, whole))
+    return off
+
+
 def _staged(own: Any, schedule: str = "1f1b") -> tuple[Any, Any]:
     """Return a model of which this rank has one of two stages, and the pipeline."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "tp"))

@@ -55,6 +55,13 @@ def test_weights_of_files_dropout_and_unequal_shares(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
+def test_ranks_of_a_ring_share_heads(tmp_path: Path) -> None:
+    for answers in _launched([("in_rings", "llama")], 4, tmp_path):
+        off = answers["in_rings llama"]
+        assert isinstance(off, dict) and max(off.values()) < 1e-9, off
+
+
+@pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_weights_of_files_of_many(tmp_path: Path) -> None:

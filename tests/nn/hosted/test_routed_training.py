@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+import torch
+
 from meshweave.execute.ranks.launch import launch
+from meshweave.nn.hosted.experts import choice_digits
 
 HERE = Path(__file__).parent
 PATHS = {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent / "parallel")))}
@@ -49,6 +53,18 @@ def _check(cases: list[Case], answers: list[Any]) -> None:
         bound = NARROW if case[3].get("dtype") == "float32" else WIDE
         assert isinstance(answer, dict), (case, answer)
         assert all(off < bound for off in answer.values()), (case, answer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("num_ranks", [2, 5, 16])
+def test_numbers_of_unlike_choices_differ_and_add_up_exactly(dtype: torch.dtype, num_ranks: int) -> None:
+    choices = torch.tensor([*itertools.permutations(range(5), 2)])
+    digits = choice_digits(choices, dtype, num_ranks)
+    assert len(set(map(tuple, digits.tolist()))) == len(choices)
+    total = torch.zeros_like(digits)
+    for _ in range(num_ranks):
+        total += digits
+    assert torch.equal(total.double(), num_ranks * digits.double())
 
 
 @pytest.mark.gloo

@@ -115,6 +115,32 @@ def _dropout(mesh: DeviceMesh) -> dict[str, Any]:
     return {"split": split.tolist(), "copied": copied.tolist()}
 
 
+def _norms(mesh: DeviceMesh) -> list[float]:
+    """Rows far from 0 whose features ranks share: how far a layer norm and its gradient are off, relative."""
+    from meshweave.nn.parallel.norm import ParallelNorm
+    from meshweave.nn.parallel.strategy import LayerStrategy
+
+    own = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("row", "col"))
+    norm = nn.LayerNorm(64, dtype=torch.float64)
+    made = ParallelNorm(copy.deepcopy(norm).float(), LayerStrategy.of("atp", own), "norm")
+    generator = torch.Generator().manual_seed(0)
+    arriving, x = torch.randn(2, 2, 3, 64, generator=generator)
+    x = 1000 + 0.01 * x
+    found = []
+    for module, parts in ((norm, 1), (made, mesh.size())):
+        wide = torch.float64 if parts == 1 else torch.float32
+        given, grad = (
+            each.chunk(parts, -1)[mesh.get_local_rank() % parts].to(wide) for each in (x, arriving)
+        )
+        given.requires_grad_()
+        out = module(given) if parts == 1 else module(given, *x.shape[:2])
+        out.backward(grad)
+        found.append((out.detach(), given.grad))
+    start = mesh.get_local_rank() * (64 // mesh.size())
+    right = [each[..., start : start + 64 // mesh.size()] for each in found[0]]
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found[1], right, strict=True)]
+
+
 def _meta(mesh: DeviceMesh) -> dict[str, Any]:
     """A model made without memory, then filled: names, and the difference of a gradient of its sum of weights."""
     with torch.device("meta"):
@@ -178,7 +204,7 @@ def _refusals(mesh: DeviceMesh) -> list[str]:
 
     for module, plan in (
         (nn.Linear(2, 2), "megatron"), (Strange(), "megatron"), (PlainLlama(), "megatrom"),
-        (PlainLlama(), "25d_block"),
+        (PlainLlama(), "25d_block"), (PlainGpt(dropout=0.1), "ring_attention"),
     ):  # fmt: skip
         try:
             parallelize(module, plan, mesh)

@@ -26,6 +26,7 @@ def answers(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
         "adapted, computed again": adapted_again(),
         "order": order(),
         "is told of gradients": is_told_of_gradients(),
+        "ascends": ascends(),
     }
 
 
@@ -103,3 +104,16 @@ def is_told_of_gradients() -> list[bool]:
     said = [made.agreement._has_gradients()]
     made.loss(*_batch(own)).backward()
     return [*said, made.agreement._has_gradients()]
+
+
+def ascends() -> list[float]:
+    """Return the losses before and after a step along gradients whose signs were changed by hand."""
+    made = _made(reference_models.make("plain llama").double())
+    tokens, targets = _batch(made.module)
+    optimizer = torch.optim.SGD(made.module.parameters(), lr=1e-3)
+    before = made.step(tokens, targets)
+    for parameter in made.module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.neg_()
+    optimizer.step()
+    return [float(before), float(made.loss(tokens, targets).detach())]

@@ -149,6 +149,12 @@ def _wrong_heads(model: Any) -> None:
     model.model.layers[1].self_attn.num_kv_heads = 2
 
 
+def _compiled() -> nn.Module:
+    model = _llama()
+    model.model.layers[1].compile(backend="eager")
+    return model
+
+
 def _custom_attention() -> nn.Module:
     model = _llama()
     model.config._attn_implementation = "mine"
@@ -168,6 +174,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "adapter": (_adapter, "merge others"),
     "wrapped": (_wrapped, "wrap the layers after parallelize"),
     "quantised": (_quantised, "quantised"),
+    "compiled": (_compiled, "compile the blocks after parallelize"),
     "one bias": (lambda: _of(_gates_of_one), "have a bias"),
     "no gate": (lambda: _of(_without_gate), "gate_proj"),
     "extra": (lambda: _of(_extra), "q_norm"),
@@ -183,7 +190,7 @@ def refusals(mesh: Any, folder: Path) -> list[str]:
     for name, (made, words) in REFUSED.items():
         torch.manual_seed(0)
         model = made()
-        given = None if name in ("quantised", "no gate", "attention", "heads") else tokens
+        given = None if name in ("quantised", "compiled", "no gate", "attention", "heads") else tokens
         before = _state(model, given)
         try:
             parallelize(model, "megatron", mesh)
@@ -235,6 +242,7 @@ def features(mesh: Any, folder: Path) -> dict[str, str]:
         "return_dict": lambda: module(tokens, return_dict=False),
         "unknown": lambda: module(tokens, lables=tokens),
         "labels of another shape": lambda: module(tokens, labels=tokens[:, 1:]),
+        "labels and targets": lambda: module(tokens, labels=tokens, targets=tokens),
         "deepcopy": lambda: copy.deepcopy(module),
         "deepcopy of the model": lambda: copy.deepcopy(made),
         "pickle": lambda: pickle.dumps(module),

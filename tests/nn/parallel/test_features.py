@@ -21,7 +21,17 @@ def _answers(names: tuple[str, ...], num_ranks: int, timeout_s: float = 100) -> 
 
 @pytest.mark.gloo
 def test_features_of_torch() -> None:
-    names = ("generators", "checkpointing", "dropout", "autocast", "by_hand", "refusals", "meta", "overlap")
+    names = (
+        "generators",
+        "checkpointing",
+        "dropout",
+        "autocast",
+        "by_hand",
+        "refusals",
+        "meta",
+        "overlap",
+        "norms",
+    )
     ranks = _answers(names, 2)
     for answer in ranks:
         assert all(answer["generators"]), answer["generators"]
@@ -30,17 +40,19 @@ def test_features_of_torch() -> None:
         assert answer["autocast"]["dtypes"] == ["torch.float32"]
         assert answer["autocast"]["loss"] < 0.05
         assert answer["autocast"]["gradients"] < 0.1
+        assert max(answer["norms"]) < 0.01, answer["norms"]
         assert answer["meta"]["is_meta"]
         assert answer["meta"]["difference"] < 1e-5
     first, second = (answer["dropout"] for answer in ranks)
     assert first["copied"] == second["copied"]
     assert first["split"] != second["split"]
     assert 16 < sum(value > 0 for value in first["split"]) < 48
-    linear, strange, unknown, flat = ranks[0]["refusals"]
+    linear, strange, unknown, flat, ring = ranks[0]["refusals"]
     assert "no model known here" in linear
     assert "q_norm" in strange
     assert "did you mean" in unknown
     assert "mesh axes" in flat
+    assert "attention in a ring has no dropout, and this model's is 0.1" in ring
     whole_layers, by_sites, accepted = ranks[0]["overlap"]
     assert "run one by one; plan without overlap='layers'" in whole_layers
     assert by_sites == accepted == "megatron_sp on 2x1 ranks"

@@ -22,3 +22,5 @@ def test_a_rank_that_is_alone() -> None:
     events = [f"{kind} {number}" for number in (2, 1, 0) for kind in ("layer", "weight")]
     assert answer["order"] == events
     assert answer["is told of gradients"] == [False, True]
+    before, after = answer["ascends"]
+    assert after > before

@@ -25,6 +25,7 @@ WORDS = {
     "return_dict": "by these names",
     "unknown": "lables is not computed",
     "labels of another shape": "shape (2, 7)",
+    "labels and targets": "give one of them",
     "deepcopy": "not copied",
     "deepcopy of the model": "not copied",
     "pickle": "not pickled",

@@ -54,6 +54,19 @@ def test_measured_times_correct_later_predictions_by_kind(tmp_path: Path) -> Non
         corrections_of(path)
 
 
+def test_given_plans_are_tried_unless_they_are_those_that_always_are() -> None:
+    given = [
+        (Parallelism(data=2, zero=1), None), ("zero2", None), (Parallelism(data=2, recompute="full"), None),
+        (Parallelism(data=2, zero=3, micro_batch=4, strategy="megatron"), 2.0), ("data_parallel", 1.0),
+    ]  # fmt: skip
+    tokens = torch.zeros(1, 1)
+    listed = Trials(tokens, tokens, given, most=9).candidates({})
+    assert [(trial.words, trial.kind, trial.predicted_s) for trial in listed] == [
+        ("data_parallel", "data", 1.0), ("zero3", "zero", 2.0), ("dp 2, zero 1, micro-batch 1", "zero", None),
+        ("zero2", "zero", None), ("dp 2, micro-batch 1, recompute full", "data", None),
+    ]  # fmt: skip
+
+
 @pytest.mark.gloo
 def test_a_model_by_the_fastest_plan_of_those_tried(tmp_path: Path) -> None:
     payload = {"results": str(tmp_path / "kept.json")}

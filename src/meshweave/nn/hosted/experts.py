@@ -24,6 +24,7 @@ from meshweave.nn.hosted.own_modules import without_parameters
 from meshweave.nn.hosted.residual import Tokens, as_plain
 from meshweave.nn.hosted.rows import MovedRows
 from meshweave.nn.parallel.buckets import KeptParameter
+from meshweave.nn.parallel.checksums import factors_by_place
 from meshweave.nn.parallel.moves import PlacedMove
 from meshweave.nn.parallel.parameters import ParameterLayout
 from meshweave.nn.parallel.strategy import LayerStrategy
@@ -229,7 +230,7 @@ class BoundaryMoves:
     def to_residual(self, tokens: Tokens, made: Tensor, index: Tensor, chosen: Tensor) -> Tensor:
         """Return this rank's shard (tokens, hidden) of the residual, from what experts made. Collective.
 
-        On CPUs, where ranks have terms of a sum, a number that stands for each token's choices is summed with them
+        On CPUs, where ranks have terms of a sum, numbers that stand for each token's choices are summed with them
         and compared.
 
         Args:
@@ -241,24 +242,35 @@ class BoundaryMoves:
         """
         is_checked = self._num_terms > 1 and made.device.type == "cpu"
         if is_checked:
-            made = torch.cat((made, _code(index)[:, None].to(made.dtype)), -1)
+            made = torch.cat((made, choice_digits(index, made.dtype, self._num_terms)), -1)
         there, back = self._pair(made.shape[-1])
         rows: Tensor = MovedRows.apply(tokens.rows_of(made, self._there), back, there, *tokens.sizes)
         rows = rows.flatten(0, 1)
         if not is_checked:
             return rows
-        if not torch.equal(rows[:, -1].long(), self._num_terms * _code(chosen)):
+        own = choice_digits(chosen, rows.dtype, self._num_terms)
+        if not torch.equal(rows[:, -_DIGITS:], self._num_terms * own):
             raise LayoutError(
                 "ranks that share each expert have sent tokens to other experts: copies of a router or of the "
                 "residual have grown apart; debug_every= of parallelize says which"
             )
-        return rows[:, :-1].contiguous()
+        return rows[:, :-_DIGITS].contiguous()
 
 
-def _code(index: Tensor) -> Tensor:
-    """Return a number below 16 of the choices of each token: a few of them add up exactly in any dtype."""
-    places = torch.arange(1, 2 * index.shape[-1], 2, device=index.device)
-    return (index * places).sum(-1) % 16
+_DIGITS = 4
+
+
+def choice_digits(index: Tensor, dtype: torch.dtype, num_terms: int) -> Tensor:
+    """Return numbers (tokens, `_DIGITS`) of `dtype` that stand for the choices (tokens, choices) of each token.
+
+    Sums of those of `num_terms` ranks are exact, in any order. Together they have 28 bits for two ranks in
+    bfloat16, four less each time that there are twice as many, and 64 at most: so many bits of a hash.
+    """
+    exact = int(2 / torch.finfo(dtype).eps)  # all whole numbers up to it are of that dtype
+    bits = max(1, min((exact // num_terms).bit_length() - 1, 64 // _DIGITS))
+    number = ((index.long() + 1) * factors_by_place(index.device)[: index.shape[-1]]).sum(-1, keepdim=True)
+    shifts = torch.arange(64 - bits * _DIGITS, 64, bits, device=index.device)
+    return ((number >> shifts) & ((1 << bits) - 1)).to(dtype)
 
 
 @lru_cache(64)

@@ -177,7 +177,12 @@ class HostedModel(ParallelModel):
         self.calls[-1].is_followed = False
         self._ring_calls = None
         if self.strategy.roles.ring_axis is not None:
-            self._ring_calls = run_in_ring(module, self.tokens)
+            heads = {
+                f"{names.layers}.{number}.{part.path}".rstrip("."): part.columns.heads
+                for number, parts in enumerate(self.anatomy.layers)
+                for part in parts.attention
+            }
+            self._ring_calls = run_in_ring(module, self.tokens, heads)
             if "position_ids" not in self._taken:
                 raise UnsupportedError(f"{type(module).__name__} takes no position_ids, which a ring needs")
 

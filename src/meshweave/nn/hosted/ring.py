@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,10 +19,13 @@ _ARGUMENTS = ("softcap", "s_aux", "position_bias", "sinks", "head_mask")
 """What changes attention and is not computed in a ring."""
 
 
-def run_in_ring(module: nn.Module, tokens: Tokens) -> list[int]:
+def run_in_ring(module: nn.Module, tokens: Tokens, heads: Mapping[str, int]) -> list[int]:
     """Let a model's attention run as ring attention of its strategy; return [0], whose entry counts the calls.
 
     The configurations of its modules then name `NAME` as their attention.
+
+    Args:
+        heads: by module of attention the heads of queries of all ranks.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -29,8 +33,10 @@ def run_in_ring(module: nn.Module, tokens: Tokens) -> list[int]:
     AttentionInterface.register(NAME, _in_ring)
     AttentionMaskInterface.register(NAME, _no_mask)
     calls = [0]
+    for path, count in heads.items():
+        for child in module.get_submodule(path).modules():
+            vars(child)["_meshweave_ring"] = (tokens, count, calls)
     for child in module.modules():
-        vars(child)["_meshweave_ring"] = (tokens, calls)
         config: Any = vars(child).get("config")
         if config is not None and hasattr(config, "_attn_implementation"):
             for each in (config, *(v for v in vars(config).values() if hasattr(v, "_attn_implementation"))):
@@ -55,7 +61,7 @@ def _in_ring(
     **named: Any,
 ) -> tuple[Tensor, None]:
     """Return attention (batch, sequence, heads, width) of what is (batch, heads, sequence, width)."""
-    tokens, calls = vars(module)["_meshweave_ring"]
+    tokens, heads, calls = vars(module)["_meshweave_ring"]
     for name in _ARGUMENTS:
         if named.get(name) is not None:
             raise UnsupportedError(f"attention in a ring has no {name}")
@@ -63,16 +69,17 @@ def _in_ring(
         raise UnsupportedError("attention in a ring has no dropout")
     if attention_mask is not None or is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedError("attention in a ring is causal, and takes no mask")
-    heads, width = query.shape[1], query.shape[3]
+    own, width = query.shape[1], query.shape[3]
     groups = key.shape[1]
-    if value.shape[3] != width or heads % groups:
+    per_group = own // groups
+    if value.shape[3] != width or own % groups:
         raise UnsupportedError("attention in a ring has values as wide as keys")
     calls[0] += 1
     scale = width**-0.5 if scaling is None else float(scaling)
-    ring = number_of(PlacedRing(tokens.strategy, groups, heads // groups, width, sliding_window))
+    ring = number_of(PlacedRing(tokens.strategy, heads // per_group, per_group, width, sliding_window))
     q, k, v = (each.transpose(1, 2) for each in (query * (scale * width**0.5), key, value))
-    rows = q.unflatten(2, (groups, heads // groups)).flatten(3)
+    rows = q.unflatten(2, (groups, per_group)).flatten(3)
     fused = torch.cat((rows, k.to(rows.dtype), v.to(rows.dtype)), -1).flatten(2)
     batch, sequence = tokens.sizes
     out: Tensor = ring_attention(fused, ring, batch, sequence)[0]
-    return out.unflatten(-1, (heads, width)), None
+    return out.unflatten(-1, (own, width)), None

@@ -17,6 +17,11 @@ from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.counted import gathered
 
 
+def device_type_here() -> str:
+    """Return the type of device of ranks: "cuda" where they communicate by NCCL, else "cpu"."""
+    return "cuda" if dist.is_initialized() and "nccl" in dist.get_backend() else "cpu"
+
+
 @dataclass(frozen=True)
 class AllRanks:
     """All ranks of the world in a context."""
@@ -26,11 +31,9 @@ class AllRanks:
 
     @classmethod
     def of(cls, context: TorchContext | None) -> AllRanks:
-        """Return all ranks of the world in `context`; None for the default context of CUDA devices where the
-        backend is NCCL, else that of CPUs.
-        """
+        """Return all ranks of the world in `context`; None for the default context of `device_type_here`."""
         if context is None:
-            context = TorchContext.default("cuda" if dist.get_backend() == "nccl" else "cpu")
+            context = TorchContext.default(device_type_here())
         return cls(context, tuple(range(context.num_ranks)))
 
     def least(self, value: float) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.algorithms.block.roles import Side
+from meshweave.base.errors import UnsupportedError
 from meshweave.nn.custom_ops import number_of
 from meshweave.nn.parallel.dropout import ShardDropout
 from meshweave.nn.parallel.ring import PlacedRing, ring_attention
@@ -36,7 +37,10 @@ class Heads:
 
 
 class AttentionCore:
-    """Causal softmax attention of what this rank has of queries, keys and values."""
+    """Causal softmax attention of what this rank has of queries, keys and values.
+
+    Raises UnsupportedError for a ring where attention weights are dropped.
+    """
 
     def __init__(self, heads: Heads, strategy: LayerStrategy) -> None:
         self.heads, self.strategy = heads, strategy
@@ -44,6 +48,10 @@ class AttentionCore:
         self.dropout = ShardDropout(heads.dropout, strategy, self.dims)
         self.ring = -1
         if strategy.roles.ring_axis is not None:
+            if heads.dropout:
+                raise UnsupportedError(
+                    f"attention in a ring has no dropout, and this model's is {heads.dropout:g}: set it to 0"
+                )
             self.ring = number_of(
                 PlacedRing(strategy, heads.keys, heads.queries // heads.keys, heads.width, heads.window)
             )
@@ -68,7 +76,7 @@ class AttentionCore:
             queries, keys, values: (batch, sequence, features) of the heads of this rank.
             rotary: cosines and sines (1, sequence, head width) of this rank's positions; None for no rotation.
             batch, sequence: sequences, and tokens of each, of all ranks.
-            training: whether attention weights are dropped. In a ring none are.
+            training: whether attention weights are dropped.
         """
         own = self.heads
         q, k, v = (x.unflatten(-1, (x.shape[-1] // own.width, own.width)) for x in (queries, keys, values))

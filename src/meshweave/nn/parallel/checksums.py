@@ -41,7 +41,7 @@ def bits_number(tensor: Tensor) -> Tensor | int:
         return digest_of(words.clone())
     total = torch.zeros((), dtype=torch.int64, device=own.device)
     for chunk in words.split(_CHUNK):
-        factors = _factors(own.device)[: chunk.numel()]
+        factors = factors_by_place(own.device)[: chunk.numel()]
         total = total * _PER_CHUNK + torch.mul(chunk, factors).sum()
     return int(total) if own.is_cpu else total
 
@@ -52,7 +52,7 @@ def digest_of(own: Tensor) -> int:
 
 
 @lru_cache(8)
-def _factors(device: torch.device) -> Tensor:
+def factors_by_place(device: torch.device) -> Tensor:
     """Return odd numbers without a pattern, by position (splitmix64: Steele et al., 2014)."""
     mixed = torch.arange(1, _CHUNK + 1, dtype=torch.int64) * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):

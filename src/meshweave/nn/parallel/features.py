@@ -329,18 +329,20 @@ class ForwardArguments:
         Args:
             tokens: the first argument.
             args, given: further arguments, by their places and by names.
-            targets: per token the one that is to be predicted; None to make them of labels. Where they are given
-                labels are ignored.
+            targets: per token the one that is to be predicted; None to make them of labels.
 
         Raises:
-            LayoutError: tokens are no tensor, there are too many arguments, or one is of another form.
+            LayoutError: tokens are no tensor, there are too many arguments, targets and labels are both given, or
+                an argument is of another form.
             UnsupportedError: an argument would change the result, and is not computed.
         """
         if len(args) > len(self.names):
             raise LayoutError(f"forward takes tokens and {', '.join(self.names)}; {1 + len(args)} were given")
         given = {**dict(zip(self.names, args, strict=False)), **given}
         labels = given.pop("labels", None)
-        if labels is not None and targets is None and self.has_shift:
+        if labels is not None and targets is not None:
+            raise LayoutError("labels and targets= are both given: give one of them")
+        if labels is not None and self.has_shift:
             targets = given.pop("shift_labels", None)
         if not isinstance(tokens, Tensor):
             raise LayoutError("give input_ids: whole numbers (batch, sequence)")

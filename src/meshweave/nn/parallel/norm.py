@@ -45,7 +45,8 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
     """A layer norm or root-mean-square norm over the features of the residual, or of others that ranks share.
 
     Where the strategy splits features, ranks sum statistics of rows, forward and backward. Half-precision rows are
-    computed in single precision.
+    computed in single precision. Those of a layer norm are summed in double precision: a variance is off by some
+    2**-53 of the squared mean at most, and never negative.
 
     Args:
         norm: an `nn.LayerNorm`, an `nn.RMSNorm`, or a norm that computes what that does with an epsilon and its
@@ -121,16 +122,17 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
     def _normalised(
         self, x: Tensor, gain: Tensor | None, bias: Tensor | None, batch: int, sequence: int
     ) -> Tensor:
-        squares = x.square().sum(-1, keepdim=True)
         factor = 1.0 if gain is None else gain
         if not self.is_layer_norm:
+            squares = x.square().sum(-1, keepdim=True)
             mean_square = self.sum_rows(squares, batch, sequence) / self.features
             return x * torch.rsqrt(mean_square + self.eps) * factor
-        sums = (
-            self.sum_rows(torch.cat((x.sum(-1, keepdim=True), squares), -1), batch, sequence) / self.features
-        )
+        variance, mean = (each.double() for each in torch.var_mean(x, -1, correction=0, keepdim=True))
+        own = torch.cat((mean, variance + mean * mean), -1) * x.shape[-1]
+        sums = self.sum_rows(own, batch, sequence) / self.features
         mean, mean_square = sums[..., :1], sums[..., 1:]
-        centred = (x - mean) * torch.rsqrt(mean_square - mean * mean + self.eps) * factor
+        scale = torch.rsqrt((mean_square - mean * mean).clamp_min(0.0) + self.eps)
+        centred = (x - mean.to(x.dtype)) * scale.to(x.dtype) * factor
         return centred if bias is None else centred + bias
 
     def extra_repr(self) -> str:

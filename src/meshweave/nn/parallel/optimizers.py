@@ -175,7 +175,8 @@ class GradientProbe:
         device = torch.device(agreement.strategy.device_mesh.device_type)
         said = exchange(agreement.context(device), ranks, json.dumps(factor), _WHAT, topic="scaled gradients")
         factors = {rank: json.loads(text) for rank, text in said.items() if text != "null"}
-        if factors and max(factors.values()) > (1 + 2 * _TOLERANCE) * min(factors.values()):
+        least, most = min(factors.values(), default=0.0), max(factors.values(), default=0.0)
+        if most - least > 2 * _TOLERANCE * min(abs(least), abs(most)):
             words = {
                 rank: {"their factor before the step": f"{factor:.3g}"} for rank, factor in factors.items()
             }

@@ -7,7 +7,6 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,6 +26,7 @@ from meshweave.algorithms.step.strategies import StrategyAround
 from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError, PlanError, UnsupportedError
 from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.parallel.all_ranks import device_type_here
 from meshweave.nn.parallel.expert_axes import with_experts
 from meshweave.nn.parallel.strategy import LayerStrategy, device_mesh_for
 from meshweave.tune.plan import Plan
@@ -98,12 +98,10 @@ def resolve(
 def device_type_of(module: nn.Module) -> str:
     """Return the type of device on which a model trains: that of its first parameter.
 
-    For one on the meta device, or without parameters, "cuda" where ranks communicate by NCCL, else "cpu".
+    For one on the meta device, or without parameters, it is `device_type_here`.
     """
     own = next((parameter.device.type for parameter in module.parameters()), "meta")
-    if own != "meta":
-        return own
-    return "cuda" if dist.is_initialized() and "nccl" in dist.get_backend() else "cpu"
+    return own if own != "meta" else device_type_here()
 
 
 def _place_without_pipeline(plan: Plan) -> int:

@@ -54,7 +54,7 @@ class ParallelReport:
     def __str__(self) -> str:
         lines = [f"{self.model}: {self.strategy}", f"replaced: {len(self.replaced)} modules"]
         lines += [f"  {name}: {what}" for name, what in self.replaced]
-        lines.append(f"left: {len(self.left)} modules")
+        lines.append(f"left: {len(self.left)}")
         lines += [f"  {name}: {why}" for name, why in self.left]
         lines += [f"overlap: {self.overlap}", f"proved: {self.proved}"]
         return "\n".join(lines)

@@ -31,7 +31,7 @@ def check_unaltered(module: nn.Module) -> None:
     """
     for name, child in module.named_modules():
         where = name or type(module).__name__
-        if hasattr(child, "_orig_mod"):
+        if hasattr(child, "_orig_mod") or child._compiled_call_impl is not None:
             raise UnsupportedError(f"{where} is compiled; compile the blocks after parallelize")
         for base in type(child).__mro__:
             for package, remedy in _WRAPPERS.items():

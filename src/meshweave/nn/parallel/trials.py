@@ -39,6 +39,7 @@ from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.agreed import agree, without_addresses
 from meshweave.nn.parallel.all_ranks import AllRanks
 from meshweave.nn.parallel.planned_here import plans_here
+from meshweave.nn.parallel.trial_memory import available_bytes, needed_bytes_of
 from meshweave.nn.parallel.trial_results import (
     check_numbers,
     corrections_of,
@@ -50,7 +51,6 @@ from meshweave.nn.parallel.trial_results import (
 PLAIN, SHARDED = DataParallel.name, ZeroThree.name
 """The strategy that wins where others are about as fast, and the other one that is always tried."""
 _TITLE = "trials of plans"
-_MEMORY = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,16 @@ class Trial:
         return cls(plan, name, kind, predicted_s)
 
     @property
+    def stands_for(self) -> str:
+        """Return the name of the strategy that is always tried and is the same as this plan; "" for none."""
+        if not isinstance(self.plan, Parallelism):
+            return self.words if self.words in (PLAIN, SHARDED) else ""
+        alone = Parallelism(self.plan.data, micro_batch=self.plan.micro_batch)
+        names = {alone: PLAIN, replace(alone, zero=3): SHARDED}
+        same = {name: getattr(alone, name) for name in ("strategy", "order", "schedule", "virtual_stages")}
+        return names.get(replace(self.plan, **same), "")
+
+    @property
     def is_plain(self) -> bool:
         """Return whether the plan is data parallelism alone."""
         return self.kind == "data"
@@ -103,7 +113,8 @@ def _words(plan: Parallelism) -> str:
     words += [f"cp {plan.context}"] if plan.context > 1 else []
     words += [f"tp {tensor} by {plan.strategy}"] if plan.tensor_size > 1 else []
     words += [f"pp {plan.pipeline} by {plan.schedule}"] if plan.pipeline > 1 else []
-    return ", ".join([*words, f"micro-batch {plan.micro_batch}"])
+    again = [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
+    return ", ".join([*words, f"micro-batch {plan.micro_batch}", *again])
 
 
 @dataclass(frozen=True)
@@ -113,9 +124,9 @@ class Trials:
     Attributes:
         tokens, targets: a batch as `ParallelModel.loss` takes it, to make steps with.
         plans: pairs of a plan and its predicted seconds, or None: what is tried beside data parallelism and
-            ZeRO-3. A plan is degrees, or the name of a strategy of one mesh axis. Of plans of data parallelism or
-            ZeRO alone only the predicted seconds are used. None for those that the planner ranks first, with
-            constants of this machine that it measures before.
+            ZeRO-3, of which given ones say the predicted seconds. A plan is degrees, or the name of a strategy of
+            one mesh axis. None for those that the planner ranks first, with constants of this machine that it
+            measures before.
         most: the most trials.
         seconds: after so many no trial begins. Measurements for the planner count, up to half of them.
         steps: the counted steps of a trial, after one that is not counted; with 0 that one counts.
@@ -157,18 +168,18 @@ class Trials:
         return {**plans, "planned here": str(self.plans is None), **how}
 
     def candidates(self, factors: Mapping[str, float] | None = None) -> list[Trial]:
-        """Return what is tried: data parallelism, ZeRO-3, then given plans of other kinds by expected time.
+        """Return what is tried: data parallelism, ZeRO-3, then other given plans by expected time.
 
-        They are `most` at most. Predicted seconds of the first two are those of given plans of their kinds.
+        They are `most` at most. Predicted seconds of the first two are those of given plans that are the same.
 
         Args:
             factors: for each kind of plan the ratio of measured to predicted times; None for those in
                 `results`, which is then read: LayoutError where it is no file of trials.
         """
         given = [Trial.of(plan, seconds) for plan, seconds in self.plans or ()]
-        said = {trial.kind: trial.predicted_s for trial in reversed(given)}
-        plain = [Trial.of(PLAIN, said.get("data")), Trial.of(SHARDED, said.get("zero"))]
-        others = [trial for trial in given if trial.kind not in ("data", "zero")]
+        said = {trial.stands_for: trial.predicted_s for trial in reversed(given)}
+        plain = [Trial.of(name, said.get(name)) for name in (PLAIN, SHARDED)]
+        others = [trial for trial in given if not trial.stands_for]
         factors = corrections_of(self.results) if factors is None else factors
         every = [replace(trial, factor=factors.get(trial.kind, 1.0)) for trial in (*plain, *others)]
         first, rest = every[: len(plain)], every[len(plain) :]
@@ -294,35 +305,6 @@ def _refusal_of(call: Callable[[], Any]) -> tuple[Any, str]:
         raise
     except MeshweaveError as error:
         return None, " ".join(str(error).split()) or type(error).__name__
-
-
-def available_bytes() -> float:
-    """Return the free bytes of memory for a rank: of its GPU, or this rank's share of the host's.
-
-    It is infinity where the host does not say.
-    """
-    if dist.get_backend() == "nccl":
-        return float(torch.cuda.mem_get_info()[0])
-    if not _MEMORY.exists():
-        return math.inf
-    fields = dict(line.split(":", 1) for line in _MEMORY.read_text("utf-8").splitlines())
-    return 1024 * float(fields["MemAvailable"].split()[0]) / int(dist.get_world_size())
-
-
-def needed_bytes_of(module: nn.Module) -> int:
-    """Return the bytes that a trial needs on a rank at most beside activations: four times those of parameters.
-
-    That is the model again, its gradients, and two states of an optimizer. Raises LayoutError where parameters are
-    on the meta device, or there are none.
-    """
-    total = 0
-    if next(module.parameters(), None) is None:
-        raise LayoutError("a model without parameters cannot be tried: there is nothing to train")
-    for parameter in module.parameters():
-        if parameter.device.type == "meta":
-            raise LayoutError("a model on the meta device cannot be tried; give a plan, or fill it first")
-        total += parameter.numel() * parameter.element_size()
-    return 4 * total
 
 
 def by_trial(

@@ -97,7 +97,9 @@ def bind_stages(
     )  # fmt: skip
     shapes = {number: stage_shape(places, number, profiles, rows) for number in stages}
     counted = memory if trains else None
-    functions, gradients = _stage_functions(stages, places, options, shapes, schedule, counted, trains=trains)
+    functions, gradients = _stage_functions(
+        stages, places, options, shapes, schedule, counted, trains=trains, rank=rank
+    )
     calls: dict[str, Any] = {"marker": lambda *_: None}
     for each in functions.values():
         calls |= each.calls()
@@ -117,22 +119,22 @@ def _stage_functions(
     memory: SavedMemory | None,
     *,
     trains: bool,
+    rank: int,
 ) -> tuple[dict[int, StageFunctions], dict[int, StageGradients]]:
-    """Return the functions and gradients of this rank's stages."""
+    """Return the functions and gradients of the stages of this rank, which is `rank`."""
     gradients: dict[int, StageGradients] = {}
     functions: dict[int, StageFunctions] = {}
     for number, module in stages.items():
-        is_reduced = places.data_parallelism(number) > 1
         trained = module if trains else nn.Module()
-        gradients[number] = StageGradients.of(trained, is_reduced=is_reduced, number=number)
-        vector = gradients[number].vector
+        ranks, index = places.data_parallelism(number), places.data_index(number, rank)
+        gradients[number] = StageGradients.of(trained, ranks=ranks, index=index, number=number)
         functions[number] = StageFunctions(
             module,
             shapes[number],
             options.loss_fn,
             whole_backwards(schedule, number),
             trains=trains,
-            loss_total=None if vector is None else vector[-1:],
+            losses=gradients[number].losses,
             memory=memory,
             recomputes=number in options.recompute,
             has_signals=options.config.transfers == "signals",

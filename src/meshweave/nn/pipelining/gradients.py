@@ -1,7 +1,7 @@
 """Gradients of a stage's parameters during a step: fresh at its begin, added to `.grad` at its end.
 
 Where several data-parallel ranks add up gradients, those of all parameters are one vector, which the program
-reduces; its last element is the sum of the losses. A parameter that is a DTensor has its local shard there. Shards
+reduces; it ends with the sum of the losses. A parameter that is a DTensor has its local shard there. Shards
 take as much room as the largest of any rank, so that the vectors of a stage's ranks are of one length.
 """
 
@@ -16,6 +16,44 @@ from torch.distributed.tensor import DTensor
 
 from meshweave.base.errors import UnsupportedError
 
+_PARTS = 3
+"""16-bit numbers whose sum is a number in single precision."""
+
+
+def num_loss_elements(dtype: torch.dtype, ranks: int) -> int:
+    """Return how many elements at the end of a vector of gradients of `dtype` are for the losses of `ranks`."""
+    return 1 if dtype.itemsize > 2 else _PARTS * ranks
+
+
+class LossSum:
+    """The sum of losses at the end of a vector of gradients, which data-parallel ranks add up in its dtype.
+
+    Where that has 16 bits, each rank has elements there to which the others add 0: parts of its losses, which
+    make them in single precision.
+
+    Args:
+        elements: the last `num_loss_elements` of the vector.
+        index: which of the ranks this is.
+    """
+
+    def __init__(self, elements: Tensor, index: int) -> None:
+        self._all, self._is_whole = elements, elements.dtype.itemsize > 2
+        self._own = elements if self._is_whole else elements[index * _PARTS : (index + 1) * _PARTS]
+
+    def add(self, loss: Tensor) -> None:
+        """Add a loss (), or of one element, to those of this rank."""
+        if self._is_whole:
+            self._own += loss
+            return
+        rest = self._own.sum(dtype=torch.float32) + loss.reshape(())
+        for part in self._own:
+            part.copy_(rest)
+            rest = (rest - part).nan_to_num(0.0, 0.0, 0.0)  # of what is not finite the first part is all
+
+    def total(self) -> Tensor:
+        """Return the sum, in single precision at least: of all ranks where the vector is reduced."""
+        return self._all.sum(dtype=torch.promote_types(self._all.dtype, torch.float32))
+
 
 @dataclass
 class StageGradients:
@@ -24,27 +62,30 @@ class StageGradients:
     Attributes:
         parameters: those that require gradients.
         vector: gradients of all parameters and the sum of losses; None where nothing is reduced.
+        losses: that sum; None where nothing is reduced.
     """
 
     parameters: list[nn.Parameter]
     vector: Tensor | None = None
+    losses: LossSum | None = None
 
     def __post_init__(self) -> None:
         self._previous: list[Tensor | None] = []
 
     @classmethod
-    def of(cls, module: nn.Module, *, is_reduced: bool, number: int) -> StageGradients:
+    def of(cls, module: nn.Module, *, ranks: int, index: int, number: int) -> StageGradients:
         """Return the gradients of a module, none so far; `number` is its stage, for errors.
 
         Args:
-            is_reduced: whether data-parallel ranks sum them, so that they lie in one vector.
+            ranks: how many data-parallel ranks sum them, which then lie in one vector.
+            index: which of these this rank is.
 
         Raises:
             UnsupportedError: gradients are reduced, and parameters have several dtypes or devices, or are neither
                 plain tensors nor DTensors.
         """
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if not is_reduced:
+        if ranks == 1:
             return cls(parameters)
         kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
         known = all(type(each) is nn.Parameter or isinstance(each, DTensor) for each in parameters)
@@ -55,8 +96,9 @@ class StageGradients:
                 "or DTensors of one dtype"
             )
         dtype, device = next(iter(kinds), (torch.float64, torch.device("cpu")))
-        size = sum(map(num_local_elements, parameters)) + 1
-        return cls(parameters, torch.zeros(size, dtype=dtype, device=device))
+        size, more = sum(map(num_local_elements, parameters)), num_loss_elements(dtype, ranks)
+        vector = torch.zeros(size + more, dtype=dtype, device=device)
+        return cls(parameters, vector, LossSum(vector[size:], index))
 
     def begin(self) -> None:
         """Set gradients of earlier steps aside, so that `.grad` starts from nothing in this step."""
@@ -80,7 +122,7 @@ class StageGradients:
         with torch.no_grad():
             if divisor != 1:
                 if self.vector is not None:
-                    self.vector[:-1].div_(divisor)
+                    self.vector[: sum(map(num_local_elements, self.parameters))].div_(divisor)
                 else:
                     for parameter in self.parameters:
                         if parameter.grad is not None:

@@ -283,8 +283,8 @@ class Pipeline:
         last = self.places.num_stages - 1
         if last not in steps or not steps[last].losses:
             return None
-        vector = bound.gradients[last].vector
-        total = torch.stack(list(steps[last].losses.values())).sum() if vector is None else vector[-1].clone()
+        losses = bound.gradients[last].losses
+        total = torch.stack(list(steps[last].losses.values())).sum() if losses is None else losses.total()
         return total / self._divisor
 
     def _outputs(self, steps: Mapping[int, StageStep]) -> Any:

@@ -102,9 +102,14 @@ def schedule_of(
 
 
 def forwards_of(schedule: Schedule) -> Schedule:
-    """Return a schedule with the forward actions alone, in their order."""
-    actions = tuple(
-        tuple(leaf for action in order for leaf in action.leaves if leaf.kind is ActionKind.FORWARD)
-        for order in schedule.actions
-    )
-    return replace(schedule, actions=actions)
+    """Return a schedule with the forward actions alone, in their order, and the end of each stage.
+
+    Forward actions add up losses, of which a program does not say so: ranks sum these after that end.
+    """
+    actions = []
+    for order in schedule.actions:
+        leaves = [leaf for action in order for leaf in action.leaves]
+        forwards = [leaf for leaf in leaves if leaf.kind is ActionKind.FORWARD]
+        stages = dict.fromkeys(leaf.stage for leaf in forwards)
+        actions.append((*forwards, *(Action(ActionKind.RESHARD, stage) for stage in stages)))
+    return replace(schedule, actions=tuple(actions))

@@ -26,6 +26,7 @@ from meshweave.execute.torch.compat_pipelining import (
     stage_backward_input,
     stage_backward_weight,
 )
+from meshweave.nn.pipelining.gradients import LossSum
 from meshweave.nn.pipelining.saved_memory import SavedMemory
 
 LossFunction = Callable[..., Tensor]
@@ -94,7 +95,7 @@ class StageFunctions:
         loss_fn: of the last stage; None where only outputs are wanted.
         whole_backwards: micro-batches whose input and weight gradients are one action.
         trains: whether any backward follows.
-        loss_total: a tensor of one element to which losses are added in place; None adds them nowhere.
+        losses: what losses are added to; None adds them nowhere.
         memory: counts what is kept; None counts nothing.
         recomputes: whether the forward keeps only its inputs, and runs again before the backward.
         has_signals: whether one byte stands for each tensor between stages.
@@ -108,14 +109,14 @@ class StageFunctions:
         whole_backwards: Iterable[int],
         *,
         trains: bool = True,
-        loss_total: Tensor | None = None,
+        losses: LossSum | None = None,
         memory: SavedMemory | None = None,
         recomputes: bool = False,
         has_signals: bool = False,
     ) -> None:
         self.module, self.shape, self.loss_fn = module, shape, loss_fn
         self.whole_backwards, self.trains = frozenset(whole_backwards), trains
-        self.loss_total = loss_total
+        self.losses = losses
         self.memory, self.recomputes, self.has_signals = memory, recomputes, has_signals
         self.step = StageStep()
         if memory is not None:
@@ -226,8 +227,8 @@ class StageFunctions:
         has_loss = self.loss_fn is not None and len(self.step.targets) > 0
         if has_loss:
             self.step.losses[micro_batch] = outputs[-1].detach()
-            if self.loss_total is not None:
-                self.loss_total += self.step.losses[micro_batch]
+            if self.losses is not None:
+                self.losses.add(self.step.losses[micro_batch])
         if self.step.outputs is not None:
             values = [out.detach() for out in (outputs[:-1] if has_loss else outputs)]
             self.step.outputs[micro_batch] = values[0] if len(values) == 1 else tuple(values)

@@ -22,8 +22,9 @@ from meshweave.base.errors import BindError, LayoutError, UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.ranks.blame import ranks_text
+from meshweave.execute.torch.buffers import torch_dtype
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.pipelining.gradients import num_local_elements
+from meshweave.nn.pipelining.gradients import num_local_elements, num_loss_elements
 from meshweave.nn.pipelining.profile import StageProfile, profile_stage
 from meshweave.nn.pipelining.stage_functions import LossFunction, StageShape, TensorKind
 from meshweave.nn.products import DTYPES
@@ -293,7 +294,9 @@ def _stage(
     forward, input_grad, weight_grad = (PartCost(flops, profile.bytes) for flops in profile.flops)
     freed = max(kept - later, 0)
     stash = Stash(freed, kept - freed, max(later - kept, 0))
-    is_reduced = places.data_parallelism(number) > 1
+    ranks = places.data_parallelism(number)
+    vector_dtype = profile.dtype if trains and profile.dtype else "float64"
+    size = (profile.num_parameters if trains else 0) + num_loss_elements(torch_dtype(vector_dtype), ranks)
     recomputes_here = number in recomputes and trains
     again = Recompute(forward, min(profile.recomputed_bytes, kept)) if recomputes_here else None
     return Stage(
@@ -301,14 +304,12 @@ def _stage(
         forward,
         input_grad,
         weight_grad,
-        profile.num_parameters + 1 if is_reduced and trains else 1,
+        size if ranks > 1 else 1,
         stash,
         again,
         places.data_axes_of(number),
         dtype=profile.dtype or "float32",
-        parameter_dtype=(profile.dtype if trains and profile.dtype else "float64")
-        if is_reduced
-        else "float32",
+        parameter_dtype=vector_dtype if ranks > 1 else "float32",
     )
 
 

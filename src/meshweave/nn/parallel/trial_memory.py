@@ -1,0 +1,44 @@
+"""The memory that a rank has free for a trial of a plan, and what a trial needs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshweave.base.errors import LayoutError
+from meshweave.nn.parallel.all_ranks import device_type_here
+
+_MEMORY = Path("/proc/meminfo")
+
+
+def available_bytes() -> float:
+    """Return the free bytes of memory for a rank: of its GPU, or this rank's share of the host's.
+
+    It is infinity where the host does not say.
+    """
+    if device_type_here() == "cuda":
+        return float(torch.cuda.mem_get_info()[0])
+    if not _MEMORY.exists():
+        return math.inf
+    fields = dict(line.split(":", 1) for line in _MEMORY.read_text("utf-8").splitlines())
+    return 1024 * float(fields["MemAvailable"].split()[0]) / int(dist.get_world_size())
+
+
+def needed_bytes_of(module: nn.Module) -> int:
+    """Return the bytes that a trial needs on a rank at most beside activations: four times those of parameters.
+
+    That is the model again, its gradients, and two states of an optimizer. Raises LayoutError where parameters are
+    on the meta device, or there are none.
+    """
+    total = 0
+    if next(module.parameters(), None) is None:
+        raise LayoutError("a model without parameters cannot be tried: there is nothing to train")
+    for parameter in module.parameters():
+        if parameter.device.type == "meta":
+            raise LayoutError("a model on the meta device cannot be tried; give a plan, or fill it first")
+        total += parameter.numel() * parameter.element_size()
+    return 4 * total
