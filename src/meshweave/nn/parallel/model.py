@@ -288,7 +288,7 @@ class ParallelModel(AroundModule):
     @torch.compiler.disable(reason="it runs where a compiler has given up")  # type: ignore[untyped-decorator]
     def _uncompiled(
         self, input_ids: Any, args: tuple[Any, ...], given: dict[str, Any], targets: Tensor | None
-    ) -> ParallelOutput:
+    ) -> ParallelOutput | LogitsFirst:
         """Return what `forward` does, without graphs but of layers that are compiled by themselves."""
         tokens, inputs, refused = self._given(input_ids, args, given, targets)
         with self.agreement.beside(tokens, inputs, refused):
