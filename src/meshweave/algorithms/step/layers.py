@@ -246,15 +246,12 @@ def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
     Recomputation and waits for the host are left out. Raises LayoutError where the strategy does not fit.
     """
-    total_s = 0.0
+    total_s, gap_s = 0.0, problem.stack.gap_s
     for share, kind in problem.kinds:
         block = layer_block(kind, parallelism)
-        total_s += share * (
-            block.whole.part.total_s
-            + sum(part.total_s for part in _hidden_exchanges(block, parallelism))
-            + least_added_s(kind, parallelism)
-            + problem.stack.gap_s * block.whole.kernels
-        )
+        hidden_s = sum(part.total_s for part in _hidden_exchanges(block, parallelism))
+        added_s = least_added_s(kind, parallelism) + gap_s * block.whole.kernels
+        total_s += share * (block.whole.part.total_s + hidden_s + added_s)
     return total_s
 
 
