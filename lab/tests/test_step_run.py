@@ -35,7 +35,7 @@ MORE = (
 
 
 def _answers(model: dict[str, Any], cases: tuple[dict[str, Any], ...]) -> list[list[dict[str, Any]]]:
-    payload = {"model": model, "batch": 8, "sequence": 4, "cluster": "tpu-v4-pod:4", "cases": cases}
+    payload = {"model": model, "batch": 8, "sequence": 4, "cluster": "dgx-a100:4", "cases": cases}
     return launch("step_run_rank_functions:run_steps", 4, payload, timeout_s=280, env=HERE)
 
 

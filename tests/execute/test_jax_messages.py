@@ -79,7 +79,7 @@ def test_chains_of_messages(mesh_shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", mostly_slow(NAMES, 1))
 def test_the_module_sends_the_messages_of_the_program(name: str) -> None:
     jax = prepare_jax()
-    from jax_lowered import program_messages
+    from jax_lowered import lowered_messages, program_messages
 
     entry = mw.algorithm(name)
     for problem in entry.examples():
@@ -88,4 +88,4 @@ def test_the_module_sends_the_messages_of_the_program(name: str) -> None:
             assert {op.kind for op in program.ops()} & {"permute", "all_gather", "reduce_scatter"}
             continue
         with jax.enable_x64(True):
-            assert mw.lower.lower_one_sided(lowered(program)) == program_messages(program)
+            assert lowered_messages(lowered(program)) == program_messages(program)

@@ -421,7 +421,7 @@ FAULTS: dict[Callable[[DeviceMesh], Made], tuple[str, ...]] = {
     a_parameter_too_many: ("model.extra", "the original has none"),
     keys_of_another_group: ("layers.0.self_attn.o_proj", "groups"),
     capped_scores: ("layers.1.self_attn.o_proj", "cap"),
-    features_of_heads_by_turns: ("layers.0.self_attn.o_proj", "its own numbers in another order"),
+    features_of_heads_by_turns: ("layers.0.self_attn.o_proj", "in another order"),
     rotary_of_one_rank: ("layers.0.self_attn.o_proj", "on rank 1", "rotary"),
     rotary_of_half_a_head: ("layers.0.self_attn.o_proj", "rotary", "from token 1"),
     positions_of_the_first_rank: ("model.rotary_emb", "rank 1 has the shard of rank 0"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.execute.torch.call_order import call_order, require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.host_memory import keep_freed_memory
-from meshweave.nn.hosted.adapters import all_trained, put_in, without_adapters
+from meshweave.nn.hosted.adapters import TakenAdapter, all_trained, put_in, without_adapters
 from meshweave.nn.hosted.anatomy import names_of
 from meshweave.nn.hosted.expert_parts import is_experts
 from meshweave.nn.hosted.model import HostedModel
@@ -107,9 +107,8 @@ def parallelize(
             "broadcast_weights": broadcast_weights, "debug_every": debug_every,
         }  # fmt: skip
         with keep_generators(device):
-            chosen: ParallelModel = by_trial(
-                module, device_mesh, trials, partial(parallelize, **options), check=check, context=context
-            )
+            make = partial(parallelize, **options)
+            chosen: ParallelModel = by_trial(module, device_mesh, trials, make, check=check, context=context)
         share_generators(chosen.strategy)
         return chosen
     own = context or TorchContext.default(device)
@@ -125,8 +124,7 @@ def parallelize(
         with without_adapters(module, is_hosted(module)) as adapters:
             resolved = resolve(plan, device_mesh, config, overlap, context, device)
             try:
-                adapted = tuple(each.path for each in adapters)
-                model = _made(module, mapping, resolved, check, debug_every, adapted)
+                model = _made(module, mapping, resolved, check, debug_every, adapters)
             except UnsupportedError as error:
                 if is_hosted(module) and (words := why_unlikely(module)):
                     raise UnsupportedError(f"{words} ({error})") from error
@@ -150,9 +148,10 @@ def _made(
     plan: ResolvedPlan,
     check: bool,
     debug_every: int,
-    adapted: tuple[str, ...],
+    adapters: Sequence[TakenAdapter],
 ) -> ParallelModel:
     """Return a model with a plan in it, which is proved first if `check`."""
+    adapted = tuple(each.path for each in adapters)
     title, names, make = _maker(module, mapping, plan)
     is_own = not isinstance(names, ModelMap)
     check_takeable(module, names.embedding, names.head, names.positions, adds_bias=is_own)
