@@ -177,7 +177,8 @@ class ParallelModel(AroundModule):
 
         Args:
             x: this rank's part of the residual before them.
-            batch, sequence: sequences, and tokens of each, of all ranks.
+            batch: sequences of all ranks.
+            sequence: tokens of each.
             blocks: these layers, in order; None for all.
         """
         rotary = None if self.rotary is None else self.rotary(x, sequence)
