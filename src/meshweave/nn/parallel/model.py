@@ -250,7 +250,7 @@ class ParallelModel(AroundModule):
             *args: arguments after the tokens, in the order of the module's own forward. Labels become targets;
                 they are shifted by one where that shifts them. Other ones may be refused.
             **given: the same by name.
-            targets: per token the one that is to be predicted, or -100 for none; labels are then ignored.
+            targets: per token the one that is to be predicted, or -100 for none; labels beside them are refused.
 
         Raises:
             LayoutError: ranks give other arguments, or tokens or arguments do not fit the model.
