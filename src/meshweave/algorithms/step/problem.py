@@ -271,7 +271,7 @@ class StepProblem:
 
     @property
     def products(self) -> ProductDtypes | None:
-        """Return the dtypes by which the three products of training are priced; None for `dtype`."""
+        """Return the dtypes by which the three products of training are priced; None if all run in `dtype`."""
         kept = self.cache("products")
         if not kept:
             kept[""] = None if self.recipe is None else self.recipe.products_on(self.cluster.chip)

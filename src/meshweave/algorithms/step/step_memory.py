@@ -91,7 +91,7 @@ def _holding(form: RankMemory, plain: RankMemory, held: HeldBytes, fragmentation
 def least_memory(problem: StepProblem, parallelism: Parallelism) -> RankMemory:
     """Return a lower bound of the bytes on the fullest pipeline rank, much cheaper than `memory_of`.
 
-    For a stack that does not run programs it is that memory, not a bound.
+    For a stack that does not run programs it is the peak of `memory_of` itself.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model.

@@ -158,8 +158,8 @@ class DeviceMesh:
     def group_of(self, groups: Sequence[tuple[int, ...]]) -> DeviceGroup:
         """Return the devices of a collective that runs in several groups of ranks at once, all of equal size.
 
-        Ranks in no group get groups of their own. Raises UnsupportedError where the size does not divide
-        their number.
+        Ranks in no group are put into more groups of this size. Raises UnsupportedError where the size does not
+        divide their number.
         """
         listed = list(groups)
         size = len(listed[0])

@@ -108,7 +108,7 @@ class ExposedSlots:
 
 @dataclass(frozen=True)
 class Window(ExposedSlots, ABC):
-    """One program's part of the memory. Methods return callables that do the work, as often as they are called.
+    """One program's part of the memory. Methods but `settle` and `flag_at` return callables that do the work.
 
     A `piece` is a part of the tensor of `remote`, a slot of some rank. `what` completes "waiting for ..." in
     errors.
@@ -357,7 +357,7 @@ class RemoteMemory(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the pool: programs in it run no more, and its memory is freed once no tensor in it is left."""
+        """Close the pool: programs in it run no more. Its memory is freed later; collective for MPI alone."""
 
     @abstractmethod
     def _room(self, size: int, ranks: Sequence[int], what: str) -> tuple[Segment, int]:

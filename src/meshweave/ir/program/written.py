@@ -91,8 +91,6 @@ class Lane:
 class WrittenProgram:
     """The declarations and statements of a `Program`.
 
-    Fields stand in the order of the text form (`ir.program.text`).
-
     Attributes:
         body: the statements.
         computes: the meanings of outputs and of other tensors, which `ir.analysis.validate` proves.

@@ -205,7 +205,10 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
 
 
 class LinearGroup:
-    """Linear layers with one operand, whose inner features fall into equally many units: one product for all."""
+    """Linear layers with one input, as of queries, keys and values: one product where ranks communicate in it.
+
+    Their inner features are equally many units, such as heads, which no rank has parts of.
+    """
 
     def __init__(self, linears: Sequence[ParallelLinear]) -> None:
         first = linears[0]

@@ -102,9 +102,10 @@ def schedule_of(
 
 
 def forwards_of(schedule: Schedule) -> Schedule:
-    """Return a schedule with the forward actions alone, in their order, and the end of each stage.
+    """Return the schedule without training: on each rank the forwards in order, then a RESHARD for each stage.
 
-    Forward actions add up losses, of which a program does not say so: ranks sum these after that end.
+    Forwards add to the losses, which the program does not declare. The RESHARD marks that the last forward of a
+    stage has ended: after it ranks sum the losses.
     """
     actions = []
     for order in schedule.actions:
