@@ -10,6 +10,7 @@ from memory_store import MemoryStore
 
 from meshweave.base.errors import DeadlineError, LayoutError, RankLostError, UnsupportedError
 from meshweave.execute.ranks.blame import Beat, News
+from meshweave.execute.ranks.heart import Pause
 from meshweave.execute.ranks.liveness import Liveness
 from meshweave.execute.ranks.signing import TOKEN_VARIABLE, new_token, sign, verify
 
@@ -216,9 +217,23 @@ def test_a_store_host_that_was_stopped_blames_itself(world):
     ranks, handles = world(2, store_rank=0)
     handles[1].plugged = False  # it left, and could not say why
     with pytest.raises(RankLostError, match="this one") as caught, ranks[0].guard("the halo"):
-        ranks[0].heart.last_pause = (time.monotonic(), 9.0)
+        ranks[0].heart.last_pause = Pause(time.monotonic(), 9.0)
         raise RuntimeError(CLOSED)
     assert caught.value.missing == (0,)
+
+
+def test_a_store_host_that_was_stopped_blames_a_rank_that_beat_on_afterwards(world):
+    ranks, handles = world(3, store_rank=0)
+    with pytest.raises(RankLostError) as caught, ranks[0].guard("the halo"):
+        ranks[0].heart.last_pause = Pause(time.monotonic(), 9.0)  # as of the whole machine
+        until = time.monotonic() + PATIENCE_S
+        with ranks[0].heart.watch():
+            while not ranks[0].heart.has_beaten_since_pause(2):
+                assert time.monotonic() < until
+                ranks[0].heart.wait_for_beat()
+        handles[2].plugged = False
+        raise RuntimeError(CLOSED)
+    assert caught.value.missing == (2,)
 
 
 def test_a_missed_deadline_names_the_ranks_that_did_not_come(world):

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,21 @@ class Store(Protocol):
         """Write `desired` if the value is `expected`, "" meaning none; return the value afterwards."""
 
 
+@dataclass
+class Pause:
+    """A stop of a process, by a signal or of the whole machine.
+
+    Attributes:
+        resumed_at: when the process went on (monotonic seconds); 0 where it has never been stopped.
+        length_s: how long it was stopped, in seconds.
+        counts: the heartbeats of the other ranks at the first reading afterwards; None before that.
+    """
+
+    resumed_at: float
+    length_s: float
+    counts: dict[int, int] | None = None
+
+
 class Heart:
     """The beating thread of a rank and what it has heard. `round` guards all that changes.
 
@@ -61,7 +77,7 @@ class Heart:
         store_gone: whether the store has ended, or this heart has stopped without being told to.
         paused_s: how long this process was stopped before the round that is under way, in seconds; else 0.
         num_rounds: how often it has beaten.
-        last_pause: when it last went on after a stop (monotonic seconds; 0 if never), and how long that was.
+        last_pause: the last stop of this process.
     """
 
     def __init__(
@@ -79,7 +95,7 @@ class Heart:
         self.interval_s, self._stale_s, self._is_wanted = interval_s, stale_s, is_wanted
         self.round = threading.Condition()
         self.news, self.store_gone, self.paused_s = news, False, 0.0
-        self.last_pause = (0.0, 0.0)
+        self.last_pause = Pause(0.0, 0.0)
         self.num_rounds = 0
         self._wake = threading.Event()
         self._watches: list[HeartbeatWatch] = []
@@ -133,6 +149,14 @@ class Heart:
         if unknown := self._peers.unknown(ranks):
             self._sought = frozenset(unknown)
         return self._peers.ended(ranks)
+
+    def has_beaten_since_pause(self, rank: int) -> bool:
+        """Return whether `rank` has told the store of itself since this process last went on after a stop.
+
+        One more heartbeat does not count: it may have been under way all the time.
+        """
+        first, beat = (self.last_pause.counts or {}).get(rank), self._last_beats.get(rank)
+        return first is not None and beat is not None and beat.count >= first + 2
 
     @property
     def is_beating(self) -> bool:
@@ -204,6 +228,9 @@ class Heart:
                 self._sought |= frozenset(watched)
             self._find_processes(store)
             ended = self._peers.ended(watched)  # before their last words are read
+            if self.last_pause.resumed_at and self.last_pause.counts is None:
+                read, _ = self._read_beats(store, self._others)
+                self.last_pause.counts = {rank: beat.count for rank, beat in read.items() if beat is not None}
             beats, unreadable = self._read_beats(store, watched)
             now = time.monotonic()
             with self.round:
@@ -222,7 +249,7 @@ class Heart:
                 self._wake.wait(self.interval_s)
                 slept_s = time.monotonic() - now
                 if slept_s > self.interval_s + self._stale_s:  # a signal has stopped this process, perhaps
-                    self.paused_s, self.last_pause = slept_s, (time.monotonic(), slept_s)
+                    self.paused_s, self.last_pause = slept_s, Pause(time.monotonic(), slept_s)
 
     def _read_beats(self, store: Store, ranks: Sequence[int]) -> tuple[dict[int, Beat | None], set[int]]:
         """The last heartbeat of each of `ranks`, and those whose value is none of this run, or an old one."""

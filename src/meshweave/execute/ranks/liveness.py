@@ -276,11 +276,12 @@ class Liveness:
             return None
         waited_s = wait.waited_s
         finding = self._look(patient=not overdue, overdue=overdue, peers=peers)
-        resumed_at, paused_s = self.heart.last_pause
+        pause = self.heart.last_pause
         since = time.monotonic() - wait.waited_s - wait.deadline_s  # an earlier wait may have had its answers
-        if finding.missing and self._hosts_store and paused_s and resumed_at >= since:
-            # The store was stopped with this rank, and the others could not say that they left because of it.
-            finding = BlamedRanks((self.rank,), f"{given_up_text(self.rank)} for {paused_s:.0f} s")
+        was_paused = self._hosts_store and pause.resumed_at and pause.resumed_at >= since
+        if was_paused and not all(map(self.heart.has_beaten_since_pause, finding.missing)):
+            # The store was stopped with this rank, and those could not say that they left because of it.
+            finding = BlamedRanks((self.rank,), f"{given_up_text(self.rank)} for {pause.length_s:.0f} s")
         if finding.reason:
             lost = RankLostError(f"{finding.reason} while waiting for {wait.what}", finding.missing)
             self._announce("lost", _one_line(lost), finding.missing)
