@@ -58,10 +58,9 @@ def measured_problem(
         optimizer.zero_grad()
         loss_of(model(tokens[:count]), tokens[:count]).backward()
 
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    sizes = sorted({max(rows // 2, 1), rows})
-    measured = mw.nn.measure_step(compute, optimizer.step, sizes, num_parameters)
-    problem = mw.nn.measured_problem(measured, transformer_of(size), batch, size.sequence, MEMORY_BYTES)
+    sizes, described = sorted({max(rows // 2, 1), rows}), transformer_of(size)
+    measured = mw.nn.measure_step(compute, optimizer.step, sizes, described, size.sequence)
+    problem = mw.nn.measured_problem(measured, described, batch, size.sequence, MEMORY_BYTES)
     return problem, measured
 
 

@@ -17,6 +17,7 @@ from meshweave.execute.ranks.launch import launch
 from meshweave.nn.parallel.machine_here import (
     SUMMED_BYTES,
     MeasuredStep,
+    Moved,
     measured_problem,
     step_here_s,
 )
@@ -46,15 +47,31 @@ def _alone_s(problem: StepProblem, rows: int) -> float:
     ring_s=st.floats(1e-4, 1e-2),
     few=st.floats(0.2, 1.2),
     gradients_s=st.floats(1e-4, 1e-1),
+    few_bytes=st.integers(0, 1 << 19).map(lambda half: 2 * half),
 )
 def test_estimates_are_what_was_measured(
-    rows: int, first_s: float, more: float, num_ranks: int, ring_s: float, few: float, gradients_s: float
+    rows: int,
+    first_s: float,
+    more: float,
+    num_ranks: int,
+    ring_s: float,
+    few: float,
+    gradients_s: float,
+    few_bytes: int,
 ) -> None:
     compute_s = {rows: first_s, 2 * rows: more * first_s}
-    shared = {min(num_ranks, 2): few * ring_s} | {num_ranks: ring_s}
-    rings, parts_s = {SMALL: ring_s / 2, LARGE: 3 * ring_s}, few * ring_s
+    moved = 2 * (num_ranks - 1) * (LARGE - SMALL) / num_ranks
+    byte_s = 2.5 * ring_s / (moved or 1)
+    few_s = {min(num_ranks, 2): few * ring_s} | {num_ranks: ring_s}
+    sums = {
+        ranks: Moved(few_bytes, seconds + 2 * (ranks - 1) / ranks * few_bytes * byte_s)
+        for ranks, seconds in few_s.items()
+    }
+    parts_s, part_bytes = few * ring_s, few_bytes / 2
+    part_s = parts_s + (num_ranks - 1) / num_ranks * part_bytes * byte_s
+    rings, gather = {SMALL: ring_s / 2, LARGE: 3 * ring_s}, Moved(int(part_bytes), part_s)
     measured = MeasuredStep(
-        compute_s, first_s / 10, shared, rings, gradients_s, 0.0, 800_000, num_ranks, 1.0, parts_s
+        compute_s, first_s / 10, sums, rings, gradients_s, 0.0, 800_000, num_ranks, 1.0, gather
     )
     batch = 2 * rows * num_ranks
     problem = measured_problem(measured, MODEL, batch, 64, 4 << 30)
@@ -67,10 +84,10 @@ def test_estimates_are_what_was_measured(
         sums, gathers = link.comm("all_reduce"), link.comm("all_gather")
         taken = {ranks: sums.launch_s + (2 * ranks - 2) * sums.sync_s for ranks in (2, num_ranks)}
         assert taken[num_ranks] == pytest.approx(ring_s) and sums.sync_s > 0
-        assert gathers == replace(gathers, sync_s=0.0, launch_s=max(parts_s, ring_s / 2))
-        assert link.comm("send_recv").sync_s == pytest.approx(shared[2] / 2)
+        assert gathers.sync_s == 0
+        assert gathers.launch_s == pytest.approx(max(parts_s, ring_s / 2))
+        assert link.comm("send_recv").sync_s == pytest.approx(few_s[2] / 2)
         assert gathers.bytes_per_s == sums.bytes_per_s == link.link_bytes_per_s
-        moved = 2 * (num_ranks - 1) * (LARGE - SMALL) / num_ranks
         assert moved / link.link_bytes_per_s == pytest.approx(2.5 * ring_s)
         if sums.launch_s:
             assert taken[2] == pytest.approx(few * ring_s)
@@ -87,7 +104,7 @@ def test_estimates_are_what_was_measured(
 @pytest.mark.parametrize("micro_batch", [1, 2, 8])
 def test_waits_cost_less_where_a_rank_gives_its_cores_to_others(micro_batch: int) -> None:
     measured = MeasuredStep(
-        {4: 0.02, 8: 0.035}, 0.005, {2: 1e-3}, {SMALL: 1e-3, LARGE: 4e-3}, 2e-3, 0.0, 800_000, 2
+        {4: 0.02, 8: 0.035}, 0.005, {2: Moved(1, 1e-3)}, {SMALL: 1e-3, LARGE: 4e-3}, 2e-3, 0.0, 800_000, 2
     )
     problem = measured_problem(measured, MODEL, 8, 64, 4 << 30)
     stages = Parallelism(pipeline=2, micro_batch=micro_batch)
@@ -104,7 +121,7 @@ def test_waits_cost_less_where_a_rank_gives_its_cores_to_others(micro_batch: int
 
 def test_what_ranks_compare_is_a_sum_of_its_own_where_they_share_layers() -> None:
     measured = MeasuredStep(
-        {4: 0.02, 8: 0.035}, 0.005, {2: 1e-3}, {SMALL: 1e-3, LARGE: 4e-3}, 2e-3, 3e-4, 800_000, 2
+        {4: 0.02, 8: 0.035}, 0.005, {2: Moved(1, 1e-3)}, {SMALL: 1e-3, LARGE: 4e-3}, 2e-3, 3e-4, 800_000, 2
     )
     problem = measured_problem(measured, MODEL, 8, 64, 4 << 30)
     for each in (Parallelism(tensor=2, micro_batch=4), Parallelism(data=2, micro_batch=4, zero=3)):
@@ -126,10 +143,12 @@ def test_more_rows_that_take_no_longer_are_no_faster_than_their_launches() -> No
 def test_four_ranks_measure_groups_of_two_sizes_and_leave_the_generator() -> None:
     for answer in launch("trial_rank_functions:measured_alone", 4, {}, timeout_s=100, env=HERE):
         measured, drawn, expected = answer
-        assert list(measured["shared_s"]) == ["2", "4"] and list(measured["ring_s"]) == list(
+        assert list(measured["sums"]) == ["2", "4"] and list(measured["ring_s"]) == list(
             map(str, SUMMED_BYTES)
         )
-        assert all(seconds > 0 for seconds in (*measured["shared_s"].values(), *measured["ring_s"].values()))
+        assert [num_bytes for num_bytes, _ in measured["sums"].values()] == [2 * 8 * 128 * 4, 4 * 8 * 128 * 4]
+        moved = (*measured["sums"].values(), measured["gather"])
+        assert all(seconds > 0 for seconds in (*measured["ring_s"].values(), *(each[1] for each in moved)))
         assert drawn == expected
 
 

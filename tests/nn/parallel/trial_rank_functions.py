@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshweave.algorithms.step import Parallelism
 from meshweave.base.errors import LayoutError
+from meshweave.describe.model.transformer import Transformer
 from meshweave.execute.ranks.job import RankContext
 from meshweave.nn.parallel.machine_here import measure_step
 from meshweave.nn.parallel.parallelize import parallelize
@@ -43,10 +44,16 @@ def choose_unaided(context: RankContext, payload: Mapping[str, Any]) -> dict[str
     return {"rows": rows, "others": [[t.words, t.predicted_s] for t in tables[1]], "log": lines}
 
 
+SMALL_MODEL = Transformer(
+    name="a small model", num_layers=1, hidden=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_hidden=336,
+    vocab_size=512, gated_ffn=True, source="a test",
+)  # fmt: skip
+
+
 def measured_alone(context: RankContext, payload: Mapping[str, Any]) -> list[Any]:
     """Return what is measured of a step that takes nothing, and what is drawn after it and without it."""
     torch.manual_seed(0)
-    measured = measure_step(lambda rows: None, lambda: None, [1], 1000)
+    measured = measure_step(lambda rows: None, lambda: None, [1], SMALL_MODEL, 8)
     drawn = float(torch.rand(()))
     torch.manual_seed(0)
     return [asdict(measured), drawn, float(torch.rand(()))]

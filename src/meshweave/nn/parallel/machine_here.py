@@ -5,15 +5,17 @@ seconds to launch the kernels of a layer, and those for each row. Messages are t
 bound program, between products. Ranks that share cores are then not at the same place, and one that has waited
 needs a core again. A sum over P ranks takes launch + 2 (P - 1) latency seconds beside its bytes (Thakur et al.,
 Optimization of Collective Communication Operations in MPICH, 2005; MeshSlice, ISCA '25, section 3.2.2): groups of
-two sizes give both. These are sums of two narrow linear layers that ranks share, with what running such a layer
-adds; two ranks exchange them, more use a ring, as most layers do (`lower_small_sums`). Gathers of weights in
-parts, and scatters of their gradients, are timed with two narrow layers as well.
+two sizes give both. These are sums of two linear layers, which together are half a layer of the model: what ranks
+that share them take more than one by itself on its part of the tokens. So what running such a layer adds is in it,
+and that a rank waits for another. Two ranks exchange sums, more use a ring, as most layers do (`lower_small_sums`).
+Gathers of weights in parts, and scatters of gradients, are timed likewise, each of as many weights as a layer's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -53,19 +55,29 @@ _AGREED_BYTES = 1 << 12
 OPTIMIZER_BYTES = 28
 """AdamW in fp32 reads weight, gradient and two moments, and writes all but the gradient: 7 words a parameter."""
 _ROUNDS, _HALVINGS = 4, 16
-_SUMS, _REPEATS, _MOST_BYTES = 5, 5, 64 << 20
+_SUMS, _REPEATS, _MORE_REPEATS, _MOST_BYTES = 5, 5, 15, 64 << 20
 _LEAST_SHARE = 0.1
 """Of a large sum at least so much is its bytes, however near to a small one it was measured."""
 _BETWEEN = 400
 """Rows and columns of the products that sums are timed between: some milliseconds on one core."""
-_NARROW, _NARROW_ROWS = 64, 192
-"""Features of linear layers, and rows, that take much less than what runs them."""
+_MOST_MOVED = 1 << 23
+"""Bytes that linear layers are timed with, at most; more take as much longer as the rate of messages says."""
 _LEAST_SHARED_S = 1e-6
 _SHARDS_WEIGHTS = 3
 """The level of ZeRO that gathers weights."""
 _AGREED = 2
 """Small sums of a call in which ranks share layers or weights: what they compare, and the loss."""
 _GUESS_FLOPS_PER_S, _GUESS_LAUNCH_S, _LEAST_FLOP_S = 1e10, 1e-5, 1e-16
+
+
+class Moved(NamedTuple):
+    """What moving so many bytes among ranks takes."""
+
+    num_bytes: int
+    seconds: float
+
+
+_NOTHING = Moved(0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -75,9 +87,10 @@ class MeasuredStep:
     Attributes:
         compute_s: for each number of rows of a micro-batch, seconds of its forward and backward part on one rank.
         optimizer_s: of a step of AdamW on all parameters.
-        shared_s: by size of a group of ranks, half the seconds that sharing two narrow linear layers adds to their
-            forward and backward part, which then has two sums; all groups run at once. The sizes are the smallest
-            divisor of all ranks from 2 on, and all ranks. Empty for one rank.
+        sums: by size of a group of ranks, a sum of the activations of a layer for all rows of the group: half of
+            what sharing two linear layers adds to their forward and backward part, which then has two sums; all
+            groups run at once. The sizes are the smallest divisor of all ranks from 2 on, and all ranks. Empty for
+            one rank.
         ring_s: by bytes, of two sizes, seconds that a sum over all ranks by a ring adds to products. Empty for one
             rank.
         gradients_s: of a sum of all gradients by one collective, as replicas sum them. 0 for one rank.
@@ -86,27 +99,28 @@ class MeasuredStep:
         num_parameters: all of the model, each of which is trained.
         num_ranks: all that measured together.
         sharing: how many times as fast a rank computes while the others wait, as it gets their cores; 1 or more.
-        parts_s: seconds that a gather of a small weight of which all ranks have parts adds to products, or the
-            scatter of its gradient. 0 for one rank.
+        gather: of weights as large as a layer's, of which all ranks have parts: a quarter of what that adds to two
+            linear layers, which gather two weights and scatter two gradients. Nothing for one rank.
     """
 
     compute_s: Mapping[int, float]
     optimizer_s: float
-    shared_s: Mapping[int, float]
+    sums: Mapping[int, Moved]
     ring_s: Mapping[int, float]
     gradients_s: float
     agreed_s: float
     num_parameters: int
     num_ranks: int
     sharing: float = 1.0
-    parts_s: float = 0.0
+    gather: Moved = _NOTHING
 
 
 def measure_step(
     compute: Callable[[int], object],
     optimize: Callable[[], object],
     rows: Sequence[int],
-    num_parameters: int,
+    model: Transformer,
+    sequence: int,
     context: TorchContext | None = None,
 ) -> MeasuredStep:
     """Measure the seconds of the parts of a training step on this machine. Collective over all ranks of the world.
@@ -116,7 +130,8 @@ def measure_step(
         optimize: makes a step of AdamW on whole parameters in fp32.
         rows: the sizes of a micro-batch, one or two. The larger is to be the rows of a rank by data
             parallelism alone, by which `measured_problem` finds what of its sums is hidden.
-        num_parameters: all of the model, each of which is trained.
+        model: what is measured, of which each parameter is trained.
+        sequence: tokens of a sequence.
         context: deadline and liveness of waits; default: that of the default process group.
 
     Raises:
@@ -129,22 +144,28 @@ def measure_step(
     optimizer_s = among.median_s(optimize)
     num_ranks = len(among.ranks)
     fewest = next((count for count in range(2, num_ranks) if num_ranks % count == 0), num_ranks)
-    shared_s, ring_s, parts_s, gradients_s, agreed_s = dict[int, float](), dict[int, float](), 0.0, 0.0, 0.0
+    sums, ring_s, gather = dict[int, Moved](), dict[int, float](), _NOTHING
+    gradients_s = agreed_s = 0.0
     if num_ranks > 1:
         every = LayerStrategy.of(DataParallel.name, _mesh(among, num_ranks), context=context)
         ring_s = {size: _added_s(among, _sum(every, size)) for size in SUMMED_BYTES}
-        gradients_s = _gradients_s(among, every, torch.float32.itemsize * num_parameters)
+        all_bytes = torch.float32.itemsize * model.num_parameters
+        summed = _sum(every, min(all_bytes, _MOST_BYTES), is_whole=True)
+        gradients_s = _each_s(among, summed) * max(all_bytes / _MOST_BYTES, 1.0)
         agreed_s = max(_added_s(among, _sum(every, _AGREED_BYTES, is_whole=True)), 0.0)
-        alone = _narrow_layers(_mesh(among, 1), context)
+        word, most_words = torch.float32.itemsize, _MOST_MOVED // torch.float32.itemsize
+        tokens = max(min(most * sequence, most_words // model.hidden), 1)
+        inner = max(min(max(graph.num_weights for _, graph in model.runs), most_words) // model.hidden, 4)
+        halves = _TwoLayers(among, tokens, model.hidden, inner // 4)
         for ranks in sorted({fewest, num_ranks}):
-            added_s = _added_s(among, _narrow_layers(_mesh(among, ranks), context), alone)
-            shared_s[ranks] = max(added_s / 2, _LEAST_SHARED_S)
-        in_parts = _narrow_layers(_mesh(among, num_ranks), context, ZeroThree.name)
-        parts_s = max(_added_s(among, in_parts, alone) / 4, _LEAST_SHARED_S)
+            added_s = halves.added_s(ranks, Megatron.name, ranks * tokens) / 2
+            sums[ranks] = Moved(word * ranks * tokens * model.hidden, max(added_s, _LEAST_SHARED_S))
+        added_s = replace(halves, inner=inner).added_s(num_ranks, ZeroThree.name, tokens) / 4
+        gather = Moved(word * inner * model.hidden, max(added_s, _LEAST_SHARED_S))
     sharing = max(compute_s[most] / one_s, 1.0)
     return MeasuredStep(
-        compute_s, optimizer_s, shared_s, ring_s, gradients_s, agreed_s,
-        num_parameters, num_ranks, sharing, parts_s,
+        compute_s, optimizer_s, sums, ring_s, gradients_s, agreed_s,
+        model.num_parameters, num_ranks, sharing, gather,
     )  # fmt: skip
 
 
@@ -156,27 +177,40 @@ def _mesh(among: AllRanks, ranks: int) -> DeviceMesh:
     return init_device_mesh(device, (num_ranks // ranks, ranks), mesh_dim_names=("groups", "each"))["each"]
 
 
-def _narrow_layers(
-    mesh: DeviceMesh, context: TorchContext | None, name: str = Megatron.name
-) -> Callable[[], object]:
-    """Return what runs two narrow linear layers that the ranks of a mesh share, forward and backward.
+@dataclass(frozen=True)
+class _TwoLayers:
+    """Two linear layers, from `features` to `inner` and back, that each rank runs on so many tokens by itself."""
 
-    Args:
-        name: of the strategy by which they do.
-    """
-    strategy = LayerStrategy.of(name, mesh, context=context)
-    device = torch.empty(0, device=mesh.device_type).device
-    with device:
-        with keep_generators(mesh.device_type):
-            first, second = (nn.Linear(_NARROW, _NARROW, bias=False) for _ in range(2))
-        x = torch.ones(1, _NARROW_ROWS, _NARROW, requires_grad=True)
-    up, down = ParallelLinear(first, strategy, place="in"), ParallelLinear(second, strategy, place="out")
+    among: AllRanks
+    tokens: int
+    features: int
+    inner: int
 
-    def run() -> None:
-        up.weight.grad = down.weight.grad = x.grad = None
-        down(up(x)).sum().backward()
+    def added_s(self, ranks: int, strategy: str, tokens: int) -> float:
+        """Return the seconds that they take more where groups of ranks share them by a strategy.
 
-    return run
+        Args:
+            tokens: on which each rank of a group runs its part.
+        """
+        shared, alone = self._run(ranks, strategy, tokens), self._run(1, Megatron.name, self.tokens)
+        return _each_s(self.among, shared, _MORE_REPEATS) - _each_s(self.among, alone, _MORE_REPEATS)
+
+    def _run(self, ranks: int, name: str, tokens: int) -> Callable[[], object]:
+        """Return what runs them forward and backward."""
+        context = self.among.context
+        strategy = LayerStrategy.of(name, _mesh(self.among, ranks), context=context)
+        with context.device:
+            with keep_generators(context.device.type):
+                first = nn.Linear(self.features, self.inner, bias=False)
+                second = nn.Linear(self.inner, self.features, bias=False)
+            x = torch.ones(1, tokens, self.features, requires_grad=True)
+        up, down = ParallelLinear(first, strategy, place="in"), ParallelLinear(second, strategy, place="out")
+
+        def run() -> None:
+            up.weight.grad = down.weight.grad = x.grad = None
+            down(up(x)).sum().backward()
+
+        return run
 
 
 def _sum(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False) -> Callable[[], object]:
@@ -193,30 +227,23 @@ def _sum(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False) -> 
     return lambda: bound.run(bound.inputs)
 
 
-def _added_s(among: AllRanks, run: Callable[[], object], instead: Callable[[], object] = int) -> float:
-    """Return the seconds that `run` takes more than what runs `instead`, by default nothing.
-
-    Both are timed between products, and by themselves; what is returned is the larger difference.
-    """
+def _added_s(among: AllRanks, run: Callable[[], object]) -> float:
+    """Return the seconds that `run` adds to products, or by itself where that is more."""
     square = torch.ones(_BETWEEN, _BETWEEN, device=among.context.device)
 
-    def seconds(each: Callable[[], object], *, is_between: bool) -> float:
-        def repeat() -> None:
-            for _ in range(_SUMS):
-                if is_between:
-                    square @ square
-                each()
+    def product() -> None:
+        square @ square
 
-        return among.median_s(repeat, _REPEATS)
+    def both() -> None:
+        product()
+        run()
 
-    return max(seconds(run, is_between=at) - seconds(instead, is_between=at) for at in (True, False)) / _SUMS
+    return max(_each_s(among, both) - _each_s(among, product), _each_s(among, run))
 
 
-def _gradients_s(among: AllRanks, strategy: LayerStrategy, num_bytes: int) -> float:
-    """Return the seconds of one collective sum; of more than `_MOST_BYTES` as many times those of these."""
-    run = _sum(strategy, min(num_bytes, _MOST_BYTES), is_whole=True)
-    seconds = among.median_s(lambda: [run() for _ in range(_SUMS)], _REPEATS) / _SUMS
-    return seconds * max(num_bytes / _MOST_BYTES, 1.0)
+def _each_s(among: AllRanks, run: Callable[[], object], repeat: int = _REPEATS) -> float:
+    """Return the median seconds of a run, several of which follow each other."""
+    return among.median_s(lambda: [run() for _ in range(_SUMS)], repeat) / _SUMS
 
 
 def measured_problem(
@@ -312,22 +339,31 @@ def _cluster(measured: MeasuredStep, model: Transformer, sequence: int, memory_b
 def _link_of_messages(measured: MeasuredStep, link: NetworkAxis) -> NetworkAxis:
     """Return a link with the rate of messages, and the constants of sums, gathers and messages, by what was timed.
 
-    Where the smallest groups are all ranks, or sharing among more takes no longer, all of a sum is messages. A
-    gather is timed of all ranks; among fewer it is taken to last as long, but for its bytes. One of activations,
-    which is a program of its own, lasts no less than half a sum. A message lasts half a sum of the fewest ranks.
+    The rate is that of two large sums, by which the bytes of what was timed are taken off: half of it at most.
+    Where the smallest groups are all ranks, or sharing among more takes no longer, all that is left of a sum is
+    messages. A gather is timed of all ranks; among fewer it is taken to last as long, but for its bytes. One of
+    activations, which is a program of its own, lasts no less than half a sum. A message lasts half a sum of the
+    fewest ranks.
     """
     small, large = SUMMED_BYTES
-    most, fewest = measured.num_ranks, min(measured.shared_s)
-    most_s, fewest_s = measured.shared_s[most], measured.shared_s[fewest]
-    latency_s = (most_s - fewest_s) / 2 / (most - fewest) if fewest < most else 0.0
+    num_ranks, large_s = measured.num_ranks, measured.ring_s[large]
+    passes = 2 * (num_ranks - 1) / num_ranks
+    grown_s = max(large_s - measured.ring_s[small], _LEAST_SHARE * large_s, 1e-9)
+    rate = max(passes * (large - small) / grown_s, 1.0)
+    by_ranks = {
+        ranks: max(taken_s - 2 * (ranks - 1) / ranks * num_bytes / rate, taken_s / 2)
+        for ranks, (num_bytes, taken_s) in measured.sums.items()
+    }
+    fewest = min(by_ranks)
+    most_s, fewest_s = by_ranks[num_ranks], by_ranks[fewest]
+    latency_s = (most_s - fewest_s) / 2 / (num_ranks - fewest) if fewest < num_ranks else 0.0
     launch_s = fewest_s - 2 * (fewest - 1) * latency_s
     if latency_s <= 0 or launch_s < 0:
-        latency_s, launch_s = most_s / 2 / (most - 1), 0.0
-    messages, large_s = 2 * (most - 1), measured.ring_s[large]
-    grown_s = max(large_s - measured.ring_s[small], _LEAST_SHARE * large_s, 1e-9)
-    rate = max(messages * (large - small) / most / grown_s, 1.0)
+        latency_s, launch_s = most_s / 2 / (num_ranks - 1), 0.0
+    num_bytes, part_s = measured.gather
+    gathered_s = max(part_s - passes / 2 * num_bytes / rate, part_s / 2, most_s / 2)
     sums = CommConstants(rate, latency_s, launch_s)
-    gathers = CommConstants(rate, 0.0, max(measured.parts_s, most_s / 2))
+    gathers = CommConstants(rate, 0.0, gathered_s)
     message = CommConstants(rate, fewest_s / 2, 0.0)
     return replace(
         link, name="messages", source="measured", link_bytes_per_s=rate, link_latency_s=latency_s,

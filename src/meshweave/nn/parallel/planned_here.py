@@ -69,8 +69,7 @@ def plans_here(
         optimizer.zero_grad()
         alone.step(tokens[:count], targets[:count])
 
-    num_parameters = sum(each.numel() for group in optimizer.param_groups for each in group["params"])
-    measured = measure_step(compute, optimizer.step, rows, num_parameters, context)
+    measured = measure_step(compute, optimizer.step, rows, model, sequence, context)
     try:
         problem = measured_problem(measured, model, batch, sequence, int(min(free_bytes, 1e15)))
     except MeshweaveError as error:  # on all ranks, which have the same numbers
