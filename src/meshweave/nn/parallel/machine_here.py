@@ -7,8 +7,9 @@ needs a core again. A sum over P ranks takes launch + 2 (P - 1) latency seconds 
 Optimization of Collective Communication Operations in MPICH, 2005; MeshSlice, ISCA '25, section 3.2.2): groups of
 two sizes give both. These are sums of two linear layers, which together are half a layer of the model: what ranks
 that share them take more than one by itself on its part of the tokens. What running such a layer adds is in it,
-and that a rank waits for another. Two ranks exchange sums, more use a ring, as most layers do (`lower_small_sums`).
-Gathers of weights in parts, and scatters of gradients, are timed likewise, each of as many weights as a layer's.
+and that a rank waits for another. Two ranks exchange sums, more use a ring, as most layers do
+(`lower_small_sums`). Gathers of weights in parts, and scatters of gradients, are timed likewise, each of as many
+weights as a layer's.
 """
 
 from __future__ import annotations
