@@ -220,7 +220,12 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return None
 
     def traffic(self, problem: ProblemT, config: ConfigT, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank communicates, by "mesh.axis"; "" stands for messages between two ranks."""
+        """Return the logical bytes that a rank moves, by mesh axis ("tp.row") or mesh ("tp").
+
+        "" has those of messages and one-sided ops, and of groups that are neither. What is received counts in an
+        all-gather, broadcast, recv, get and permute; what is sent in a reduce-scatter, reduce, put, accumulate and
+        all-to-all; both halves of an all-reduce (`ir.work.bytes_moved`).
+        """
         return traffic(self.program(problem, config), rank)
 
     def peak_bytes(self, problem: ProblemT, config: ConfigT, rank: int = 0) -> int:

@@ -85,10 +85,15 @@ def read_request(
     dtype: str,
     positions: MeshPositions,
 ) -> ReshardRequest:
-    """Return the problem that the options name: that of a model or, with `shape`, of a tensor.
+    """Return what is to move between which meshes: the tensors of a model, or one tensor.
 
-    Arguments are the options' texts. Raises LayoutError, DescriptionError or UnsupportedError where one is
-    wrong.
+    Args:
+        model, shape: the text of one of the options; the other is None. A shape is "1024,1024,512".
+        from_, to: a mesh and how tensors lie on it, "2x4 S0RR".
+        cluster, dtype: texts of their options.
+        positions: where on the cluster the meshes begin.
+
+    Raises LayoutError, DescriptionError or UnsupportedError where an option is wrong.
     """
     sides = read_side("--from", from_), read_side("--to", to)
     if model is not None:

@@ -117,7 +117,10 @@ class UncontendedSimulator(TraceRecorder):
         self._push(cost.total_ps, nodes, first)
 
     def packing_ps(self, node: Node) -> int:
-        """Return the picoseconds in which both ends of a send pack and unpack."""
+        """Return the picoseconds of packing at the sender and of unpacking at the receiver of a Send, together.
+
+        0 where its views are contiguous.
+        """
         joint, op = self.flow.joint(node), self.flow.op(node)
         assert joint is not None and isinstance(op, Send)
         return self._message_price(joint.members, op).pack_ps

@@ -74,7 +74,8 @@ def matmul(
 
     Args:
         out: the placements of C, one per dim of a's device mesh: Shard, Replicate, Partial("sum") or
-            _StridedShard. None takes what is cheapest of Shard and Replicate by the same measure.
+            _StridedShard. None takes what costs least of Shard and Replicate: the least time with a `cluster` or
+            in shared memory, else the fewest bytes.
         stationary: the matrix that is not moved, "a", "b" or "c"; "auto" leaves that to the tuner.
         transport: "shared" (memory that the ranks of one host share: they read each other's operands in place),
             "messages" (matched send and recv, which work anywhere), "mpi" (remote memory access) or "symmetric"

@@ -101,7 +101,11 @@ def cheapest(
     stationary: Operand | None,
     default_rates: RankRates,
 ) -> int:
-    """Return the index of the product that costs least, as `tune` measures it; the first of equals."""
+    """Return the index of the product that costs least; the first of equals.
+
+    Bytes or time come first as in `tune`, at the same rates. Each product is priced with one number of slices, and
+    in shared memory without the preference of `tune` for what moves nothing.
+    """
     if len(problems) == 1:
         return 0
     by_bytes = rates is None and transport != "shared"

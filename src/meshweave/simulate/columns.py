@@ -75,17 +75,17 @@ class Columns(TemplateColumns):
             self.has_pair_costs = True
 
     def group_price(self, row: Column) -> int:
-        """Return the number of the row of constants for a group of positions."""
+        """Return the index in `priced_axes` of the axis of a group of positions. A new axis is added."""
         return self.price(axis_of(self.program, tuple(self.ranks[row].tolist())))
 
     def price(self, axis: str) -> int:
-        """Return the number of the row of constants for a mesh axis; "" for none. A new axis gets a new row."""
+        """Return the index in `priced_axes` of a mesh axis, "" for none. A new axis is added."""
         if axis not in self.priced_axes:
             self.priced_axes.append(axis)
         return self.priced_axes.index(axis)
 
     def rate(self, work: str, dtype: str) -> int:
-        """Return the number of the row of FLOP rates for a kind of call ("" for products) in a dtype."""
+        """Return the index in `rated_work` of a kind of call ("" for products) in a dtype. A new pair is added."""
         if (work, dtype) not in self.rated_work:
             self.rated_work.append((work, dtype))
         return self.rated_work.index((work, dtype))

@@ -267,7 +267,7 @@ class ProgramWriter(BlockWriter):
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
         """Write a shift along a mesh axis: `src` goes to the rank before this one, `out` comes from the next.
 
-        `when` is a condition on the turn; 1 is always.
+        In iterations of the loop of `turns` where the condition `when` holds; 1 for all.
         """
         name = self._lane(axis, lane)
         op = ir.Permute(out=self._view(out), src=self._view(src), over=self._over(axis), shift=-1, lane=name)

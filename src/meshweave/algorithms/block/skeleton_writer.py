@@ -315,7 +315,7 @@ class SkeletonWriter(BlockWriter):
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
         """Add the task of a shift along a mesh axis: `src` goes to the rank before, `out` comes from the next.
 
-        `when` is a condition on the turn; 1 is always.
+        In iterations of the loop of `turns` where the condition `when` holds; 1 for all.
         """
         if not when:
             return

@@ -262,7 +262,9 @@ class BlockWriter(ABC):
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
         """Write a shift along a mesh axis: `src` goes to the rank before this one, `out` comes from the next.
 
-        `when` is a condition on the turn; 1 is always.
+        Args:
+            lane: ends the name of the lane, which begins with the axis.
+            when: in which iterations of the loop of `turns` there is one, as a condition; 1 for all.
         """
 
     # --- moving -------------------------------------------------------------------------------------------------

@@ -168,7 +168,10 @@ def build(
 
 
 def build_skeleton(problem: Matmul2dProblem, slices: Slices) -> Skeleton:
-    """Return the skeleton of `build` on rank (0, 0), which by the chunk rule has the largest shards."""
+    """Return what a planner prices of `build`: the tasks of rank (0, 0), as turns that repeat, without views.
+
+    By the chunk rule this rank has the largest shards.
+    """
     return Skeleton.of_runs(runs(problem, slices, two_d_placements(problem)))
 
 

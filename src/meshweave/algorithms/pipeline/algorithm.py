@@ -126,7 +126,9 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         return placement is not None and self.refusal(chain_of_ranks(placement, micro_batches)) is None
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...] | None:
-        """Return for each rank the most stashes that it holds at once, one per stage and micro-batch.
+        """Return for each rank the most stashes that it holds at once.
+
+        A stash is what a stage keeps of a micro-batch for its backward. A rank has `per_rank` stages.
 
         None where no closed form is known: they are then counted in the schedule (`peak_stashes`).
         """

@@ -62,7 +62,10 @@ class ZeroBubbleH1(_ZeroBubble):
         return zb_h1(problem.num_ranks, problem.micro_batches)
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...] | None:
-        """Return for each of P ranks its most stashes, P; None for fewer than P micro-batches."""
+        """Return for each of P ranks the most stashes that it holds at once, P.
+
+        None for fewer than P micro-batches, of which no closed form is known.
+        """
         return (num_ranks,) * num_ranks if micro_batches >= num_ranks else None
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
@@ -88,7 +91,10 @@ class ZeroBubbleV(_ZeroBubble):
         return zbv(problem.num_ranks, problem.micro_batches)
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...] | None:
-        """Return for each of P ranks its most stashes, 2 P; None for fewer than 2 P micro-batches."""
+        """Return for each of P ranks the most stashes that it holds at once, 2 P.
+
+        None for fewer than 2 P micro-batches, of which no closed form is known.
+        """
         return (2 * num_ranks,) * num_ranks if micro_batches >= 2 * num_ranks else None
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:

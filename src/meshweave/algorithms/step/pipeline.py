@@ -133,7 +133,10 @@ def ranks_of_stages(name: str, num_ranks: int, virtual_stages: int) -> tuple[int
 
 @lru_cache(maxsize=4096)
 def splits_backward(name: str, num_ranks: int, virtual_stages: int) -> bool:
-    """Return whether a schedule computes gradients of weights apart from those of the residual."""
+    """Return whether a schedule has weight gradients as actions of their own, apart from input gradients.
+
+    `virtual_stages` is the number of stages of each rank.
+    """
     entry = SCHEDULES.named(name).for_stages(virtual_stages)
     schedule = _schedule(entry.name, num_ranks, virtual_stages, 2 * num_ranks)
     return any(leaf.kind is ActionKind.WEIGHT_GRAD for leaf in schedule.leaves())

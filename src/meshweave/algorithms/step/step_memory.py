@@ -31,7 +31,8 @@ def memory_of(
     """Return the bytes on a chip of each pipeline rank.
 
     Args:
-        recompute: what the forward part keeps, by the closed forms; None for what the parallelism says.
+        recompute: the rule by which activations are computed again, in place of the one of `parallelism`. All of
+            the memory is then that of closed forms, also where the stack runs programs. None for the own rule.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model.

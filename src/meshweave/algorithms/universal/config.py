@@ -123,9 +123,14 @@ def base_configs(
 def summed_layouts(
     problem: UniversalProblem, variant: UniversalConfig, operand: Operand
 ) -> list[Layout | None]:
-    """Return the layouts in which partial operand "a" or "b" may be summed first; None for not summing it.
+    """Return the layouts to which operand "a" or "b" may be reduced before it is multiplied; None is as it is.
 
-    Where the operand is stationary, each group must have the whole of it.
+    An operand that is not partial stays as it is. A partial one may only where it or C is stationary. Where the
+    operand is stationary, each group of ranks that computes a copy of C must hold all of it: where no layout does
+    that, the list is empty.
+
+    Args:
+        variant: of which the stationary matrix and the redundant axes count.
     """
     layouts = _summed_layouts(problem.layout(operand), variant.stationary in ("c", operand))
     if variant.stationary != operand:

@@ -232,10 +232,10 @@ class Slicing:
     def runs(self, rank: int) -> Sequence[tuple[LoopPart, CommonRun]]:
         """Return the runs of a rank, with their loop parts, in the order of direct execution (section 4.2).
 
-        Ranks begin at different places, so that they do not all ask one holder at a time. Each begins with
-        the run for which it needs least from others, since nothing hides that communication. The offset alone
-        would send away ranks that have a whole step in their own memory. Where several groups compute C, all
-        of them run over a box in the same order, whatever they have, so that copies of C are the same sums.
+        Loop parts begin at an offset that differs by rank, so that ranks do not all ask one holder at a time.
+        Then the run whose first step fetches the fewest elements of A and B is moved to the front, since no
+        product hides that fetch. Where several groups compute C it stays where it is: all groups go through a box
+        in the same order, so that copies of C are the same sums.
         """
         runs = self._known_runs.get(rank)
         if runs is None:

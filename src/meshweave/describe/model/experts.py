@@ -126,7 +126,7 @@ class Experts(LayerNode):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return {"ffn": inner features of all copies of a token}."""
+        """Return features per token by which moved bytes are counted: "ffn" the inner ones of all its experts."""
         return {"ffn": self.chosen * self.inner}
 
 

@@ -73,7 +73,7 @@ class LatentAttention(Attention):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return {"heads": features of all heads' values, "keys": features of all heads' keys}."""
+        """Return features per token by which moved bytes are counted: "heads" all values', "keys" all keys'."""
         return {"heads": self.makes.size, "keys": self.heads * (self.own + self.shared)}
 
 

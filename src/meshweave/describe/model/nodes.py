@@ -322,7 +322,7 @@ class Attention(LayerNode):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return {"heads": features of all queries, "keys": features of all keys}, per token."""
+        """Return features per token by which moved bytes are counted: "heads" all queries', "keys" all keys'."""
         return {"heads": self.makes.size, "keys": self.groups * self.width}
 
     def num_pairs(self, sequence: int) -> int:
@@ -365,7 +365,7 @@ class Activation(LayerNode):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return {"ffn": inner features per token}."""
+        """Return features per token by which moved bytes are counted: "ffn" the inner ones."""
         return {"ffn": self.inner}
 
     @property

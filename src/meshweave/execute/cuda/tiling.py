@@ -106,9 +106,13 @@ def block_of(shapes: Sequence[tuple[int, int, Release]], depth: int, element_byt
 
 
 def product_block(ops: Sequence[Matmul], element_bytes: int) -> Block:
-    """Return the block of one product, given the ops that are its regions.
+    """Return the tile (rows, columns, step along K) in which the kernel computes one product.
 
-    `element_bytes` is the size of an operand's element, 2 or 4.
+    Args:
+        ops: the product, one op for each region of its output.
+        element_bytes: the size of an operand's element, 2 or 4.
+
+    Raises UnsupportedError for another size.
     """
     depths = [op.a.shape[0 if op.transpose_a else 1] for op in ops]
     return block_of([(*_sizes(op), op.release or Release()) for op in ops], max(depths), element_bytes)

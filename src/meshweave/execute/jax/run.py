@@ -30,7 +30,10 @@ def load_source(
 
 
 def device_mesh(program: Program, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a jax mesh of the program's shape on devices, by default the first of this process.
+    """Return a jax mesh with the shape and axes of that mesh of the program which has all ranks.
+
+    Args:
+        devices: at least one for each rank, more are not used; None for `jax.devices()`.
 
     Raises:
         BindError: there are too few devices.

@@ -160,13 +160,13 @@ class Heart:
 
     @property
     def is_beating(self) -> bool:
-        """Whether the thread runs, and its store has answered in the last `stale_s` seconds."""
+        """Return whether the thread runs, and its store has answered in the last `stale_s` seconds."""
         is_stuck = time.monotonic() - self._last_round > self._stale_s
         return not (self.store_gone or is_stuck) and self._thread.is_alive()
 
     @property
     def has_left(self) -> bool:
-        """Whether this rank has told the others that it leaves, for whatever reason."""
+        """Return whether this rank's state is no more "alive"; the store may not have the new state yet."""
         return self._state != "alive"
 
     def announce(self, state: State, detail: str, news: News, limit_s: float) -> bool:

@@ -46,9 +46,9 @@ class MonitoredRank(Protocol):
         """Return whether this rank may still find out why a wait failed."""
 
     def find_lost(self, store_hangs: bool = False) -> RankLostError | None:
-        """Find out which ranks are lost and tell the others; return an error that names those, None if none is.
+        """Find out which ranks are lost and tell the others; return an error that names those.
 
-        `store_hangs` says that the store does not answer, so that listening for heartbeats is of no use.
+        None if no rank is, or all that may be to blame said that they leave. `store_hangs` says that the store does not answer, so that listening for heartbeats is of no use.
         """
 
     def waits_since(self, seconds: float) -> bool:

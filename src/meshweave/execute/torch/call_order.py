@@ -371,7 +371,7 @@ _SHARED = "is_known_to_other_ranks"
 
 
 def mark_as_shared(error: BaseException) -> None:
-    """Mark an error of which the other ranks know, or for which none of them waits."""
+    """Mark an error that `share_refusal` need not report: other ranks raise it too, or none waits for this one."""
     with contextlib.suppress(AttributeError):
         setattr(error, _SHARED, True)
 

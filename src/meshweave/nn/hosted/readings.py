@@ -98,14 +98,15 @@ def spans(inner: ModuleCall, leaving: ModuleCall) -> bool:
 def wide_linear(
     calls: dict[str, ModuleCall], name: str, into: Sequence[str], prefix: str, residual: set[str]
 ) -> str | None:
-    """Return which of the linear layers `into` has its whole rows normalised by the module `name`.
+    """Return the linear layer of `into` whose whole output rows the norm `name` normalises, as those of queries.
 
-    None where that is no norm, or one over less, such as one head.
+    None where `name` is no norm, is one over fewer features (such as one head), or does not read the output of
+    exactly one of these layers.
 
     Args:
-        calls: those of a layer, by the path of a module in it, as `name` and `into` are.
-        prefix: what paths in the layer begin with in the model.
-        residual: the modules whose results are of the residual.
+        calls: the calls of the layer, by the path of a module in it; `name` and `into` are such paths.
+        prefix: the path of the layer in the model, with its last dot.
+        residual: paths in the model of modules that return the residual; what comes of them does not count.
     """
     call = calls[name]
     own = [path[len(prefix) :] for path in call.sources if path not in residual]

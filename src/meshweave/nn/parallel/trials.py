@@ -93,7 +93,10 @@ class Trial:
 
     @property
     def stands_for(self) -> str:
-        """Return the name of the strategy that is always tried and is the same as this plan; "" for none."""
+        """Return "data_parallel" or "zero3" where the plan is that strategy alone, else "". Both are always tried.
+
+        What only tensor or pipeline ranks use is not compared, nor is the micro-batch.
+        """
         if not isinstance(self.plan, Parallelism):
             return self.words if self.words in (PLAIN, SHARDED) else ""
         alone = Parallelism(self.plan.data, micro_batch=self.plan.micro_batch)

@@ -157,7 +157,7 @@ def sweep(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, or a file; of a link the link alone.
+    """Remove a folder with all that is in it, or a file; of a link the link alone. What is missing is no error.
 
     Raises OSError where that fails.
     """

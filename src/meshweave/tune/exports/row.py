@@ -88,7 +88,10 @@ class PlannedRow:
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """Return the number of layers of each pipeline stage, as the stack of the plan shares them out."""
+        """Return the number of layers of each stage, in the order of the model, as the plan's stack shares them out.
+
+        There are `pipeline * virtual_stages` of them.
+        """
         stages = self.degrees.pipeline * self.degrees.virtual_stages
         return stage_layers(self.model.num_layers, stages, model_costs(self.model, self.stack))
 

@@ -32,7 +32,8 @@ class NodeRecord(ABC, Generic[AnyNode]):
     """What programs know about one type of node: its equations, functions, kernels and ops.
 
     Forward equations end in the node's output edge. Backward ones end in its contributions to the gradients
-    of the edges that it reads, and in the gradients of its parameters.
+    of the edges that it reads, and in the gradients of its parameters. `roles` say how each mesh axis shards the
+    layer: equations may differ with them, as those of ring attention do.
     """
 
     node_type: ClassVar[type[LayerNode]]
