@@ -88,7 +88,7 @@ class PlannedRow:
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """Return the number of layers of each stage, in the order of the model, as the plan's stack shares them out.
+        """Return the numbers of layers of stages, in the order of the model, as the plan's stack shares them out.
 
         There are `pipeline * virtual_stages` of them.
         """
