@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import meshweave
 from meshweave.describe.layout import Layout
+from meshweave.execute.torch import compat
 from meshweave.nn.dtensor import layout_of
 from meshweave.nn.shard_spec import ShardSpec
 
@@ -199,6 +200,10 @@ def odd(check: Check) -> None:
     y = meshweave.reshard(x.t(), last, [S0], context=check.context)
     check.lies("a transposed view", y, integers((4, 6)).t(), last, [S0])
     check.that("nothing requires a gradient", not y.requires_grad)
+    x = laid(integers((4, 6), 1, torch.float32), first, [S0])
+    negated = compat.from_spec(torch._neg_view(-compat.local_tensor(x)), compat.spec_of(x))
+    y = meshweave.reshard(negated, last, [S1], context=check.context)
+    check.lies("a view that is negated", y, integers((4, 6), 1, torch.float32), last, [S1])
     x = laid(integers((4, 6)), over(1), [R])
     y = meshweave.reshard(x, over(2), [R], context=check.context)
     check.lies("ranks in neither", y, integers((4, 6)), over(2), [R])

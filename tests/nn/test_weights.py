@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 from safetensors.torch import save_file  # noqa: E402
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
 
-from meshweave.base.errors import BindError, DescriptionError, LayoutError, MeshweaveError, RankLostError  # noqa: E402
+from meshweave.base.errors import (  # noqa: E402
+    BindError,
+    CheckpointError,
+    DescriptionError,
+    LayoutError,
+    MeshweaveError,
+    RankLostError,
+)
 from meshweave.execute.ranks.launch import RankError, launch  # noqa: E402
-from meshweave.nn.weights import StoredTensor, load_weights, save_weights  # noqa: E402
+from meshweave.nn.weights import StoredTensor, load_weights, save, save_weights  # noqa: E402
+from meshweave.nn.weights.pretrained import bytes_of  # noqa: E402
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
+ONES = torch.ones(2, 2)
 
 
 @pytest.mark.gloo
@@ -169,3 +181,121 @@ def test_two_tensors_under_one_name_are_refused_and_empty_ones_are_kept(tmp_path
     again.register_buffer("nothing", torch.ones(0, 4))
     assert load_weights(again, tmp_path).loaded.keys() == {"weight", "bias", "nothing"}
     assert torch.equal(again.weight, module.weight)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_layers_that_torch_wraps_are_saved_and_loaded_under_their_names(
+    tmp_path: Path, is_compiled: bool
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), checkpoint_wrapper(torch.nn.Linear(4, 4)))
+    model.register_buffer("passing", torch.ones(1), persistent=False)
+    module = torch.compile(model, backend="eager") if is_compiled else model
+    save_weights(module, tmp_path)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    assert load_weights(plain, tmp_path).loaded == {name: name for name in plain.state_dict()}
+    assert torch.equal(plain[1].weight, model[1].weight)
+    save_weights(plain.requires_grad_(False).apply(_cleared), tmp_path)
+    assert load_weights(module, tmp_path).loaded.keys() == plain.state_dict().keys()
+    assert not any(bool(each.any()) for each in model.parameters())
+
+
+def _cleared(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.zero_()
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        ({"weight": ONES.to(torch.int8)}, "is quantised, as torch.int8; write that file in a floating"),
+        ({"weight": ONES.to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(1, 1)}, "is quantised"),
+        ({"weight": ONES.to(torch.complex64)}, "weight is torch.float32, and weight of .* torch.complex64"),
+        ({"weight": ONES.to(torch.float8_e4m3fn)}, ""),
+        ({"weight": ONES.double()}, ""),
+    ],
+)
+def test_codes_of_a_quantised_weight_are_not_taken_for_its_values(
+    tmp_path: Path, stored: dict[str, torch.Tensor], words: str
+) -> None:
+    module = torch.nn.Linear(2, 2, bias=False)
+    module.register_buffer("mask", torch.zeros(2))
+    save_file({**stored, "mask": torch.ones(2, dtype=torch.bool)}, tmp_path / "model.safetensors")
+    if not words:
+        load_weights(module, tmp_path)
+        assert bool((module.weight == 1).all() and (module.mask == 1).all())
+        return
+    with pytest.raises(LayoutError, match=words):
+        load_weights(module, tmp_path)
+
+
+def test_a_save_that_ends_early_leaves_the_checkpoint_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = _filled(1.0), _filled(2.0)
+    save_weights(first, tmp_path, file_bytes=90)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    write, count = save._write, itertools.count()
+
+    def fails_at_the_second(*given: Any) -> None:
+        if next(count):
+            raise OSError(28, "No space left on device")
+        write(*given)
+
+    monkeypatch.setattr(save, "_write", fails_at_the_second)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save_weights(second, tmp_path, file_bytes=90)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    monkeypatch.undo()
+    assert _read(tmp_path) == {1.0}
+    real = Path.replace
+    for moment in (1, 2):  # a process that is killed there: between names there is no index
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", _raises_at(real, moment))
+            with pytest.raises(CheckpointError):
+                save_weights(second, tmp_path, file_bytes=90)
+        with pytest.raises(DescriptionError, match="no safetensors here"):
+            _read(tmp_path)
+    save_weights(second, tmp_path, file_bytes=90)
+    assert _read(tmp_path) == {2.0} and sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def _filled(value: float) -> torch.nn.Module:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    for parameter in module.parameters():
+        torch.nn.init.constant_(parameter, value)
+    return module
+
+
+def _read(folder: Path) -> set[float]:
+    """Return the values of a checkpoint of `_filled`."""
+    module = _filled(0.0)
+    load_weights(module, folder)
+    return {value for parameter in module.parameters() for value in parameter.detach().flatten().tolist()}
+
+
+def _raises_at(real: Any, moment: int) -> Any:
+    count = itertools.count()
+
+    def replace(path: Path, target: Path) -> Path:
+        if next(count) == moment:
+            raise OSError("killed")
+        return real(path, target)
+
+    return replace
+
+
+@pytest.mark.gloo
+def test_ranks_outside_of_a_mesh_have_nothing_of_its_tensors(tmp_path: Path) -> None:
+    save_file(
+        {"scale": torch.tensor(3.0), "weight": torch.arange(6.0).view(3, 2)}, tmp_path / "model.safetensors"
+    )
+    results = launch(
+        "weights_rank_functions:outside_of_a_mesh", 2, {"folder": str(tmp_path)}, timeout_s=60, env=HERE
+    )
+    assert results == [[3.0, 15.0]] * 2
+
+
+@pytest.mark.parametrize("size", [5e9, 0, -1, True, None, "5 GX"])
+def test_what_is_no_size_of_a_file_is_refused(size: Any) -> None:
+    with pytest.raises(LayoutError, match="max_shard_size is"):
+        bytes_of(size)

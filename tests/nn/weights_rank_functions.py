@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshweave.base.errors import MeshweaveError
@@ -89,6 +90,19 @@ def load_and_save(context: Any, payload: Mapping[str, Any]) -> tuple[list[str], 
         wrong += [name for name, one in stored.items() if not torch.equal(written.pop(name), one)]
         wrong += [f"{name} is extra" for name in written]
     return wrong, written_here
+
+
+def outside_of_a_mesh(context: Any, payload: Mapping[str, Any]) -> list[float]:
+    """Load and save two tensors that the last rank alone has; return what all of them have then, summed."""
+    mesh, folder = DeviceMesh("cpu", [dist.get_world_size() - 1]), Path(payload["folder"])
+    module = nn.Module()
+    module.scale = nn.Parameter(distribute_tensor(torch.zeros(()), mesh, [Replicate()]))
+    module.weight = nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)]))
+    assert not load_weights(module, folder).missing
+    save_weights(module, folder / "again")
+    dist.barrier()
+    stored = load_file(folder / "again" / "model.safetensors")
+    return [float(stored["scale"]), float(stored["weight"].sum())]
 
 
 def save_with_a_lost_rank(context: RankContext, payload: Mapping[str, Any]) -> None:

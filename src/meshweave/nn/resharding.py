@@ -168,9 +168,9 @@ class DTensorMove:
     def as_carried(self, local: Tensor) -> Tensor:
         """Reinterpret a local shard's bits in the program's dtype of equal size, and a 0-dim tensor as (1,).
 
-        Detached; shares memory with `local` unless that is lazily conjugated.
+        Detached; shares memory with `local` unless that is lazily conjugated or negated.
         """
-        local = local.detach().resolve_conj().view(torch_dtype(CARRIERS[self.dtype]))
+        local = local.detach().resolve_conj().resolve_neg().view(torch_dtype(CARRIERS[self.dtype]))
         return local if self.shape else local.view(1)
 
     def check(self, local: Tensor, layout: Layout, rank: int) -> None:

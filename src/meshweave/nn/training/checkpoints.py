@@ -85,6 +85,11 @@ class Checkpoints:
         self._rounds.agree(round_, "open checkpoints", {"wrong": wrong})
 
     @property
+    def num_ranks(self) -> int:
+        """Return how many ranks save and load together."""
+        return self._num_ranks
+
+    @property
     def _is_first(self) -> bool:
         return not self._rank
 
@@ -265,7 +270,8 @@ class Checkpoints:
             present = found_checkpoints(self.folder)
             whole = [each for each in present if not each.wrong]
             last = whole[-1].step if whole else -1
-            harmed = [each for each in present if each.wrong and each.step > last]
+            passed_over = present[present.index(whole[-1]) + 1 :] if whole else present
+            harmed = [each for each in present if each.wrong and (each.step > last or each in passed_over)]
             words["whole"] = [each.step for each in whole]
             words["harmed"] = [
                 f"{self._there.named(each.step)} is not whole: it {each.wrong}" for each in harmed

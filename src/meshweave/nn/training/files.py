@@ -216,7 +216,7 @@ class _BoxReader:
         row = math.prod(sizes[1:]) * item
         as_it_is = (
             target.dtype == dtype != torch.bool and target.device.type == "cpu" and target.is_contiguous()
-        )
+        ) and not (target.is_conj() or target.is_neg())
         if as_it_is and tuple(target.shape[1:]) == tuple(sizes[1:]):
             self._read_slices(at + (starts[0] * row if starts else 0), bytes_of(target))
         elif not sizes:

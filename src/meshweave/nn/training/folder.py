@@ -64,6 +64,15 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises CheckpointError, which says what is wrong.
     """
+    manifest, wrong = _seen_in(path)
+    if manifest is None or wrong:
+        raise CheckpointError(wrong)
+    return manifest
+
+
+def _seen_in(path: Path) -> tuple[Manifest | None, str]:
+    """Return the manifest of a checkpoint, None where it cannot be read, and in words what is wrong with it."""
+    manifest = None
     try:
         with opened_folder(path) as folder:
             with (
@@ -76,9 +85,11 @@ def read_manifest(path: Path) -> Manifest:
             except CheckpointError as error:
                 raise CheckpointError(f"has a {MANIFEST} that {error}") from None
             _check_files(folder, manifest)
+    except CheckpointError as error:
+        return manifest, str(error)
     except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror})") from None
-    return manifest
+        return manifest, f"cannot be read ({error.strerror})"
+    return manifest, ""
 
 
 def _check_files(folder: int, manifest: Manifest) -> None:
@@ -102,13 +113,9 @@ def found_checkpoint(folder: Path, step: int) -> FoundCheckpoint | None:
     for name in (folder_name(step), f"{folder_name(step)}.new"):
         if not os.path.lexists(folder / name):
             continue
-        manifest, wrong = None, ""
-        try:
-            manifest = read_manifest(folder / name)
-            if manifest.step != step:
-                wrong = f"has a {MANIFEST} that is of step {manifest.step}"
-        except CheckpointError as error:
-            wrong = str(error)
+        manifest, wrong = _seen_in(folder / name)
+        if manifest is not None and manifest.step != step:
+            wrong = f"has a {MANIFEST} that is of step {manifest.step}"
         if checkpoint is None or not wrong or checkpoint.wrong:
             checkpoint = FoundCheckpoint(step, name, manifest, wrong)
     return checkpoint

@@ -180,11 +180,23 @@ def file_name(rank: int) -> str:
 def checked_notes(notes: Mapping[str, Any]) -> dict[str, Any]:
     """Return notes as they will be read from JSON. Raises CheckpointError where they are no JSON values."""
     try:
+        _check_keys(notes)
         text = json.dumps(dict(notes))
         read = _loads(text.encode())
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"the notes are no JSON: {error}") from None
     return dict(read)
+
+
+def _check_keys(value: Any) -> None:
+    """Raise TypeError where a table has a key that is no text, which JSON would make one, and not back."""
+    if isinstance(value, dict):
+        if (key := next((key for key in value if not isinstance(key, str)), None)) is not None:
+            raise TypeError(f"{key!r} is a key of a table, and keys are text")
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            _check_keys(each)
 
 
 def _check_extent(text: bytes) -> None:

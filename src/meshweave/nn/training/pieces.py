@@ -42,12 +42,14 @@ class ShardPieces:
 
     @classmethod
     def of(cls, tensor: DTensor, ranges: Ranges) -> ShardPieces:
-        """Return the boxes of this rank's shard of a DTensor.
+        """Return the boxes of this rank's shard of a DTensor; none on a rank outside of its mesh.
 
         Args:
             ranges: for each dim of the whole the (start, stop) ranges that the shard has.
         """
         local = compat.local_tensor(tensor).detach()
+        if tensor.device_mesh.get_coordinate() is None:
+            return cls(tuple(tensor.shape), (), (), tensor.dtype)
         offsets, tensors = [], []
         for own, whole in boxes_of(tuple(tuple(each) for each in ranges)):
             view = local[own]

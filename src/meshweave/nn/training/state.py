@@ -4,7 +4,8 @@ names                         tensors
 ----------------------------  --------------------------------------------------------------------------------
 `model.<name>`                parameters and buffers, by their names in the modules
 `optimizer.<name>.<key>`      what the optimizer keeps of the parameter of that name, such as `exp_avg` and `step`
-`random.<rank>`               the state of the random number generator of a rank
+`random.<rank>`               the state of torch's random number generator of a rank
+`random.<rank>.<device>`      that of the device that the rank uses, such as `cuda`, where it is not the CPU
 
 Names do not depend on the mesh or the stages, so that others load them.
 """
@@ -21,24 +22,26 @@ from torch.optim import Optimizer
 
 from meshweave.base.errors import LayoutError
 from meshweave.nn.training.checkpoints import Checkpoints
-from meshweave.nn.training.manifest import Manifest
+from meshweave.nn.training.manifest import Manifest, checked_notes
 from meshweave.nn.training.pieces import Ranges, Saved, ShardPieces
+from meshweave.nn.weights.slots import plain_name
 
 
 class TrainingState:
     """The state of a training on one rank.
 
     Args:
-        modules: of this rank, such as its stages. Names of parameters must differ among them.
+        modules: of this rank, such as its stages. Names of parameters and buffers must differ among them.
         optimizer: of some or all of their parameters, and of no others.
         rank: this rank.
-        places: a JSON value that says how ranks share the model. A training resumed with an equal value gets the
-            random states that were saved. With another value generators are seeded from `seed`, the step, and
+        places: a JSON value that says how ranks share the model. A training resumed with an equal value on as many
+            ranks gets the random states that were saved. Else generators are seeded from `seed`, the step, and
             torch's present seed, which ranks that share a model must have set alike.
         seed: see `places`.
 
     Raises:
-        LayoutError: two modules have a parameter of one name.
+        LayoutError: two modules have a parameter or a buffer of one name.
+        CheckpointError: `places` is no JSON.
     """
 
     def __init__(
@@ -51,16 +54,21 @@ class TrainingState:
         seed: int = 0,
     ) -> None:
         self._modules, self._optimizer = list(modules), optimizer
-        self._rank, self._places, self._seed = rank, places, seed
+        self._rank, self._seed = rank, seed
+        self._places = checked_notes({"places": places})["places"]
         self._names: dict[Tensor, str] = {}
-        names = [name for module in self._modules for name, _ in module.named_parameters()]
-        if len(names) > len(set(names)):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise LayoutError(f"two modules have a parameter '{twice}'; names must differ among modules")
+        seen: set[str] = set()
+        for module in self._modules:
+            names = {plain_name(name) for name in module.state_dict()}
+            if twice := sorted(names & seen):
+                raise LayoutError(f"two modules have a tensor '{twice[0]}'; names must differ among modules")
+            seen |= names
         self._ranges: dict[str, Ranges] = {}
         for module in self._modules:
             tied = vars(module).get("_meshweave_tied", {})
-            self._names |= {parameter: tied.get(name, name) for name, parameter in module.named_parameters()}
+            self._names |= {
+                parameter: plain_name(tied.get(name, name)) for name, parameter in module.named_parameters()
+            }
             self._ranges |= _fused_ranges(module)
 
     def save(self, checkpoints: Checkpoints, step: int, notes: Mapping[str, Any] | None = None) -> None:
@@ -69,7 +77,7 @@ class TrainingState:
         Collective. Raises as `Checkpoints.save`, and CheckpointError on all ranks where the optimizer of one has
         a parameter of none of the modules.
         """
-        tensors = {**self._model(), f"random.{self._rank}": torch.get_rng_state()}
+        tensors = {**self._model(), f"random.{self._rank}": torch.get_rng_state(), **self._of_devices()}
         wrong = ""
         try:
             tensors |= self._optimized()
@@ -104,6 +112,8 @@ class TrainingState:
         manifest = checkpoints.manifest(step)
         own, notes, wrong = self._checked(manifest.notes)
         stateful = {name.removeprefix("optimizer.").rpartition(".")[0] for name in _of_optimizer(manifest)}
+        num_random = sum(name.removeprefix("random.").isdigit() for name in manifest.tensors)
+        is_same = own.get("places") == self._places and num_random == checkpoints.num_ranks
         made: list[Tensor] = []
         if not wrong:
             try:
@@ -112,7 +122,7 @@ class TrainingState:
                 wrong = f"cannot be loaded: the optimizer makes no state ({type(error).__name__}: {error})"
         try:
             checkpoints.refuse_together(step, wrong)
-            random = self._load(checkpoints, step, stateful, own["places"] == self._places, casts, extra)
+            random = self._load(checkpoints, manifest, stateful, is_same, casts, extra)
         except BaseException:
             for parameter in made:
                 del self._optimizer.state[parameter]
@@ -121,6 +131,8 @@ class TrainingState:
             del self._optimizer.state[parameter]
         for group, saved in zip(self._optimizer.param_groups, own["groups"], strict=True):
             for key, value in saved.items():
+                if key in _NOT_SAVED:  # of earlier versions
+                    continue
                 if isinstance(group.get(key), Tensor):
                     group[key].fill_(value)
                 else:
@@ -135,14 +147,14 @@ class TrainingState:
     def _load(
         self,
         checkpoints: Checkpoints,
-        step: int,
+        manifest: Manifest,
         stateful: Collection[str],
         is_same: bool,
         casts: bool,
         extra: bool | Callable[[str], bool],
     ) -> Tensor | None:
         """Load the tensors. Return the random state, where it is one of these places."""
-        random = torch.get_rng_state()
+        random, of_devices, step = torch.get_rng_state(), self._of_devices(), manifest.step
         tensors = {**self._model(), **self._optimized(stateful)}
         numbers = {
             name: value for name, value in tensors.items() if not isinstance(value, Tensor | ShardPieces)
@@ -150,19 +162,29 @@ class TrainingState:
         tensors |= {name: _as_tensor(value) for name, value in numbers.items()}
         if is_same:
             tensors[f"random.{self._rank}"] = random
+            tensors |= {name: own for name, own in of_devices.items() if name in manifest.tensors}
 
         def is_extra(name: str) -> bool:
             return name.startswith("random.") or (extra(name) if callable(extra) else extra)
 
-        checkpoints.load(step, tensors, casts=casts, extra=is_extra)
+        saved_as = {
+            plain_name(name): name for name in manifest.tensors
+        }  # earlier versions kept names of wrappers
+        given = {saved_as.get(name, name): value for name, value in tensors.items()}
+        checkpoints.load(step, given, casts=casts, extra=is_extra)
         wrong = ""
         try:
             torch.Generator().set_state(random)
+            for name, own in of_devices.items():
+                if name in tensors:
+                    torch.get_device_module(name.rpartition(".")[2]).set_rng_state(own)
         except RuntimeError:
-            wrong = (
-                f"has a random.{self._rank} that is no state of a generator; the tensors here have been read"
-            )
-        checkpoints.refuse_together(step, wrong)
+            wrong = f"has a random.{self._rank} that is no state of a generator"
+        try:
+            self._take_made(tensors)
+        except Exception as error:
+            wrong = f"has a state that a module does not take ({type(error).__name__}: {error})"
+        checkpoints.refuse_together(step, wrong and f"{wrong}; the tensors here have been read")
         for parameter, kept in self._optimizer.state.items():
             for key, value in kept.items():
                 if (name := f"optimizer.{self._names[parameter]}.{key}") in numbers:
@@ -196,12 +218,33 @@ class TrainingState:
         is_fused = name in self._ranges and isinstance(value, DTensor)
         return ShardPieces.of(value, self._ranges[name]) if is_fused else value
 
+    def _of_devices(self) -> dict[str, Tensor]:
+        """Return the states of the generators of devices other than the CPU that parameters are on."""
+        kinds = {parameter.device.type for parameter in self._names} - {"cpu", "meta"}
+        return {
+            f"random.{self._rank}.{kind}": torch.get_device_module(kind).get_rng_state()
+            for kind in sorted(kinds)
+        }
+
     def _model(self) -> dict[str, Any]:
         return {
             f"model.{name}": self._saved(name, value) if isinstance(value, Tensor) else value
             for module in self._modules
-            for name, value in module.state_dict().items()
+            for name, value in ((plain_name(key), each) for key, each in module.state_dict().items())
         }
+
+    def _take_made(self, tensors: Mapping[str, Any]) -> None:
+        """Give modules what they had made for their `state_dict`, such as `_extra_state`, and was loaded."""
+        for module in self._modules:
+            own = {id(each) for each in (*module.parameters(), *module.buffers())}
+            kept = module.state_dict(keep_vars=True)
+            made = {
+                name: tensors[f"model.{plain_name(name)}"]
+                for name, value in kept.items()
+                if id(value) not in own
+            }
+            if made:
+                module.load_state_dict(made, strict=False)
 
     def _optimized(self, stateful: Collection[str] | None = None) -> dict[str, Any]:
         """Return what the optimizer keeps of parameters, of all or of those named, and None of nothing.
@@ -223,7 +266,7 @@ class TrainingState:
         groups = [
             {key: _plain(value) for key, value in each.items()} for each in self._optimizer.param_groups
         ]
-        return [{k: v for k, v in each.items() if k != "params" and _is_setting(v)} for each in groups]
+        return [{k: v for k, v in each.items() if k not in _NOT_SAVED and _is_setting(v)} for each in groups]
 
     def _fill_optimizer(self, stateful: Collection[str]) -> list[Tensor]:
         """Let the optimizer make state of the parameters named that have none. Return these.
@@ -256,8 +299,12 @@ class TrainingState:
         return [each for each in made if each in self._optimizer.state]
 
 
+_NOT_SAVED = ("params", "param_names")
+"""Of an optimizer's groups: which parameters are in them, which differs between stages of a pipeline."""
+
+
 def _of_optimizer(manifest: Manifest) -> list[str]:
-    return [name for name in manifest.tensors if name.startswith("optimizer.")]
+    return [plain_name(name) for name in manifest.tensors if name.startswith("optimizer.")]
 
 
 def _as_tensor(value: Any) -> Any:
@@ -284,5 +331,5 @@ def _fused_ranges(module: nn.Module) -> dict[str, Ranges]:
     for path, child in module.named_modules():
         for name, layout in getattr(child, "layouts", {}).items():
             if layout.parts > 1:
-                ranges[f"{path}.{name}" if path else name] = layout.ranges(child.layer_strategy)
+                ranges[plain_name(f"{path}.{name}" if path else name)] = layout.ranges(child.layer_strategy)
     return ranges

@@ -106,7 +106,8 @@ def load_weights(
 
     Raises:
         DescriptionError: there is no such checkpoint, or with `strict` tensors of the module are missing in it.
-        LayoutError: a tensor has another shape there, or fractions for integers here, or is a partial sum here.
+        LayoutError: a tensor has another shape there, or fractions for integers here, or is a partial sum here;
+            or a parameter of floats is quantised there: of integers, or of 8 bits with a scale beside it.
         UnsupportedError: safetensors is not installed.
     """
     checkpoint, report = Checkpoint(path), LoadReport()
@@ -120,10 +121,7 @@ def load_weights(
         block = block_of(slot.names[0], slot.tensor)
         _check_shape(slot, stored, checkpoint)
         part = checkpoint.read(stored.name, block[::-1] if stored.is_transposed else block)
-        if part.is_floating_point() > (slot.tensor.is_floating_point() or slot.tensor.is_complex()):
-            raise LayoutError(
-                f"{slot.names[0]} is {slot.tensor.dtype}, and {stored.name} of {path} {part.dtype}"
-            )
+        _check_dtype(slot, stored, checkpoint, part.dtype)
         report.bytes_read += part.numel() * part.element_size()
         slot.fill(part.t() if stored.is_transposed else part, device)
         report.loaded[slot.names[0]] = stored.name
@@ -133,6 +131,26 @@ def load_weights(
         listed = ", ".join(report.missing[:3]) + (", ..." if len(report.missing) > 3 else "")
         raise DescriptionError(f"{path}: {len(report.missing)} tensors are missing, {listed}{near}")
     return report
+
+
+def _check_dtype(
+    slot: ModuleTensor, stored: StoredTensor, checkpoint: Checkpoint, there: torch.dtype
+) -> None:
+    """Raise LayoutError where values of dtype `there` are none of the module's dtype: they would lose a part, or
+    a scale beside them.
+    """
+    own, where = slot.tensor.dtype, f"{stored.name} of {checkpoint.path}"
+    is_real = not own.is_complex
+    if there.is_floating_point > (own.is_floating_point or own.is_complex) or (there.is_complex and is_real):
+        raise LayoutError(f"{slot.names[0]} is {own}, and {where} {there}")
+    scales = (f"{stored.name}{ending}" for ending in ("_scale_inv", "_scale"))
+    has_scale = there.itemsize == 1 < own.itemsize and any(scale in checkpoint for scale in scales)
+    is_coded = has_scale or not (there.is_floating_point or there.is_complex)
+    if is_coded and isinstance(slot.tensor, nn.Parameter) and (own.is_floating_point or own.is_complex):
+        raise LayoutError(
+            f"{slot.names[0]} is {own}, and {where} is quantised, as {there}; write that file in a floating-point "
+            "dtype first"
+        )
 
 
 def _check_shape(slot: ModuleTensor, stored: StoredTensor, checkpoint: Checkpoint) -> None:

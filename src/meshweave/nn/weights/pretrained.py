@@ -96,9 +96,10 @@ class RankSavePretrained:
 
 def bytes_of(size: int | str) -> int:
     """Return the bytes of a size: an integer, or text such as "5GB" or "300MiB". Raises LayoutError for others."""
-    if isinstance(size, int):
+    if type(size) is int and size > 0:
         return size
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
+    text = size if isinstance(size, str) else ""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise LayoutError(f"max_shard_size is {size!r}; give bytes, or text such as '5GB'")
     return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -57,8 +57,9 @@ def save_weights(
 
     Ranks that see the folder of rank 0 write the files by turns; the others send them their parts, each part once,
     one file's tensors at a time: no rank has more than `file_bytes` of others. Stages of a pipeline give their own
-    modules. A tied tensor is written once, under its first name. Files appear under their names only when they are
-    complete, the index after all of them; files of an earlier checkpoint in the folder go last.
+    modules. A tied tensor is written once, under its first name. Files appear under their names only when all are
+    complete, the index after them; files of an earlier checkpoint in the folder go last. Where it has files of the
+    same names, its index goes before these are replaced, so that no reader takes some of each.
 
     Args:
         mapping: where a tensor is to be stored, as for `load_weights`.
@@ -94,6 +95,8 @@ def _saved(
         stored = stored_as(mapping, slot.names[0])
         local = compat.local_tensor(slot.tensor) if isinstance(slot.tensor, DTensor) else slot.tensor.detach()
         block, shape = block_of(slot.names[0], slot.tensor), tuple(slot.tensor.shape)
+        if isinstance(slot.tensor, DTensor) and slot.tensor.device_mesh.get_coordinate() is None:
+            continue  # torch has a value here for a tensor without dims, which is not that of the mesh
         if stored.is_transposed:
             local, block, shape = local.t(), block[::-1], shape[::-1]
         if stored.name in own:
@@ -111,6 +114,8 @@ def _saved(
         if rank == writer and not wrong:
             wrong = _tried(folder, partial(_write, folder, _name(number, len(files)), whole))
     if wrong := _first_of_all(wrong, context):  # the others have sent on, and are told now
+        if not rank:
+            _remove_unfinished(folder)
         raise CheckpointError(wrong)
     write_by_first(folder, lambda: _finish(folder, files, senders), context)
     return () if rank else tuple(folder / _name(number, len(files)) for number in range(len(files)))
@@ -280,23 +285,38 @@ def _name(number: int, count: int) -> str:
 
 def _write(folder: Path, name: str, tensors: Mapping[str, Tensor | None]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f".{name}.partial"
-    safetensors_library().torch.save_file(dict(tensors), str(unfinished), metadata={"format": "pt"})
-    unfinished.replace(folder / name)
+    unfinished = str(_unfinished(folder, name))
+    safetensors_library().torch.save_file(dict(tensors), unfinished, metadata={"format": "pt"})
+
+
+def _unfinished(folder: Path, name: str) -> Path:
+    """Return where a file lies until all are written."""
+    return folder / f".{name}.partial"
+
+
+def _remove_unfinished(folder: Path) -> None:
+    for path in folder.glob(".model*.partial"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _finish(
     folder: Path, files: Sequence[Sequence[str]], senders: Mapping[str, list[tuple[int, _Piece]]]
 ) -> None:
-    """Write the index of several files, and take away what an earlier checkpoint left beside these."""
+    """Give all files their names, write the index of several, and take away what was left beside these."""
     names = {_name(number, len(files)) for number in range(len(files))}
+    if len(files) > 1 and any((folder / name).exists() for name in names):
+        (folder / INDEX_FILE).unlink(missing_ok=True)
+    for name in names:
+        _unfinished(folder, name).replace(folder / name)
     if len(files) > 1:
         weight_map = {name: _name(number, len(files)) for number, group in enumerate(files) for name in group}
         index = {"metadata": {"total_size": sum(map(_num_bytes, senders.values()))}, "weight_map": weight_map}
-        unfinished = folder / f".{INDEX_FILE}.partial"
+        unfinished = _unfinished(folder, INDEX_FILE)
         unfinished.write_text(json.dumps(index, indent=2) + "\n")
         unfinished.replace(folder / INDEX_FILE)
         names.add(INDEX_FILE)
     for path in (folder / INDEX_FILE, folder / SINGLE_FILE, *folder.glob("model-?????-of-?????.safetensors")):
         if path.name not in names:
             path.unlink(missing_ok=True)
+    _remove_unfinished(folder)

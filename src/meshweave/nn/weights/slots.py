@@ -52,6 +52,8 @@ class ModuleTensor:
         A tensor on meta gets memory on `device`, None for the CPU, under all its names.
         """
         own = compat.local_tensor(self.tensor) if isinstance(self.tensor, DTensor) else self.tensor.detach()
+        if not own.numel():  # on a rank outside of its mesh torch has (0,) for it, of whatever dims it is
+            part = part.new_empty(own.shape)
         if own.device.type != "meta":
             own.copy_(part)
             return
@@ -68,9 +70,22 @@ class ModuleTensor:
             setattr(module, name, made)
 
 
+def plain_name(name: str) -> str:
+    """Return the name of a tensor without those of modules that torch puts around others.
+
+    These are the wrapper of activation checkpointing and the module that `torch.compile` returns.
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+
+
 def slots_of(module: nn.Module) -> list[ModuleTensor]:
-    """Return the parameters and persistent buffers of a module, each once with all of its names."""
-    persistent = set(module.state_dict(keep_vars=True))
+    """Return the parameters and persistent buffers of a module, each once with all of its names.
+
+    Names are plain (`plain_name`).
+    """
     by_tensor: dict[int, tuple[Tensor, list[str], list[tuple[nn.Module, str]]]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         own = [
@@ -78,9 +93,8 @@ def slots_of(module: nn.Module) -> list[ModuleTensor]:
             *owner.named_buffers(recurse=False, remove_duplicate=False),
         ]
         for name, tensor in own:
-            full = f"{prefix}.{name}" if prefix else name
-            if full in persistent:
+            if name not in owner._non_persistent_buffers_set:
                 _, names, owners = by_tensor.setdefault(id(tensor), (tensor, [], []))
-                names.append(full)
+                names.append(plain_name(f"{prefix}.{name}" if prefix else name))
                 owners.append((owner, name))
     return [ModuleTensor(tuple(names), tensor, tuple(owners)) for tensor, names, owners in by_tensor.values()]

@@ -1,0 +1,37 @@
+"""What the ranks of test_training_state run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+import meshweave as mw
+
+
+def on_more_ranks(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Load what one rank saved; save and load what rank 1 has alone, and stages whose optimizers know names."""
+    folder, model = Path(payload["folder"]), nn.Linear(2, 2)
+    torch.manual_seed(0)
+    state = mw.nn.TrainingState([model], torch.optim.AdamW(model.parameters()), rank=context.rank, places=1)
+    state.load(mw.Checkpoints(folder / "one"), 1)
+    drawn = torch.rand(1).item()
+
+    mesh = DeviceMesh("cpu", [1])
+    value = nn.Parameter(distribute_tensor(torch.full((), 3.0), mesh, [Replicate()]))
+    checkpoints, whole = mw.Checkpoints(folder / "some"), torch.zeros(())
+    checkpoints.save(1, {"value": value})
+    checkpoints.load(1, {"value": whole})
+
+    stage = nn.ModuleDict({f"layer{context.rank}": nn.Linear(2, 2)})
+    optimizer = torch.optim.AdamW(stage.named_parameters())
+    state = mw.nn.TrainingState([stage], optimizer, rank=context.rank)
+    state.save(checkpoints, 2)
+    wanted = torch.rand(2)
+    state.load(checkpoints, 2)
+    return {"drawn": drawn, "value": float(whole), "again": torch.equal(torch.rand(2), wanted)}
