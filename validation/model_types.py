@@ -32,6 +32,7 @@ from meshweave.describe.model import Transformer
 from meshweave.describe.model import config_features as features
 from meshweave.describe.model.hugging_face import transformer_from_config
 from meshweave.describe.model.model_types import known_model_types, model_type_table
+from meshweave.describe.model.routed_config import DEFAULTED, FAMILIES
 from meshweave.describe.model.window_rules import WINDOW_FORMS, WindowRule
 
 ROOT = Path(__file__).parents[1]
@@ -122,12 +123,33 @@ def _defaults(name: str, config: dict[str, Any]) -> dict[str, Any]:
         except Exception:  # such sizes may not go together
             probes.append(config)
     kept = {}
-    for key in sorted(_DEFAULTS & config.keys()):
+    of_heads = set(features.KV_HEADS) if config.get("multi_query") else set()
+    for key in sorted((_DEFAULTS - of_heads) & config.keys()):
         value = config[key]
         has_word = isinstance(value, bool) or not (features.is_off(value) or isinstance(value, list))
         if has_word and all(probe.get(key) == value for probe in probes):
             kept[key] = value
     return kept
+
+
+def routed_defaults(name: str) -> dict[str, Any]:
+    """Return the keys that count where a config with experts leaves them out: those that no size changes."""
+    if name not in CONFIG_MAPPING:
+        return {}
+    config = default_config(name)
+    probes = [default_config(name, **{key: 2 * config[key]}) for key in _SIZES]
+    kept = {
+        key: config[key]
+        for key in DEFAULTED
+        if config.get(key) is not None and all(probe.get(key) == config[key] for probe in probes)
+    }
+    parts = config.get("mlp_layer_types") or ()
+    if "first_k_dense_replace" not in kept and "sparse" in parts:
+        kept["first_k_dense_replace"] = parts.index("sparse")
+    return kept
+
+
+_SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers")
 
 
 def _biases(model: torch.nn.Module) -> list[str]:
@@ -264,10 +286,12 @@ def write_catalog(known: dict[str, Any], not_causal: list[str]) -> None:
     rules = {name: rule for name in names if (rule := fitted_rule(name)) is not None}
     windows = ",\n".join(f"{json.dumps(name)}: {json.dumps(asdict(rule))}" for name, rule in rules.items())
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(known[name])}" for name in sorted(known))
+    found = {name: defaults for name in sorted(FAMILIES) if (defaults := routed_defaults(name))}
+    routed = ",\n".join(f"{json.dumps(name)}: {json.dumps(defaults)}" for name, defaults in found.items())
     CATALOG.write_text(
         f'{{"transformers": {json.dumps(transformers.__version__)},\n'
         f'"not_causal": {json.dumps(sorted(not_causal))},\n'
-        f'"windows": {{\n{windows}\n}},\n"known": {{\n{lines}\n}}}}\n'
+        f'"windows": {{\n{windows}\n}},\n"routed": {{\n{routed}\n}},\n"known": {{\n{lines}\n}}}}\n'
     )
     model_type_table.cache_clear()
 

@@ -5,8 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.model import load_model
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave_studies.matrix.device_meshes import (
@@ -123,3 +124,9 @@ def test_devices_without_a_link_between_them_pass_through_others() -> None:
     assert mesh_bandwidth(ring, (2, 2)).first_link == 10  # ranks 0 and 2: both rings use each link
     assert mesh_bandwidth(ring, (2, 2)).second_link == 10
     assert mesh_bandwidth(ring, (4, 1)).first_link == 20
+
+
+def test_a_model_with_experts_is_not_that_of_equation_2() -> None:
+    """Its all-reduces were those of attention alone."""
+    with pytest.raises(UnsupportedError, match="mixtral-8x7b has experts"):
+        rank_meshes(load_cluster("dgx-h100"), load_model("mixtral-8x7b"), Workload(4, 64))

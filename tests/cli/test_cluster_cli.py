@@ -43,6 +43,8 @@ def test_without_a_file_the_text_is_printed(capsys: pytest.CaptureFixture[str]) 
         (["--chip", "tpu v6e"], "in a torus"),
         (["--chip", "h100", "--nic", "fast"], "neither chips a host nor NICs"),
         (["--chip", "h100", "--hosts", "0"], "hosts"),
+        (["--chip", "h100", "--name", "a\nb = 3"], "--name 'a\\nb = 3' is not valid"),
+        (["--chip", "h100", "--name", "x" * 201], "printable characters, 200 at most"),
     ],
 )
 def test_mistakes_are_told_in_a_line(

@@ -86,6 +86,54 @@ def test_words_that_are_no_value_of_an_option_may_be_empty(
     assert "empty word" not in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("plans")
+    made = {name: str(folder / f"{name}.json") for name in ("STEP", "PRODUCTS")}
+    common = ["--cluster", "dgx-h100:4", "--batch", "4", "--sequence", "64", "--json"]
+    assert run_app(["plan", "llama-2-7b", *common, "--fix", "dp=4", "--out", made["STEP"]]) == 0
+    products = ["--products", "--algorithms", "collective", "--out", made["PRODUCTS"]]
+    assert run_app(["plan", "llama-2-7b", *common, *products]) == 0
+    program = folder / "program.txt"
+    program.write_text('program("p")\ntp = mesh((2,), ("x",))\n')
+    return {**made, "PROGRAM": str(program)}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("simulate STEP --layer ff1x", "simulate STEP --algorithm all", "simulate STEP --mesh 2x2"),
+        *("simulate STEP --pass forward", "simulate STEP --set m=4", "simulate STEP --config 1"),
+        *("simulate STEP --logical", "simulate STEP --lower rings", "simulate PRODUCTS --place 2"),
+        *("simulate PRODUCTS --set m=4", "simulate PRODUCTS --config 1"),
+        *(f"simulate 1f1b --cluster dgx-h100 {each}" for each in ("--layer out", "--mesh 2x2", "--place 2")),
+        *("simulate PROGRAM --cluster dgx-h100 --set m=4", "show PROGRAM --config 1", "show PROGRAM --m 3"),
+        *("show 1f1b --m 3", "show 1f1b --dataflow ls", "show meshslice --set m=64 --m 32"),
+        *("verify cannon --ranks 9", "verify cannon --layer ff1", "verify PRODUCTS --set m=3"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    capsys: pytest.CaptureFixture[str], plans: dict[str, str], command: str
+) -> None:
+    capsys.readouterr()
+    words = [plans.get(word, word) for word in command.split()]
+    assert run_app(words) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert "changes nothing" in said.err or "are of algorithms" in said.err
+
+
+@pytest.mark.parametrize("redirected", [">/dev/full", ">&-"])
+@pytest.mark.parametrize("args", ["catalog models gpt3", "catalog --json", "catalog"])
+def test_output_that_cannot_be_written_is_one_line(redirected: str, args: str) -> None:
+    code = f"import sys; from meshweave.cli import main; main({args.split()!r})"
+    command = ["sh", "-c", f'"$0" -c "$1" {redirected}', sys.executable, code]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    is_full = redirected != ">&-"
+    assert done.returncode == (2 if is_full else 0), done.stderr
+    assert done.stderr == ("error: stdout: cannot write: No space left on device\n" if is_full else "")
+
+
 def test_interrupted_before_anything_was_written(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

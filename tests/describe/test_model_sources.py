@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,3 +64,11 @@ def test_an_id_of_a_hub_is_read_from_the_cache_or_the_line_says_how_to_get_it(
             load_model(name)
     with pytest.raises(DescriptionError, match=r"no such file$"):
         load_model("folder/plan.toml")
+
+
+def test_a_key_stands_once_in_a_table_of_json(tmp_path: Path) -> None:
+    """As in TOML: of two values the last one counted, and nothing was said."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG)[:-1] + ', "hidden_size": 128}')
+    with pytest.raises(DescriptionError, match="is not valid JSON: the key 'hidden_size' stands twice"):
+        load_model(path)

@@ -65,6 +65,40 @@ def test_windows_are_those_of_some_layers_or_all(tmp_path: Path) -> None:
     assert words in said(tmp_path, model_type="mine", sliding_window=64, max_window_layers=9)
 
 
+def test_a_list_of_kinds_is_of_the_layers_that_there_are() -> None:
+    """A config whose number of layers was lowered kept the windows of all: each of its layers had one."""
+    names = ["sliding_attention", "full_attention"] * 13
+    gemma = {**LLAMA, "model_type": "gemma2", "sliding_window": 4096, "layer_types": names, "head_dim": 256}
+    model = transformer_from_config({**gemma, "num_hidden_layers": 4}, "config.json")
+    assert [(count, kind.architecture.window) for count, kind in model.kinds] == [(2, 4096), (2, None)]
+    with pytest.raises(DescriptionError, match="layer_types: names the kinds of 26 layers, and there are 32"):
+        transformer_from_config(gemma, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tie_word_embeddings", "true"), ("attention_bias", 1), ("multi_query", "no"), ("sliding_window", "4096"),
+        ("sliding_window", 4096.5), ("sliding_window", -2), ("sliding_window", True),
+        ("max_position_embeddings", "8192"), ("n_ctx", float("inf")),
+    ],
+)  # fmt: skip
+def test_values_of_a_wrong_type_do_not_count_as_left_out(key: str, value: object) -> None:
+    with pytest.raises(DescriptionError, match=f"{key}: .* is not valid; give "):
+        transformer_from_config({**LLAMA, key: value}, "config.json")
+
+
+def test_heads_of_keys_without_multi_query_are_all_heads() -> None:
+    sizes = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+    read = {
+        flag: transformer_from_config(
+            {"model_type": "gpt_bigcode", "multi_query": flag, **sizes}, "config.json"
+        )
+        for flag in (False, True)
+    }
+    assert (read[False].num_kv_heads, read[True].num_kv_heads) == (12, 1)
+
+
 def test_a_vocabulary_left_out_is_that_of_the_class_or_missed() -> None:
     sizes = {key: value for key, value in LLAMA.items() if key != "vocab_size"}
     for name, vocabulary in (("llama", 32000), ("gemma3_text", 262208)):

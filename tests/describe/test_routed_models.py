@@ -16,6 +16,7 @@ from meshweave.describe.model.architecture import Architecture
 from meshweave.describe.model.hugging_face import transformer_from_config
 from meshweave.describe.model.memory import step_flops
 from meshweave.describe.model.model_file import model_table, transformer_from
+from meshweave.describe.model.model_types import model_type_table
 from meshweave.describe.model.routed_architecture import routing_of
 from meshweave.describe.model.routed_config import FAMILIES
 from meshweave.describe.model.transformer import Transformer
@@ -154,11 +155,39 @@ def test_a_table_of_a_model_is_read_as_that_model() -> None:
         ({"num_experts_per_tok": None}, DescriptionError, "missing"),
         ({"num_key_value_heads": 5}, DescriptionError, "does not divide"),
         ({"num_local_experts": "many"}, DescriptionError, "not valid"),
+        ({"num_local_experts": None}, DescriptionError, "n_routed_experts: missing"),
+        ({"mlp_layer_types": ["sparse"] * 3}, DescriptionError, "mlp_layer_types: names 3 layers"),
+        (
+            {"layer_types": ["full_attention"] * 3},
+            DescriptionError,
+            "names the kinds of 3 layers, and there are 32",
+        ),
+        ({"tie_word_embeddings": "false"}, DescriptionError, "tie_word_embeddings: 'false' is not valid"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(changed: dict[str, Any], error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         read({**MIXTRAL, **changed})
+
+
+def test_keys_left_out_are_those_of_the_class() -> None:
+    """A config of deepseek_v3 without `first_k_dense_replace` had three times its parameters in four layers."""
+    registry = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    for name, defaults in model_type_table()["routed"].items():
+        own = json.loads(registry[name]().to_json_string(use_diff=False))
+        own["num_experts_per_tok"] = own.get("num_experts_per_tok") or 2  # deepseek_v2 has no default
+        whole = transformer_from_config(own, name)
+        for key in {"mlp_layer_types", *defaults}:
+            read = transformer_from_config({each: own[each] for each in own if each != key}, name)
+            assert read.layers == whole.layers, (name, key)
+            assert read.num_parameters == whole.num_parameters, (name, key)
+
+
+def test_a_plan_of_a_model_with_a_long_config_is_read_again() -> None:
+    names = [f"model.layers.{number}.block_sparse_moe.gate" for number in range(5000)]
+    model = read({**MIXTRAL, "quantization_config": {"modules_to_not_convert": names}})
+    assert len(model.config) > 100_000
+    assert transformer_from(model_table(model), "plan") == model
 
 
 def test_what_has_no_price_is_said() -> None:

@@ -57,6 +57,13 @@ def test_what_is_not_a_llama() -> None:
         llama_parameters(replace(llama, vocab_size=None))
 
 
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v3", "gpt-oss-20b"])
+def test_experts_are_not_left_out_of_a_state_dict(name: str) -> None:
+    """Of Mixtral's 46.7 billion parameters 7.2 were moved, and of DeepSeek-V3's 671 billion 37.4."""
+    with pytest.raises(UnsupportedError, match="it has experts; only the state dicts of Llama"):
+        llama_parameters(load_model(name))
+
+
 def test_a_trainer_shards_rows_of_what_tp_has_sharded() -> None:
     """Rank 3 is (1, 1): the second quarter of the second half."""
     assert trainer_layout(ROWS, TRAINER).intervals((16, 8), 3) == (((10, 12),), ((0, 8),))

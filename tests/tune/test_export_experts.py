@@ -194,6 +194,7 @@ def test_what_megatron_has_no_argument_for_is_refused_by_name(
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(RULES)))
 def test_a_family_whose_router_is_not_known_is_refused(family: str) -> None:
     config = drawn("qwen3_moe", random.Random(1)) | {"model_type": family, "intermediate_size_mlp": 64}
+    config |= {"sliding_window": None}
     config |= {"shared_intermediate_size": 64} if "shared" in family else {}
     assert routing_of(config) is None
     with pytest.raises(UnsupportedError, match=f"how the router of model_type {family} weighs"):

@@ -249,3 +249,18 @@ def test_one_product_can_be_tuned_by_itself() -> None:
         tune_product(entry, replace(problem, mesh_shape=(2, 8)), machine)
     with pytest.raises(UnsupportedError, match="no dataflow ls; it has os"):
         tune_product(OutputStationaryOnly(), problem, machine)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mixtral-8x7b", ["products of experts left out"]),
+        ("deepseek-v3", ["products of experts left out", "the first 3 of 61 layers, without experts"]),
+        ("llama-2-7b", []),
+    ],
+)
+def test_a_plan_of_products_says_what_of_the_model_it_leaves_out(name: str, said: list[str]) -> None:
+    plan = plan_model(load_model(name), load_cluster("dgx-h100:8"), Workload(8, 64), ("collective",))
+    own = load_model(name).not_priced_at(64)
+    assert plan.not_priced[len(said) :] == own
+    assert all(words in text for words, text in zip(said, plan.not_priced, strict=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -18,14 +19,26 @@ def main(args: list[str] | None = None) -> None:
         from meshweave.cli.app import run_app
 
         status = run_app(sys.argv[1:] if args is None else args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # else it was closed before
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader of a pipe has left; nothing is wrong
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         status = 0
+    except OSError as error:  # of what is printed: outputs and inputs have errors of their own
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise
+        _forget_output()
+        print(f"error: stdout: cannot write: {error.strerror}", file=sys.stderr)
+        status = 2
     except KeyboardInterrupt:  # before a verb began
         print("interrupted; nothing was written", file=sys.stderr)
         status = 130
     sys.exit(status)
+
+
+def _forget_output() -> None:
+    """Let what stdout still holds go nowhere, where it cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:

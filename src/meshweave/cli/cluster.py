@@ -12,10 +12,14 @@ from meshweave.base.errors import DescriptionError
 from meshweave.base.outputs import write_file
 from meshweave.calibrate.cluster_toml import to_toml
 from meshweave.cli.options import JSON_HELP, OutputOption, print_json
+from meshweave.describe.files import format_value
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.machine.cluster_phrase import usual_host
 from meshweave.describe.machine.cluster_table import cluster_table
 from meshweave.describe.machine.network import HostsNetwork
+
+_NAME_CHARACTERS = 200
+"""The most characters of a name that a cluster file is read with."""
 
 cluster = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make cluster files to start from.")
 
@@ -59,6 +63,10 @@ def new(
     if nic:
         phrase += f", {nics or per_host} x {nic}"
     made = load_cluster(phrase)
+    if name is not None and not (name.isprintable() and len(name) <= _NAME_CHARACTERS):
+        raise DescriptionError(
+            f"--name {format_value(name)} is not valid; give printable characters, {_NAME_CHARACTERS} at most"
+        )
     made = replace(made, name=name or made.name)
     text = to_toml(made, [f"{made.name}: numbers of the catalog's {entry} but for what was asked"])
     if out is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, printable
 from meshweave.cli.options import read_program
 from meshweave.ir.program import Program
 
@@ -71,6 +71,10 @@ def read_program_or_entry(source: str, settings: list[str], config: int) -> Prog
     Raises MeshweaveError where there is none, or a setting is wrong.
     """
     if is_file(source):
+        if settings or config:
+            raise LayoutError(
+                f"{printable(source)} is a program, which has its sizes: --set and --config are of algorithms"
+            )
         return read_program(source)
     entry, problem = read_entry(source, settings)
     chosen = next(islice(entry.candidates(problem), min(config, sys.maxsize), None), None)

@@ -20,6 +20,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from typing import Any, TypeVar, get_type_hints
 
+from meshweave.base.errors import DescriptionError, printable
+
 Result = TypeVar("Result")
 
 
@@ -62,3 +64,21 @@ def _fields_as_parameters(group: type) -> list[inspect.Parameter]:
             )
         )
     return parameters
+
+
+def refuse_given(options: Any, names: tuple[str, ...], what: str, why: str) -> None:
+    """Raise DescriptionError where an option that would change nothing is given: one that is not at its default.
+
+    Args:
+        options: a group of options.
+        names: its fields that do not count.
+        what: the subject of the command, and `why` what it is: "plan.json", "is the plan of a step".
+    """
+    hints = get_type_hints(type(options), include_extras=True)
+    for field in fields(options):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name in names and getattr(options, field.name) != default:
+            declared = hints[field.name].__metadata__[0]
+            names_of = (declared.default, *(declared.param_decls or ()), f"--{field.name.replace('_', '-')}")
+            option = next(name for name in names_of if isinstance(name, str) and name.startswith("--"))
+            raise DescriptionError(f"{option} changes nothing: {printable(what)} {why}; leave it out")

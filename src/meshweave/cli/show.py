@@ -13,7 +13,7 @@ from meshweave.algorithms.table import ALGORITHMS, PRODUCTS_2D
 from meshweave.base.errors import LayoutError, ProgramError, printable
 from meshweave.base.limits import CHECKED_STEPS, LISTED_STEPS, PROGRAM_BYTES
 from meshweave.cli.entries import ConfigOption, SettingsOption, is_file, read_program_or_entry
-from meshweave.cli.option_fields import with_options
+from meshweave.cli.option_fields import refuse_given, with_options
 from meshweave.cli.options import JSON_HELP, is_plan_text, print_json, read_mesh, read_plan, read_slices
 from meshweave.describe.files import format_value, read_text
 from meshweave.execute.jax.source import jax_source
@@ -24,6 +24,8 @@ from meshweave.ir.program.text import op_to_text, to_text
 from meshweave.ir.work import traffic
 from meshweave.lower import lower_rings, write_out_per_rank
 
+_OF_A_PRODUCT = ("dataflow", "m", "n", "k", "mesh", "slices", "block", "dtype")
+"""The options that choose a 2D product."""
 MAX_SIZE = 2**40
 """More elements along a dim than anything has; a slip of the keyboard."""
 
@@ -90,6 +92,8 @@ def show(
     if options.rings not in (0, 1, 2):
         raise LayoutError(f"a ring runs in 1 or 2 directions, or 0 for none, not {options.rings}")
     if options.settings or options.config or not _is_product(what):
+        why = "is given by --set and --config here" if _is_product(what) else "is no 2D product"
+        refuse_given(options, _OF_A_PRODUCT, what, why)
         program = read_program_or_entry(what, options.settings, options.config)
     else:
         program = _product(

@@ -15,7 +15,7 @@ from meshweave.base.limits import SIMULATED_RANKS
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s, to_s
 from meshweave.cli.entries import read_program_or_entry
-from meshweave.cli.option_fields import with_options
+from meshweave.cli.option_fields import refuse_given, with_options
 from meshweave.cli.options import (
     print_json,
     read_mesh,
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from meshweave.tune.cases import SimulatedCase, SimulationCase
 
 _TOP_LINKS = 5
+_OF_PRODUCTS = ("layer", "passes", "algorithms", "mesh")
+"""The options that choose among the products of a plan."""
 
 
 @with_options
@@ -67,6 +69,7 @@ def simulate(
         limits = False  # sizes of a plan agree with each other
         cases = _plan_cases(what, machine, options)
     else:
+        refuse_given(options, (*_OF_PRODUCTS, "place"), what, "is no plan")
         cases = [read_program_case(what, machine)]
         if not options.fast:
             _refuse_in_detail(cases[0])
@@ -105,8 +108,14 @@ def _plan_cases(what: str, machine: MachineOptions, options: PlannedOptions) -> 
     from meshweave.tune.step_cases import step_case
 
     plan = read_plan(what)
+    refuse_given(machine, ("settings", "config"), what, "is a plan, and no algorithm")
     if plan.kind == "step":
+        refuse_given(options, _OF_PRODUCTS, what, "is the plan of a step, and has no products")
+        refuse_given(
+            machine, ("logical", "lower"), what, "is the plan of a step, whose program is written as it runs"
+        )
         return [step_case(plan, machine.cluster, options.place)]
+    refuse_given(options, ("place",), what, "is a plan of products, and ranks no steps")
     best = [plan.best.algorithm]
     return plan_cases(
         plan,

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshweave.cli.entries import SettingsOption, is_file, read_entry
-from meshweave.cli.option_fields import with_options
+from meshweave.cli.option_fields import refuse_given, with_options
 from meshweave.cli.options import JSON_HELP, print_json, progress_bar, read_names, read_plan
 from meshweave.report.tables import text_console, text_table
 
 if TYPE_CHECKING:
     from meshweave.check import VerifyReport
+
+
+_OF_A_PLAN = ("ranks", "layer", "algorithms", "max_dim", "rings", "seed", "timeout")
+"""The options that choose products of a plan, and how they are run."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,9 @@ def verify(
     from meshweave import check
 
     if not is_file(what):
+        refuse_given(options, _OF_A_PLAN, what, "is an algorithm, which is proved in this process")
         return _verify_entry(what, options.settings, options.json)
+    refuse_given(options, ("settings",), what, "is a plan, and no algorithm")
     verify_plan = partial(
         check.verify,
         read_plan(what),

@@ -12,6 +12,7 @@ import re
 import stat
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, get_args
@@ -188,7 +189,7 @@ def parse_table(text: str, file: str | Path, kind: str) -> dict[str, Any]:
         if parts > KEY_PARTS.most:
             fail(file, "", KEY_PARTS.refusal(parts))
     try:
-        data = tomllib.loads(text) if kind == "toml" else json.loads(text)
+        data = tomllib.loads(text) if kind == "toml" else json.loads(text, object_pairs_hook=_table_of)
     except RecursionError:
         fail(file, "", NESTING.refusal())
     except ValueError as error:
@@ -197,6 +198,16 @@ def parse_table(text: str, file: str | Path, kind: str) -> dict[str, Any]:
         fail(file, "", f"holds {format_value(data)}, not a table of keys and values")
     _check_extent(data, file)
     return data
+
+
+def _table_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a table of JSON. Raises ValueError where a key stands twice in it, as TOML does."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"the key '{printable(twice[:60])}' stands twice in a table")
+    return table
 
 
 _KEY = re.compile(

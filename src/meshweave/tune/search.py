@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -118,10 +118,20 @@ def plan_model(
         dtype=workload.dtype,
         candidates=tuple(_candidates(search, names, shapes, progress)),
         note=_note(missing_text),
-        not_priced=model.not_priced_at(workload.sequence),
+        not_priced=(*_left_out(model), *model.not_priced_at(workload.sequence)),
         description=describe(model, cluster),
         unmeasured=unmeasured_kernels(cluster.chip, workload.dtype),
     )
+
+
+def _left_out(model: Transformer) -> Iterator[str]:
+    """Yield which products of a model are in no plan of products, a few words each."""
+    if model.is_routed:
+        yield "products of experts left out: `meshweave plan` without --products prices them"
+    if len(model.layers) > 1:
+        count, graph = model.layers[0]
+        which = "with experts" if graph.num_experts > 1 else "without experts"
+        yield f"the block is that of the first {count} of {model.num_layers} layers, {which}"
 
 
 def _note(missing: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshweave.base.errors import printable
-from meshweave.describe.files import format_value
+from meshweave.describe.files import Problem, format_value
 from meshweave.describe.model.architecture import NotPriced, positions_not_priced
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -79,6 +79,13 @@ DEFINING = {
 }  # fmt: skip
 """Keys that change a model, and no product of it nor bytes worth counting."""
 
+FLAGS = (
+    "tie_word_embeddings", "multi_query", "new_decoder_architecture", "use_sliding_window", "attention_bias",
+    "attention_out_bias", "mlp_bias", "use_bias", "bias", "enable_bias", "no_bias", "use_qkv_bias", "qkv_bias",
+    "qk_layernorm", "use_qk_norm", "use_parallel_residual", "parallel_attn", "alibi",
+)  # fmt: skip
+"""Keys that are read as true or false."""
+
 SAID = {
     "attn_logit_softcapping": "soft cap of {} on attention scores not priced",
     "final_logit_softcapping": "soft cap of {} on logits not priced",
@@ -132,6 +139,21 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 def is_off(value: object) -> bool:
     """Return whether a config's value means that the feature of its key is absent or turned off."""
     return value is None or value is False or value in (0, "", [], {}, "none")
+
+
+def wrong_types(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the errors in flags, windows and most positions of a config, which would else count as left out.
+
+    A window, or most positions, of -1 means none.
+    """
+    for key in FLAGS:
+        if not isinstance(data.get(key, False), bool | None):
+            yield Problem(key, f"{format_value(data[key])} is not valid; give true or false")
+    for key in (*WINDOWS, *MAX_POSITIONS):
+        value = data.get(key)
+        is_whole = type(value) is int and value >= -1
+        if isinstance(value, str | bool | int | float) and value is not False and not is_whole:
+            yield Problem(key, f"{format_value(value)} is not valid; give a whole number of tokens")
 
 
 def refusal(data: Mapping[str, Any], *, is_known: bool) -> str | None:

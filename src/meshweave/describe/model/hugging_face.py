@@ -22,6 +22,7 @@ from meshweave.describe.model.config_features import (
     LAYERS,
     not_priced,
     refusal,
+    wrong_types,
 )
 from meshweave.describe.model.model_types import (
     KnownModelType,
@@ -61,6 +62,7 @@ def transformer_from_config(data: dict[str, Any], file: str | Path) -> Transform
         config.ffn_hidden(hidden),
         config.required(("vocab_size",), "the size of the vocabulary"),
     )
+    config.problems += wrong_types(data)
     if not config.problems:
         config.problems += head_problems(hidden, heads, kv_heads, head_dim, "num_key_value_heads")
     if config.problems:

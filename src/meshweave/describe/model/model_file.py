@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from meshweave.base.errors import DescriptionError, printable
+from meshweave.base.limits import FILE_BYTES
 from meshweave.describe.catalog import catalog_text, models
 from meshweave.describe.files import (
     FileModel,
@@ -53,7 +54,7 @@ def _require_json_table(text: str) -> str:
     raise ValueError("no table of JSON")
 
 
-JsonTable = Annotated[str, Field(max_length=100_000), AfterValidator(_require_json_table)]
+JsonTable = Annotated[str, Field(max_length=FILE_BYTES.most), AfterValidator(_require_json_table)]
 
 
 class ArchitectureFile(FileModel):

@@ -17,9 +17,9 @@ from meshweave.base.limits import STEP_LAYERS
 from meshweave.describe.files import Problem, fail_with_all, format_value
 from meshweave.describe.model.architecture import Norm as NormKind
 from meshweave.describe.model.architecture import NotPriced
-from meshweave.describe.model.config_features import is_off, not_priced, other_layers
+from meshweave.describe.model.config_features import is_off, not_priced, other_layers, wrong_types
 from meshweave.describe.model.layer import LayerGraph
-from meshweave.describe.model.model_types import model_type_of
+from meshweave.describe.model.model_types import model_type_of, model_type_table
 from meshweave.describe.model.routed import (
     FeedForward,
     GroupedHeads,
@@ -47,6 +47,15 @@ _READ = {
     "router_aux_loss_coef",
 }  # fmt: skip
 """Keys that are read here, or change nothing that a price knows."""
+DEFAULTED = (
+    "num_key_value_heads", "head_dim", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "v_head_dim", "attention_bias", "qkv_bias", "use_qk_norm", "tie_word_embeddings", "sliding_window",
+    "use_sliding_window", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts",
+    "shared_expert_intermediate_size", "shared_intermediate_size", "moe_layer_interval", "moe_layer_start_index",
+    "decoder_sparse_step", "interleave_moe_layer_step", "first_k_dense_replace", "mlp_only_layers", "n_group",
+    "topk_group",
+)  # fmt: skip
+"""Keys of which the catalog has the default of each class of transformers, for configs that leave them out."""
 _WINDOWED = ("sliding_attention", "chunked_attention")
 
 
@@ -61,8 +70,6 @@ class RoutedFamily:
             `use_qk_norm` of a config go before the first two.
         norm: the kind of the norms.
         expert_biases, router_parameters: as in `routed.RoutedExperts`.
-        tied: whether embeddings are tied where a config does not say.
-        head_dim: the size of a head where a config does not say; 0 for hidden over heads.
     """
 
     inner: str = "moe_intermediate_size"
@@ -73,8 +80,6 @@ class RoutedFamily:
     sinks: bool = False
     expert_biases: bool = False
     router_parameters: int = 0
-    tied: bool = False
-    head_dim: int = 0
 
 
 _LATENT = RoutedFamily()
@@ -87,20 +92,18 @@ FAMILIES: Mapping[str, RoutedFamily] = {
     "deepseek_v3": _LATENT,
     "kimi_k2": _LATENT,
     "glm4_moe_lite": _LATENT,
-    "gpt_oss": replace(
-        _WHOLE, biases=("qkv", "out"), sinks=True, expert_biases=True, router_parameters=1, head_dim=64
-    ),
-    "llama4_text": replace(_WHOLE, dense="intermediate_size_mlp", head_dim=128),
+    "gpt_oss": replace(_WHOLE, biases=("qkv", "out"), sinks=True, expert_biases=True, router_parameters=1),
+    "llama4_text": replace(_WHOLE, dense="intermediate_size_mlp"),
     "olmoe": replace(_WHOLE, qk_norm="joint"),
     "phimoe": replace(_WHOLE, norm="layer"),
     "granitemoe": _WHOLE,
     "granitemoeshared": _WHOLE,
     "granitemoe_swa": replace(_WHOLE, sinks=True),
     "glm4_moe": RoutedFamily(),
-    "solar_open": RoutedFamily(head_dim=128),
+    "solar_open": RoutedFamily(),
     "minimax_m2": replace(_WHOLE, qk_norm="joint"),
     "mellum": RoutedFamily(qk_norm="head"),
-    "ernie4_5_moe": RoutedFamily(router_parameters=1, tied=True),
+    "ernie4_5_moe": RoutedFamily(router_parameters=1),
     "exaone_moe": RoutedFamily(qk_norm="head"),
     "hy_v3": RoutedFamily(qk_norm="head"),
     "flint": RoutedFamily(qk_norm="head", sinks=True),
@@ -108,8 +111,9 @@ FAMILIES: Mapping[str, RoutedFamily] = {
 
 
 def is_routed(data: Mapping[str, Any]) -> bool:
-    """Return whether a config is of a family in `FAMILIES`, and has experts."""
-    return model_type_of(data) in FAMILIES and any(not is_off(data.get(key)) for key in _COUNT)
+    """Return whether a config is of a family in `FAMILIES`, and does not say that it has no experts."""
+    stated = [data[key] for key in _COUNT if data.get(key) is not None]
+    return model_type_of(data) in FAMILIES and (not stated or any(not is_off(count) for count in stated))
 
 
 def routed_transformer(data: dict[str, Any], name: str, file: str) -> Transformer:
@@ -123,7 +127,9 @@ def routed_transformer(data: dict[str, Any], name: str, file: str) -> Transforme
     if (reason := other_layers(data)) is not None:
         raise UnsupportedError(f"{file}: {reason}")
     family = FAMILIES[model_type_of(data)]
+    data = {**model_type_table()["routed"].get(model_type_of(data), {}), **data}
     config = _RoutedReader(data, family)
+    config.problems += wrong_types(data)
     count = config.size("num_hidden_layers")
     if count > STEP_LAYERS.most:
         config.problems.append(Problem("num_hidden_layers", STEP_LAYERS.refusal(count)))
@@ -146,7 +152,7 @@ def routed_transformer(data: dict[str, Any], name: str, file: str) -> Transforme
         vocabulary,
         True,
         file,
-        bool(data.get("tie_word_embeddings", family.tied)),
+        bool(data.get("tie_word_embeddings")),
         routed_architecture(data, runs),
         not_priced=tuple(config.not_priced()),
         layers=runs,
@@ -195,7 +201,11 @@ class _RoutedReader:
         data = self.data
         kinds = data.get("mlp_layer_types")
         if isinstance(kinds, list):
-            return number < len(kinds) and kinds[number] in ("sparse", "moe")
+            if number >= len(kinds):
+                text = f"names {len(kinds)} layers, and there are more; give one for each"
+                self.problems.append(Problem("mlp_layer_types", text))
+                return False
+            return kinds[number] in ("sparse", "moe")
         if isinstance(data.get("moe_layers"), list):
             return number in data["moe_layers"]
         dense = data.get("mlp_only_layers") or []
@@ -251,14 +261,13 @@ class _RoutedReader:
                 Problem("num_key_value_heads", f"{groups} does not divide the {heads} heads; give a divisor")
             )
             groups = heads
-        own = family.head_dim or hidden // heads
         qk_norm = "head" if self.data.get("use_qk_norm") and not family.qk_norm else family.qk_norm
         if model_type_of(self.data) == "llama4_text":
             qk_norm = ""  # without parameters
         return GroupedHeads(
             heads,
             groups,
-            self.size("head_dim", default=own),
+            self.size("head_dim", default=hidden // heads),
             self._window(number),
             biases=self._biases(),
             qk_norm=qk_norm,

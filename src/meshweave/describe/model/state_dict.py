@@ -41,12 +41,18 @@ def llama_parameters(model: Transformer) -> tuple[Parameter, ...]:
     """Return the parameters of a Llama of these sizes, in the order of its modules; without a head if it is tied.
 
     Raises:
-        UnsupportedError: the FFN is not gated, or the module of a weight is not known.
+        UnsupportedError: the FFN is not gated, layers differ or have experts, or the module of a weight is not
+            known.
         DescriptionError: the vocabulary is unknown, or there are more than `base.limits.MODEL_TENSORS` tensors.
     """
     if not model.gated_ffn:
         raise UnsupportedError(
             f"model {model.name}: its FFN is not gated; only the state dicts of Llama and its kin are known"
+        )
+    if model.is_routed or len(model.layers) > 1:
+        what = "it has experts" if model.is_routed else "its layers differ"
+        raise UnsupportedError(
+            f"model {model.name}: {what}; only the state dicts of Llama and its kin are known"
         )
     if model.vocab_size is None:
         raise DescriptionError(f"model {model.name}: vocab_size is missing, which its embedding needs")

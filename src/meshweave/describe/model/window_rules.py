@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.limits import STEP_LAYERS
-from meshweave.describe.files import format_value
+from meshweave.describe.files import fail, format_value
 from meshweave.describe.model.config_features import layer_kinds, window_of
 from meshweave.describe.model.model_types import model_type_of, model_type_table
 
@@ -76,13 +76,23 @@ def window_rule(name: str) -> WindowRule | None:
 def with_layer_kinds(data: dict[str, Any], count: int, file: str) -> dict[str, Any]:
     """Return a config of `count` layers with `layer_types`, where its family has a rule and it has a window.
 
-    One that names the kinds of its layers, or has more layers than a step is priced of, is returned as it is.
+    Of one that names the kinds of more layers the first `count` are kept; one with more layers than a step is
+    priced of is returned as it is.
 
     Raises:
+        DescriptionError: the config names the kinds of fewer layers.
         UnsupportedError: which layers have the window is not known.
     """
+    named = {key: names for key, names in layer_kinds(data).items() if names}
+    for key, names in named.items():
+        if len(names) < count:
+            fail(
+                file, key, f"names the kinds of {len(names)} layers, and there are {count}; give one for each"
+            )
+    if named:
+        return {**data, **{key: data[key][:count] for key in named}}
     rule = window_rule(model_type_of(data))
-    if rule is None or layer_kinds(data) or window_of(data) is None or count > STEP_LAYERS.most:
+    if rule is None or window_of(data) is None or count > STEP_LAYERS.most:
         return data
     try:
         windowed = rule.windowed(data, count)

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout.shapes import factorisations
 from meshweave.describe.machine.cluster import Cluster
@@ -225,7 +225,14 @@ def rank_meshes(
         corrected: as in `mesh_bandwidth`.
         sharing: as in `mesh_bandwidth`.
         with_equation_4: as in `mesh_bandwidth`.
+
+    Raises:
+        UnsupportedError: the model has experts, which equation 2 does not know.
     """
+    if model.is_routed:
+        raise UnsupportedError(
+            f"{model.name} has experts, which ATP's equation 2 does not know; give a dense model"
+        )
     cluster = None if isinstance(source, CommunicationMatrix) else source
     if isinstance(source, CommunicationMatrix):
         matrix = source
