@@ -176,7 +176,9 @@ with q:
     all_reduce(g[2:, :], g[2:, :], over="q.x", lane=net)
     reduce_scatter(g[:, 1:1], g[:, :0], over="q.x", dim=1, lane=net)
     broadcast(g[:, 3:], g[:, 3:], over="q.x", root=1, lane=net)
+    broadcast(g[:0, :], x, over="q.x", root=3, lane=net)
     zero(z, lane=compute)
+    reduce(z[:q.x != 1, :], x[:0, :], over="q.x", root=1, lane=net)
     zero(p, lane=compute)
     all_to_all(z[:(q.x + 1) // 2 % 2, :], y, over="q.x", split_dim=0, concat_dim=0,
                send_sizes=(peer == (q.x + 1) % 4) * min(1, max(0, 2 - q.x)),

@@ -102,3 +102,26 @@ def trouble(context, payload):
         except UnsupportedError as refusal:
             assert "this context is broken: an earlier run in it failed" in str(refusal)
             raise error from None
+
+
+GATHER = """
+program("gather")
+q = mesh((2,), ("x",))
+X = tensor((2,), "int64")
+x = input(X, q[S(0)])
+y = output(X, q[R])
+net = lane()
+with q:
+    all_gather(y, x, over="q.x", dim=0, lane=net)
+"""
+
+
+def begun_and_run(context, payload):
+    """What a transfer that was begun gives, and then a run on other inputs that follows without its end."""
+    one, taken = torch.tensor([context.rank + 1]), []
+    ours = TorchContext(liveness=context.liveness, deadline_s=30.0)
+    bound = bind(parse(GATHER), context.rank, {"x": one.clone()}, context=ours, meets=False)
+    bound.begin(lambda: taken.append([*bound.outputs["y"].tolist(), *bound.inputs["x"].tolist()]))
+    bound.run({"x": 3 * one})
+    assert taken == [[1, 2, context.rank + 1]], taken
+    return [taken[0][:2], bound.outputs["y"].tolist()]

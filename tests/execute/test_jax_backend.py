@@ -159,3 +159,69 @@ def test_too_few_devices_are_named() -> None:
     program = program_of("collective", mw.algorithms.Matmul2dProblem(8, 8, 8, (4, 8)))
     with pytest.raises(mw.errors.BindError, match="runs on 32 devices, and jax has 16"):
         run_jax(program, {})
+
+
+def test_a_reduce_leaves_what_other_members_hold() -> None:
+    prepare_jax()
+    program = mw.parse("""
+program("reduce")
+q = mesh((4,), ("x",))
+X = tensor((4, 3), "int32")
+x = input(X, q[S(0)])
+Y = tensor((4, 3), "int32")
+y = output(Y, q[S(0)])
+net = lane()
+with q:
+    copy(y, x, lane=net)
+    reduce(y, x, over="q.x", root=1, lane=net)
+    reduce(y[:, :2], x[:, :2], over=(3, 2, 1, 0), root=0, op="max", lane=net)
+""")
+    x = np.arange(12).reshape(4, 3)
+    expected = mw.run_numpy(program, {"X": x}).outputs["Y"]
+    assert expected[0].tolist() == [0, 1, 2] and expected[1].tolist() == [18, 22, 26]
+    np.testing.assert_array_equal(run_jax(program, {"X": x})["Y"], expected)
+
+
+@pytest.mark.parametrize(
+    ("operands", "result"), [("int8", "int32"), ("uint8", "int16"), ("float16", "float32")]
+)
+def test_products_have_the_dtype_of_their_result(operands: str, result: str) -> None:
+    prepare_jax()
+    program = mw.parse(f"""
+program("wider")
+q = mesh((2,), ("x",))
+A = tensor((2, 100), "{operands}")
+B = tensor((100, 2), "{operands}")
+C = tensor((2, 2), "{result}")
+a = input(A, q[S(0)])
+b = input(B, q[R])
+c = output(C, q[S(0)])
+compute = lane()
+with q:
+    matmul(c, a, b, lane=compute)
+    matmul(c, a, b, accumulate=1, lane=compute)
+""")
+    found = run_jax(program, {"A": np.full((2, 100), 3), "B": np.full((100, 2), 5)})["C"]
+    assert found.dtype == result and (found == 3000).all()
+
+
+def test_blocks_of_arrays_without_elements() -> None:
+    prepare_jax()
+    program = mw.parse("""
+program("no elements")
+q = mesh((2,), ("x",))
+X = tensor((0, 6, 2), "int32")
+x = input(X, q[R])
+Y = tensor((0, 4, 2), "int32")
+y = output(Y, q[R])
+w = scratch((0, 6, 2), "int32", on=q)
+Z = tensor((0, 6, 4), "int32")
+z = output(Z, q[R])
+net = lane()
+with q:
+    copy(y, x[:, blocked(0, 2, 3), :], lane=net)
+    copy(w[:, blocked(0, 2, 3), :], y, lane=net)
+    all_gather(z, x, over="q.x", dim=2, lane=net)
+""")
+    found = run_jax(program, {"X": np.zeros((0, 6, 2))})
+    assert found["Y"].shape == (0, 4, 2) and found["Z"].shape == (0, 6, 4)

@@ -108,6 +108,15 @@ def test_bfloat16_is_computed_in_single_precision_and_halves_are_summed_in_it():
     assert run_numpy(parse(HALVES), ones).outputs["C"] == 4096  # summed in halves it stays at 2048
 
 
+def test_products_of_small_integers_fill_a_wider_result():
+    text = HALVES.replace('C = tensor((1, 1), "float16")', 'C = tensor((1, 1), "int32")').replace(
+        "float16", "int8"
+    )
+    assert "int32" in text
+    threes = {"A": np.full((1, 4096), 3, np.int8), "B": np.full((4096, 1), 3, np.int8)}
+    assert run_numpy(parse(text), threes).outputs["C"] == 9 * 4096
+
+
 def test_replicas_that_differ_are_an_error():
     text = GATHER.replace(
         'all_gather(y, x, over="q.x", dim=0, sizes=3 - peer, lane=lane0)',

@@ -194,3 +194,18 @@ def test_a_reduce_scatter_that_is_no_sum_stays() -> None:
     program = move_program(site, Mesh.of("tp", (2, 1), ("row", "col")), "float32")
     (op,) = [op for op in program.ops() if isinstance(op, ReduceScatter)]
     assert op.op == "max" and [*lower_rings(program).ops()] == [*program.ops()]
+
+
+def test_a_ring_along_blocks_is_refused() -> None:
+    text = """
+program("blocks")
+q = mesh((2,), ("x",))
+a = scratch((8, 3), "int32", on=q)
+b = scratch((2, 3), "int32", on=q)
+net = lane()
+with q:
+    zero(a, lane=net)
+    reduce_scatter(b, a[blocked(0, 1, 2), :], over="q.x", dim=0, lane=net)
+"""
+    with pytest.raises(ProgramError, match=r"a ring moves boxes, not a\[blocked.*buffer a\)"):
+        lower_rings(parse(text))

@@ -66,7 +66,7 @@ def placed_cases(context, payload):
                 wrong.append((name, transport, "placements"))
             if not all(torch.allclose(one.full_tensor(), expected) for one, expected in pairs):
                 wrong.append((name, transport, "values"))
-    wrong += _local_faults(mesh, dense)
+    wrong += [*_local_faults(mesh, dense), *_faults_without_columns(mesh)]
     if payload["all"] and not _compiles(mesh, dense):
         wrong.append("compiled")
     return wrong
@@ -88,6 +88,20 @@ def _local_faults(mesh, dense):
     )
     if not torch.allclose(gathered, dense.result.chunk(2, 2)[own]):
         yield "local gather"
+
+
+def _faults_without_columns(mesh):
+    """A ring that has no column of the result beside one that has the only one."""
+    dense = _Dense((4, 6, 8), 1)
+    x, weight = (
+        _on(mesh, one, where).requires_grad_()
+        for one, where in ((dense.x, (R, S2)), (dense.weight, (S0, S1)))
+    )
+    result = linear_reduce_scatter(x, weight, dim=1)
+    result.backward(_on(mesh, dense.grad, (S2, S1)))
+    pairs = (result, dense.result), (x.grad, dense.grad_x), (weight.grad, dense.grad_w)
+    if not all(torch.allclose(one.full_tensor(), expected) for one, expected in pairs):
+        yield "no columns"
 
 
 def _compiles(mesh, dense):
@@ -115,6 +129,7 @@ def refusals(context, payload):
         lambda: linear_reduce_scatter(_on(mesh, x, (R, S0)), _on(mesh, weight, (R, S1))),
         lambda: linear_reduce_scatter(_on(mesh, x, (R, S2)), _on(mesh, weight, (R, S1)), dim=1),
         lambda: all_gather_linear(_on(mesh, x, (S0, S0)), _on(mesh, weight, (S0, S0))),
+        lambda: linear_reduce_scatter(_on(mesh, x[0, :3], (S0, S1)), _on(mesh, weight, (R, S1))),
         lambda: mw.matmul(_on(mesh, x, (R, R)), _on(mesh, weight.t(), (R, S1)), (R, S2), overlap="fused"),
         lambda: mw.matmul(_on(mesh, x, (R, R)), _on(mesh, weight.t(), (R, S1)), (R, S2), overlap="tiles"),
     ]

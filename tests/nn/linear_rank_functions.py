@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -272,6 +273,13 @@ def refusals(check: Check) -> None:
         ("no such dim", "LayoutError", "names dim 2 of a tensor of 2 dims", call(a, b, (S2, R))),
         ("no placements", "LayoutError", "has no counterpart", call(a, b, ("S0", "R"))),
         ("cluster", "DescriptionError", "cray", call(a, b, cluster="cray-1")),
+        ("cluster file", "DescriptionError", "none.toml", call(a, b, cluster=Path("none.toml"))),
+        (
+            "limits",
+            "LayoutError",
+            "it must be a meshweave.algorithms.StageLimits",
+            call(a, b, limits=(1, 2, 1)),
+        ),
     ):
         check.refused(case, kind, words, attempt)
     check.product("after all these", a, b, (S1, S0))

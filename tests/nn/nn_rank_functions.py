@@ -84,6 +84,7 @@ def _mistakes(mesh: Any, shared: TorchContext, rank: int) -> list[str]:
         "ring has": {"ring_ways": 9},
         "slices 0 ": {"slices": 0},
         "slices '4'": {"slices": "4"},
+        "slices 2.5 ": {"slices": 2.5},
     }.items():
         options = {"mesh": mesh, "shape": (4, 4, 4), "context": shared, **change}
         try:

@@ -60,6 +60,7 @@ def test_what_no_ring_computes_is_refused_in_one_line() -> None:
         "needs x in Shard(-1) and weight in Shard(1) on one mesh dim",
         "are not those of a ring",
         "needs x in Shard of a dim of rows and weight in Shard(0) on one mesh dim",
+        "1 rows leave some of ranks 2, 3 without any",
         "no fused product takes a",
         "overlap is 'tiles'; it must be one of auto, slices, fused",
     )

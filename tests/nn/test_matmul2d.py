@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+from meshweave.base.errors import BindError
 from meshweave.execute.ranks.launch import launch
+from meshweave.nn.matmul2d_programs import slice_widths
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 
@@ -38,3 +41,10 @@ def test_a_mesh_of_some_ranks_before_one_of_all() -> None:
 def test_a_second_derivative_is_refused() -> None:
     (told,) = launch("nn_rank_functions:second_derivative", 1, {}, timeout_s=60, env=HERE)
     assert "a 2D product is differentiable once" in told
+
+
+def test_slices_may_be_any_integers() -> None:
+    assert slice_widths(np.int64(3)) == (1, 1, 1) and slice_widths(np.array([1, 2])) == (1, 2)  # type: ignore[arg-type]
+    for wrong in ([], 2.5, [1, 0], None):
+        with pytest.raises(BindError, match="neither a positive count nor a sequence of positive widths"):
+            slice_widths(wrong)  # type: ignore[arg-type]

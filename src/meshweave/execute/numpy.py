@@ -117,9 +117,14 @@ class _Numbers:
     tables: dict[int, CallTable] = field(default_factory=dict)
 
     def matmul(self, a: Array, b: Array) -> Array:
-        """Return the product of two matrices; of float16 it is float32."""
+        """Return the product of two matrices; of float16 it is float32, of integers int64.
+
+        So it has no other bits than a wider result has room for.
+        """
         if a.dtype == np.float16:  # as devices do: products of halves are summed in single precision
             return np.asarray(np.matmul(a, b, dtype=np.float32))
+        if a.dtype.kind in "iu" and b.dtype.kind in "iu":
+            return np.asarray(np.matmul(a, b, dtype=np.int64))
         return np.asarray(np.matmul(a, b))
 
     def add(self, x: Array, y: Array) -> Array:

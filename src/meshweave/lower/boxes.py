@@ -16,9 +16,7 @@ def view_extent(program: Program, view: View, dim: int) -> Index:
     Raises:
         ProgramError: the view selects blocks along that dim, not one range.
     """
-    selector = view.selectors[dim]
-    if not isinstance(selector, Range):
-        raise ProgramError(f"a ring moves boxes, not {view}", buffer=view.buffer)
+    selector = _range(view, dim)
     if selector.stop is not None:
         return selector.stop - selector.start
     buffer = program.buffer_of[view.buffer]
@@ -33,9 +31,19 @@ def view_extent(program: Program, view: View, dim: int) -> Index:
 
 
 def sub_view(view: View, dim: int, start: Index, stop: Index) -> View:
-    """Return the elements [start, stop) along `dim` of a view that selects one range there."""
-    selector = view.selectors[dim]
-    assert isinstance(selector, Range)
+    """Return the elements [start, stop) along `dim` of a view.
+
+    Raises:
+        ProgramError: the view selects blocks along that dim, not one range.
+    """
+    selector = _range(view, dim)
     selectors = list(view.selectors)
     selectors[dim] = Range(selector.start + start, selector.start + stop)
     return replace(view, selectors=tuple(selectors))
+
+
+def _range(view: View, dim: int) -> Range:
+    selector = view.selectors[dim]
+    if not isinstance(selector, Range):
+        raise ProgramError(f"a ring moves boxes, not {view}", buffer=view.buffer)
+    return selector

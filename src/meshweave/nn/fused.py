@@ -164,8 +164,9 @@ def _linear(
     rows = local_x.movedim(dim, 0)
     lead = rows.shape[1:-1]
     function = _AllGatherLinear if is_gather else _ReduceScatterLinear
-    matrix = function.apply(rows.reshape(-1, rows.shape[-1]), local_w, problem, options)
-    local: Tensor = matrix.reshape(-1, *lead, matrix.shape[-1]).movedim(0, dim)
+    matrix = function.apply(rows.flatten(0, -2), local_w, problem, options)
+    size = matrix.shape[0] // math.prod(lead)
+    local: Tensor = matrix.reshape(size, *lead, matrix.shape[-1]).movedim(0, dim)
     if placed is None:
         return local
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))

@@ -11,8 +11,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from meshweave.algorithms.fused import ring_problems
+from meshweave.algorithms.fused.product import Parts
 from meshweave.algorithms.universal.problem import UniversalProblem, transposed_layout
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, listed
 from meshweave.execute.torch import compat
 from meshweave.nn.dtensor import from_the_front, layout_on
 from meshweave.nn.products import DTYPES
@@ -84,7 +85,14 @@ def placed_linear(
             f"{name} needs x in {wanted} on one mesh dim, and on others rows of x, rows of weight or nothing "
             f"sharded; x is in {x.placements}, weight in {weight.placements}"
         )
-    problem = _ring_of(x, weight, dim, tuple(out))
+    rings, rank = _rings_of(x, weight, dim, tuple(out)), x.mesh.get_rank()
+    for ring in rings:  # of others, too: a refusal is that of all ranks
+        if Parts(ring.m, len(ring.ranks)).has_empty:
+            raise LayoutError(
+                f"{name}: {ring.m} rows leave some of ranks {listed(ring.ranks)} without any, as "
+                f"x {tuple(x.shape)} is in {x.placements}"
+            )
+    problem = next((ring for ring in rings if rank in ring.ranks), None)
     if problem is None:
         raise LayoutError(
             f"{name}: the parts of x {tuple(x.shape)} in {x.placements} are not those of a ring; make dim {dim} "
@@ -93,10 +101,10 @@ def placed_linear(
     return PlacedLinear(problem, dim, tuple(out), tuple(grads[0]), tuple(grads[1]))
 
 
-def _ring_of(
+def _rings_of(
     x: compat.DTensorSpec, weight: compat.DTensorSpec, dim: int, out: tuple[Placement, ...]
-) -> UniversalProblem | None:
-    """Return the product of this rank's ring, of x with its dim `dim` in front; None where there is none."""
+) -> tuple[UniversalProblem, ...]:
+    """Return the product of each ring, of x with its dim `dim` in front; () where there is none."""
     mesh, order = x.mesh, (dim, *(other for other in range(x.ndim) if other != dim))
 
     def in_front(placements: Sequence[Placement]) -> list[Placement]:
@@ -109,5 +117,4 @@ def _ring_of(
     b = transposed_layout(layout_on(mesh, weight.placements, tuple(weight.shape)))
     m = math.prod(shape[:-1])
     problem = UniversalProblem(m, weight.shape[0], weight.shape[1], a, b, c, DTYPES[x.tensor_meta.dtype])
-    rank = mesh.get_rank()
-    return next((ring for ring in ring_problems(problem) if rank in ring.ranks), None)
+    return ring_problems(problem)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import STATIONARY_OF, TABLE, PassName
@@ -15,17 +17,20 @@ from meshweave.lower import lower_rings
 
 Slices = int | Sequence[int]
 
+_INTEGERS = (int, np.integer)
+
 
 def slice_widths(slices: Slices) -> tuple[int, ...]:
     """Return the relative widths of slices: (1, 1, 1) for 3, or the given sequence of positive integers.
 
     Raises BindError for anything else.
     """
-    if isinstance(slices, int) and slices > 0:
-        return (1,) * slices
-    if isinstance(slices, (int, str)) or not all(isinstance(width, int) and width > 0 for width in slices):
+    if isinstance(slices, _INTEGERS) and int(slices) > 0:
+        return (1,) * int(slices)
+    widths = tuple(slices) if isinstance(slices, Iterable) else ()
+    if not widths or not all(isinstance(width, _INTEGERS) and int(width) > 0 for width in widths):
         raise BindError(f"slices {slices!r} is neither a positive count nor a sequence of positive widths")
-    return tuple(slices)
+    return tuple(map(int, widths))
 
 
 def backward_problem(forward: Matmul2dProblem, name: PassName) -> Matmul2dProblem:

@@ -22,7 +22,7 @@ from meshweave.algorithms.universal.schedule import STAGE_LIMITS, StageLimits
 from meshweave.base.errors import BindError, LayoutError
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
-from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.cluster import Cluster, described
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.cache import CachedProgram
 from meshweave.execute.torch.call_order import call_order
@@ -92,6 +92,8 @@ class MatmulOptions:
             raise LayoutError(f"stationary is {stationary!r}; it must be 'auto', 'a', 'b' or 'c'")
         if schedule not in SCHEDULE_KINDS:
             raise LayoutError(f"schedule is {schedule!r}; it must be one of {', '.join(SCHEDULE_KINDS)}")
+        if not isinstance(limits, StageLimits):
+            raise LayoutError(f"limits is {limits!r}; it must be a meshweave.algorithms.StageLimits")
         check_transport(transport)
         return cls(
             None if stationary == "auto" else stationary,
@@ -102,7 +104,7 @@ class MatmulOptions:
             schedule,
             limits,
             overlap,
-            cluster=load_cluster(cluster) if isinstance(cluster, str) else cluster,
+            cluster=None if cluster is None else described(cluster),
         )
 
     @property
@@ -141,7 +143,7 @@ def checked_placements(out: Sequence[Placement] | None, num_dims: int) -> tuple[
 @cache
 def _rates(cluster: Cluster | str) -> RankRates:
     """Return the rates of a cluster, described or named as in the catalog. Raises DescriptionError."""
-    return RankRates.of(load_cluster(cluster) if isinstance(cluster, str) else cluster)
+    return RankRates.of(described(cluster))
 
 
 # --- plans -------------------------------------------------------------------------------------------

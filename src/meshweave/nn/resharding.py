@@ -31,7 +31,7 @@ from meshweave.algorithms.reshard.plan import MAX_MESSAGES, MESSAGE_BYTES
 from meshweave.base.errors import BindError, LayoutError
 from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout import Layout
-from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.cluster import Cluster, described, load_cluster
 from meshweave.execute.ranks.agreement import agree, exchange
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch import compat
@@ -339,10 +339,7 @@ def program_of(
     if digests is not None or cached is None or note not in cached.value.notes:
         network = None
         if session.cluster is not None:
-            cluster = session.cluster
-            if isinstance(cluster, str):
-                cluster = load_cluster(cluster)
-            network = HostTopology.of(cluster, ranks[-1] + 1)
+            network = HostTopology.of(described(session.cluster), ranks[-1] + 1)
         limit = f"extra_bytes {extra_bytes}" if extra_bytes is not None else ""
         options = filter(None, (note, limit, _cluster_text(session.cluster)))
         descriptions = [*(move.description for move in moves), *options]
@@ -361,7 +358,7 @@ def program_of(
 def _cluster_text(cluster: Cluster | str | None) -> str:
     if cluster is None:
         return ""
-    return f"cluster {cluster if isinstance(cluster, str) else cluster.name}"
+    return f"cluster {cluster.name if isinstance(cluster, Cluster) else cluster}"
 
 
 def _plan_within(problem: ReshardProblem, network: HostTopology, extra_bytes: int | None) -> ReshardPlan:

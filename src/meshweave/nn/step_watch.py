@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from meshweave.cost.machine import Machine
-from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.cluster import Cluster, described
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
@@ -143,7 +143,7 @@ class StepWatch:
         steps: int = 3,
         context: TorchContext | None = None,
     ) -> None:
-        self.cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
+        self.cluster = described(cluster)
         self.every, self.share, self.steps = every, share, steps
         self.context = context or TorchContext.default()
         self.latest: StepComparison | None = None

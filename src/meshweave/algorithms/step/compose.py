@@ -27,7 +27,7 @@ from meshweave.algorithms.step.stages import stages_of
 from meshweave.base.deprecated import renamed_keyword
 from meshweave.base.errors import LayoutError, require_known
 from meshweave.base.units import to_s
-from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.cluster import Cluster, described
 from meshweave.describe.model import ModelSource, Transformer, load_model
 from meshweave.ir.work import Compute
 
@@ -116,7 +116,7 @@ def step(
     of_problem["stack"] = load_stack(stack) if isinstance(stack, str) else stack
     problem = StepProblem(
         model,
-        load_cluster(cluster) if isinstance(cluster, str) else cluster,
+        described(cluster),
         batch,
         sequence,
         **of_problem,

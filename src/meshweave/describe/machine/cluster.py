@@ -119,6 +119,11 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     return cluster if chips is None else _sized(cluster, int(chips))
 
 
+def described(cluster: Cluster | str | Path) -> Cluster:
+    """Return a cluster that is described already, or named as for `load_cluster`. Raises as that."""
+    return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+
+
 def _sized(cluster: Cluster, chips: int) -> Cluster:
     """Return a cluster of so many chips; a note says so where they are a part of each of several hosts.
 

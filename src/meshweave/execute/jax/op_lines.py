@@ -136,8 +136,8 @@ class OpWriter:
 
     def _matmul(self, op: ops.Matmul) -> None:
         waits = "*arrived, last" if self.in_order else ""
-        args = [self._read("a", waits=waits), self._read("b")]
         held = self.views.held[op.out.buffer]
+        args = [self._operand("a", held, waits), self._operand("b", held)]
         if op.release is not None and op.release.update:
             args.append(self.views.read(self._access("out"), raw=True))
         elif any(self._values("accumulate")):
@@ -151,6 +151,15 @@ class OpWriter:
         if self.in_order:
             self.line(f"last = {self.views.variable(self._access('out'))}")
             self.line("arrived, moved = moved.values(), {}")
+
+    def _operand(self, name: str, out: HeldBuffer, waits: str = "") -> str:
+        """Return the text of an operand of a product, in the dtype of the product's sums."""
+        text, dtypes = (
+            self._read(name, waits=waits),
+            (self._dtype(getattr(self._template, name)), out.buffer.dtype),
+        )
+        own, summed = (WIDER.get(dtype, dtype) for dtype in dtypes)
+        return text if own == summed else f"{text}.astype({quoted(summed)})"
 
     def _onto(self, held: HeldBuffer) -> str:
         """Return the text of what a product is added to, in the turns that accumulate."""
@@ -227,6 +236,7 @@ class OpWriter:
             case _:
                 assert isinstance(op, ops.Reduce)
                 value = self._reduce(op.op, self._sent(), group, keywords)
+                self._active = self._where_reduced()
         self._store("out", self._moved(op.lane, value), self._dtype(op.src))
 
     def _moved(self, lane: str, value: str) -> str:
@@ -250,6 +260,17 @@ class OpWriter:
             return f"{_REDUCE[how]}({value}, {group.text}{keywords})"
         self._refuse_listed(group)
         return f"multiply_all({value}, {group.text})"
+
+    def _where_reduced(self) -> str:
+        """Return the condition under which a device stores what a reduce gives it: only roots do.
+
+        "" where others have no elements to keep.
+        """
+        roots = {at: each.over[each.root] == at[1] for at, each in self._resolved.items()}
+        if not any(each.out.num_elements for at, each in self._resolved.items() if not roots[at]):
+            return self._active
+        is_root = f"({self.numbers.text(self._turns, lambda t, r: int(roots[t, r]))}) != 0"
+        return f"({self._active}) & ({is_root})" if self._active else is_root
 
     def _parts(self, text: str, field: str, view_name: str, dim: int, *, joins: bool) -> str:
         """Return the text of an array whose unequal parts are joined, or split into equal ones.

@@ -58,20 +58,20 @@ def keep(x: Array, dim: int, start: int | Array, stop: int | Array) -> Array:
 
 def blocks(x: Array, dim: int, first: int | Array, block: int, stride: int) -> Array:
     """Return the elements [first, first + block) of every period of `stride` elements of a dim."""
-    before, after = x.shape[:dim], x.shape[dim + 1 :]
-    periods = x.reshape(*before, -1, stride, *after)
+    before, count, after = x.shape[:dim], x.shape[dim] // stride, x.shape[dim + 1 :]
+    periods = x.reshape(*before, count, stride, *after)
     if isinstance(first, int):
         chosen = lax.slice_in_dim(periods, first, first + block, axis=dim + 1)
     else:
         chosen = lax.dynamic_slice_in_dim(periods, first, block, axis=dim + 1)
-    return chosen.reshape(*before, -1, *after)
+    return chosen.reshape(*before, count * block, *after)
 
 
 def put_blocks(x: Array, dim: int, first: int | Array, block: int, stride: int, value: Array) -> Array:
     """Return x with `value` in the elements that `blocks` reads."""
-    before, after = x.shape[:dim], x.shape[dim + 1 :]
-    whole = x.reshape(*before, -1, stride, *after)
-    pieces = value.reshape(*before, -1, block, *after)
+    before, count, after = x.shape[:dim], x.shape[dim] // stride, x.shape[dim + 1 :]
+    whole = x.reshape(*before, count, stride, *after)
+    pieces = value.reshape(*before, count, block, *after)
     return lax.dynamic_update_slice_in_dim(whole, pieces, first, axis=dim + 1).reshape(x.shape)
 
 
@@ -179,9 +179,10 @@ def gather(x: Array, axes: Axes, dim: int, *, turned: bool = False) -> Array:
 
     def in_front(x: Array) -> Array:
         pieces = lax.all_gather(x, axes)
+        size = pieces.shape[0] * x.shape[dim]
         if turned:
-            return lax.optimization_barrier(pieces.swapaxes(1, 2).reshape(-1, x.shape[0])).T
-        return jnp.moveaxis(pieces, 0, dim).reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+            return lax.optimization_barrier(pieces.swapaxes(1, 2).reshape(size, x.shape[0])).T
+        return jnp.moveaxis(pieces, 0, dim).reshape(*x.shape[:dim], size, *x.shape[dim + 1 :])
 
     def along(x: Array) -> Array:
         return lax.all_gather(x, axes, axis=dim, tiled=True)
@@ -197,7 +198,7 @@ def sum_scatter(x: Array, axes: Axes, dim: int, count: int) -> Array:
     """
 
     def in_front(x: Array) -> Array:
-        parts = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
+        parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
         return lax.psum_scatter(jnp.moveaxis(parts, dim, 0), axes, scatter_dimension=0)
 
     def along(x: Array) -> Array:

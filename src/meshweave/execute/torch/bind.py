@@ -6,13 +6,14 @@ every view a tensor and every op a closure. What is left for a run is to walk li
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from meshweave.base.errors import BindError, require_known
+from meshweave.base.errors import BindError, UnsupportedError, require_known
 from meshweave.execute.calls import Calls, CallTable
 from meshweave.execute.memory.base import RemoteMemory
 from meshweave.execute.ranks.agreement import agree_once
@@ -33,6 +34,7 @@ from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.graphs import CapturedRun, check_graph
 from meshweave.execute.torch.issue import Execute, LaneExecution, one_order, thread_per_lane
+from meshweave.execute.torch.lanes import BUSY
 from meshweave.execute.torch.one_sided import OneSidedAccess
 from meshweave.execute.torch.views import Action, Staging
 from meshweave.execute.torch.wire import Wire
@@ -63,7 +65,7 @@ class BoundProgram:
         self.program, self.rank, self.context = analysis.program, analysis.rank, context
         self._call, self._calls = call, calls
         self._unset, self._execute, self._is_traced = memory.unset, execute, trace
-        self._analysis = analysis
+        self._analysis, self._running = analysis, threading.Lock()
         buffers = analysis.buffers
         visible = {name: memory.given.get(name, memory.slots[name, 0]) for name in buffers}
         self.inputs = {name: visible[name] for name, b in buffers.items() if b.kind == "input"}
@@ -115,6 +117,15 @@ class BoundProgram:
         What a call raises comes out as it is, with a note that says where. After any failure ranks are out
         of step, and the context is of no further use.
         """
+        if not self._running.acquire(blocking=False):  # before its inputs are written over
+            raise UnsupportedError(BUSY)
+        try:
+            return self._run(inputs)
+        finally:
+            self._running.release()
+
+    def _run(self, inputs: Mapping[str, Tensor] | None) -> Trace | None:
+        self.end_begun()
         with torch.no_grad():
             try:
                 self._load_all(inputs or {})

@@ -279,8 +279,14 @@ def _is_native(over: Sequence[int], sizes: Sequence[int]) -> bool:
 
 
 def _is_empty(op: ops.DataCollective) -> bool:
-    """Whether no member has anything to give or to take."""
-    return op.src.num_elements == 0 and op.out.num_elements == 0
+    """Whether no member has anything to give or to take; all members find the same.
+
+    A broadcast does not read what others than the root have as `src`, nor does a reduce write their `out`: such a
+    view may have elements where nothing moves.
+    """
+    if isinstance(op, ops.AllGather | ops.Broadcast):
+        return op.out.num_elements == 0
+    return op.src.num_elements == 0
 
 
 def _split(wire: Tensor, sizes: Sequence[int]) -> list[Tensor]:

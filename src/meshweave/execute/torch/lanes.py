@@ -21,7 +21,7 @@ import torch
 from meshweave.base.errors import DeadlineError, UnsupportedError
 from meshweave.execute.torch.views import Action
 
-_BUSY = "a program already runs in this context: give each its own TorchContext"
+BUSY = "a program already runs in this context: give each its own TorchContext"
 _REPORT_S = 5.0  # from the deadline of a lane's wait to its error, at most: it listens to the other ranks
 _TICK_S = 0.5
 _GRACE_S = 1.0  # how long the other lanes have to stop after a failure before `run` raises without them
@@ -133,7 +133,7 @@ class LaneThreads:
         """
         self.check()
         if not self._busy.acquire(blocking=False):
-            raise UnsupportedError(_BUSY)
+            raise UnsupportedError(BUSY)
         try:
             for lane in lanes:
                 lane.reset()
@@ -161,7 +161,7 @@ class LaneThreads:
         """
         self.check()
         if not self._busy.acquire(blocking=False):
-            raise UnsupportedError(_BUSY)
+            raise UnsupportedError(BUSY)
         try:
             yield
         except BaseException as error:
