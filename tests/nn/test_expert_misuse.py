@@ -12,9 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from meshweave.algorithms.experts.functions import add_rows, gate_gradient, weigh  # noqa: E402
-from meshweave.base.errors import LayoutError, RankLostError  # noqa: E402
+from meshweave.base.errors import LayoutError, RankLostError, UnsupportedError  # noqa: E402
 from meshweave.execute.ranks.launch import launch  # noqa: E402
-from meshweave.nn import grouped_product  # noqa: E402
+from meshweave.nn import ExpertExchange, grouped_product  # noqa: E402
 
 HERE = Path(__file__).parent
 ENV = {"PYTHONPATH": str(HERE)}
@@ -73,6 +73,17 @@ def test_a_rank_that_is_lost_in_an_exchange_is_named(tmp_path: Path, name: str, 
         error, missing, seconds = json.loads((tmp_path / f"{rank}.json").read_text())
         assert (error, missing) == ("RankLostError", [1]), (rank, error, missing)
         assert seconds < DEADLINE_S + 5
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    """Without an error such terms would be missing in the second gradient."""
+    exchange = ExpertExchange([0], 2)
+    x, gates = torch.ones(3, 4, requires_grad=True), torch.ones(3, 1, requires_grad=True)
+    rows, handle = exchange.dispatch(x, torch.tensor([[0], [1], [1]]))
+    summed = exchange.combine(rows * rows, handle, gates)
+    for what, made in (("dispatch to experts", rows), ("combine of experts", summed)):
+        with pytest.raises(UnsupportedError, match=f"{what} is differentiable once"):
+            torch.autograd.grad(made.sum(), x, create_graph=True)
 
 
 def test_groups_that_do_not_fit_their_rows_are_refused() -> None:

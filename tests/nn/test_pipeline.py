@@ -27,6 +27,11 @@ SECTIONS = {
     "data beside tensor parallelism": "different_layouts",
     "losses of forwards alone": "evaluations",
     "what does not fit": "refusals",
+    "a weight that stages share": "pipeline_state_rank_functions:shared_by_stages",
+    "parameters that are trained later": "pipeline_state_rank_functions:changed_parameters",
+    "parameters that are frozen later": "pipeline_state_rank_functions:frozen_where_summed",
+    "steps that fail": "pipeline_state_rank_functions:failed_steps",
+    "what is given wrongly": "pipeline_state_rank_functions:given_wrongly",
 }
 MORE_SECTIONS = {
     "every schedule on a GPT": "every_schedule",

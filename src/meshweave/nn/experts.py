@@ -3,7 +3,8 @@
     recv_x, handle = exchange.dispatch(x, choices)     # rows by local expert: handle.rows_per_expert
     y = exchange.combine(experts(recv_x), handle, gates)
 
-Both are differentiable: the gradient of a dispatch is a combine, that of a combine a dispatch of weighted rows.
+Both are differentiable once. The gradient of a dispatch is a combine, that of a combine a dispatch of weighted
+rows.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from meshweave.execute.torch.call_order import share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.counted import CountedProgram, gathered
 from meshweave.lower import lower_one_sided
+from meshweave.nn.custom_ops import refuse_second_derivative
 from meshweave.nn.dtensor import kind_text
 from meshweave.nn.parallel.agreed import agree, difference
 from meshweave.nn.products import DTYPES
@@ -263,6 +265,7 @@ class _DispatchRows(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, dq: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient of the tokens: the sum of those of their copies."""
+        refuse_second_derivative("dispatch to experts")
         exchange, handle = ctx.exchange, ctx.handle
         gates = dq.new_ones(handle.choices.shape)
         rows = exchange.padded_rows(dq, handle)
@@ -286,6 +289,7 @@ class _CombineRows(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Return the gradients of the rows and of the gates."""
+        refuse_second_derivative("combine of experts")
         exchange, handle = ctx.exchange, ctx.handle
         gates, b = ctx.saved_tensors
         arriving = exchange.padded(dy, handle)

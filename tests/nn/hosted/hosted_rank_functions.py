@@ -50,7 +50,7 @@ def _model(kind: str, changes: Mapping[str, Any] | None = None) -> Any:
 def worst(module: Any, whole: Any) -> float:
     """Return the largest difference of a gradient that a module has, by the largest element of all."""
     largest = max(float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None)
-    wanted, off = dict(whole.named_parameters()), 0.0
+    wanted, off = dict(whole.named_parameters(remove_duplicate=False)), 0.0
     for name, parameter in module.named_parameters():
         got, right = parameter.grad, wanted[name].grad
         if (got is None) != (right is None):

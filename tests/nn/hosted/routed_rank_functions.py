@@ -169,12 +169,17 @@ def recomputed(kind: str, p: mw.Parallelism, folder: Path) -> float:
     return worst(made.module, whole)
 
 
-def piped(kind: str, p: mw.Parallelism, folder: Path, *, stages: int = 2) -> float:
-    """Return how far gradients of stages are from those of one process; `p` is that of a stage."""
+def piped(kind: str, p: mw.Parallelism, folder: Path, *, stages: int = 2, frozen: str = "") -> float:
+    """Return how far gradients of stages are from those of one process; `p` is that of a stage.
+
+    Embedding and head are one table where `frozen` names it: none of the two stages trains it.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (stages, p.num_ranks), mesh_dim_names=("pp", "tp"))
-    whole = small_models.make_model(kind, {"tie_word_embeddings": False})
+    whole = small_models.make_model(kind, {"tie_word_embeddings": bool(frozen)})
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad_(not frozen or frozen not in name)
     number = mesh.get_local_rank("pp")
     with small_models.KeepDoubles():
         made = parallelize(copy.deepcopy(whole), p, mesh["tp"], check=False)

@@ -70,7 +70,10 @@ def test_numbers_of_unlike_choices_differ_and_add_up_exactly(dtype: torch.dtype,
 @pytest.mark.gloo
 @pytest.mark.timeout(900)
 def test_losses_and_gradients_are_those_of_one_process(tmp_path: Path) -> None:
-    """Of each architecture in another layout, of ties of all tokens, unequal shares, and grouped products."""
+    """Of each architecture in another layout, of ties of all tokens, unequal shares, and grouped products.
+
+    A batch that leaves a rank without rows is refused, also where experts cut the ranks of data in two.
+    """
     cases: list[Case] = [
         ("compared", kind, layout, {"clip": 0.01}) for kind, layout in zip(FOUR, LAYOUTS[4], strict=True)
     ]
@@ -82,7 +85,10 @@ def test_losses_and_gradients_are_those_of_one_process(tmp_path: Path) -> None:
         ("compared", "mixtral", LAYOUTS[4][2], {"changes": {"output_router_logits": True}}),
         ("compared", "deepseek_v3", spread, {"check": True}),
     ]
-    _check(cases, _answers(cases, 4, tmp_path))
+    few: Case = ("compared", "mixtral", LAYOUTS[4][0], {"shape": (5, 12)})
+    *answers, of_few = _answers([*cases, few], 4, tmp_path)
+    _check(cases, answers)
+    assert "batch 5 is not shared out to 4 ranks" in of_few, of_few
 
 
 @pytest.mark.gloo
@@ -145,6 +151,7 @@ def test_files_checkpoints_recomputation_and_refusals(tmp_path: Path) -> None:
         ("compared", "qwen3", spread, {}),
         ("compared", "llama", spread, {}),
         ("compared", "mixtral", spread, {"changes": {"router_jitter_noise": 0.1}}),
+        ("piped", "mixtral", {"data": 1}, {"frozen": "embed_tokens"}),
     ]
     answers = _answers(cases, 2, tmp_path)
     for answer in answers[:2]:
@@ -157,3 +164,4 @@ def test_files_checkpoints_recomputation_and_refusals(tmp_path: Path) -> None:
     assert "jitter_noise=0.1, noise that each rank" in answers[9], answers[9]
     for answer in answers[7:9]:
         assert "has no experts" in answer, answer
+    assert answers[10] < WIDE, answers[10]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from meshweave.algorithms.block.roles import TOKENS, AxisDims, num_parts
+from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side, num_parts
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.execute.torch import compat
 from meshweave.nn.parallel.strategy import LayerStrategy
@@ -108,14 +108,13 @@ class Tokens:
     def check(self, ids: Tensor) -> None:
         """Raise LayoutError where a rank would have no tokens, or ranks are to have even shares and cannot."""
         shape, roles = self.strategy.mesh.shape, self.strategy.roles
+        last = tuple(parts - 1 for parts in shape)  # those of the rank with fewest
         for at, word in enumerate(TOKENS):
             size = int(ids.shape[at])
             for dims in (roles.residual, roles.core(True), roles.core(False)):
-                left = size
-                for parts in (n for dim, n in zip(dims, shape, strict=True) if dim == word):
-                    left -= -(-left // parts) * (parts - 1)
+                start, end = self.strategy.span(Side(word, size), dims, last)
                 most = num_parts(dims, shape, (word,))
-                if left <= 0 or (self.ratio[at] > 1 and size % most):
+                if start == end or (self.ratio[at] > 1 and size % most):
                     raise LayoutError(
                         f"{word} {size} is not shared out to {most} ranks as layers that run the model's own code "
                         f"take it: give {'a multiple' if self.ratio[at] > 1 else 'more, such that each has some'}"

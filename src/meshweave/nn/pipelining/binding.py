@@ -127,7 +127,9 @@ def _stage_functions(
     for number, module in stages.items():
         trained = module if trains else nn.Module()
         ranks, index = places.data_parallelism(number), places.data_index(number, rank)
-        gradients[number] = StageGradients.of(trained, ranks=ranks, index=index, number=number)
+        gradients[number] = StageGradients.of(
+            trained, ranks=ranks, index=index, number=number, others=gradients.values()
+        )
         functions[number] = StageFunctions(
             module,
             shapes[number],
@@ -138,6 +140,7 @@ def _stage_functions(
             memory=memory,
             recomputes=number in options.recompute,
             has_signals=options.config.transfers == "signals",
+            is_profiled=number not in options.outputs,
         )
     return functions, gradients
 

@@ -8,13 +8,14 @@ take as much room as the largest of any rank, so that the vectors of a stage's r
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshweave.base.errors import UnsupportedError
+from meshweave.base.errors import LayoutError, UnsupportedError
 
 _PARTS = 3
 """16-bit numbers whose sum is a number in single precision."""
@@ -60,12 +61,14 @@ class StageGradients:
     """The gradients of one stage.
 
     Attributes:
-        parameters: those that require gradients.
-        vector: gradients of all parameters and the sum of losses; None where nothing is reduced.
+        parameters: those that require gradients, but for those that an earlier stage of the rank has.
+        trained: all that require gradients.
+        vector: gradients of `parameters`, and at its end the sum of losses; None where nothing is reduced.
         losses: that sum; None where nothing is reduced.
     """
 
     parameters: list[nn.Parameter]
+    trained: list[nn.Parameter]
     vector: Tensor | None = None
     losses: LossSum | None = None
 
@@ -73,20 +76,31 @@ class StageGradients:
         self._previous: list[Tensor | None] = []
 
     @classmethod
-    def of(cls, module: nn.Module, *, ranks: int, index: int, number: int) -> StageGradients:
+    def of(
+        cls,
+        module: nn.Module,
+        *,
+        ranks: int,
+        index: int,
+        number: int,
+        others: Iterable[StageGradients] = (),
+    ) -> StageGradients:
         """Return the gradients of a module, none so far; `number` is its stage, for errors.
 
         Args:
             ranks: how many data-parallel ranks sum them, which then lie in one vector.
             index: which of these this rank is.
+            others: those of the stages of this rank before it, which may share parameters with it.
 
         Raises:
             UnsupportedError: gradients are reduced, and parameters have several dtypes or devices, or are neither
                 plain tensors nor DTensors.
         """
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        taken = {id(parameter) for other in others for parameter in other.parameters}
+        own = [parameter for parameter in parameters if id(parameter) not in taken]
         if ranks == 1:
-            return cls(parameters)
+            return cls(own, parameters)
         kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
         known = all(type(each) is nn.Parameter or isinstance(each, DTensor) for each in parameters)
         if len(kinds) > 1 or not known:
@@ -98,7 +112,22 @@ class StageGradients:
         dtype, device = next(iter(kinds), (torch.float64, torch.device("cpu")))
         size, more = sum(map(num_local_elements, parameters)), num_loss_elements(dtype, ranks)
         vector = torch.zeros(size + more, dtype=dtype, device=device)
-        return cls(parameters, vector, LossSum(vector[size:], index))
+        return cls(own, parameters, vector, LossSum(vector[size:], index))
+
+    def check(self, module: nn.Module, number: int) -> None:
+        """Raise LayoutError where a parameter of the stage requires a gradient and did not in the first step, or
+        is frozen since then where data-parallel ranks sum its gradient.
+        """
+        trained = set(map(id, self.trained))
+        for name, parameter in module.named_parameters():
+            is_known = id(parameter) in trained
+            if is_known and not parameter.requires_grad and self.vector is not None:
+                change = "is frozen since the first step, in which ranks summed its gradient"
+            elif not is_known and parameter.requires_grad:
+                change = "requires a gradient, and did not in the first step"
+            else:
+                continue
+            raise LayoutError(f"stage {number}: {name} {change}; make a new pipeline of the stages")
 
     def begin(self) -> None:
         """Set gradients of earlier steps aside, so that `.grad` starts from nothing in this step."""
@@ -116,6 +145,12 @@ class StageGradients:
                 self._previous[number] = previous.clone()  # of the last step, in this memory
             parameter.grad = _like(parameter, self.vector[start : start + local.numel()].view(local.shape))
             start += num_local_elements(parameter)
+
+    def abandon(self) -> None:
+        """Undo `begin`, after a step that failed: `.grad` is what it was before that."""
+        for parameter, previous in zip(self.parameters, self._previous, strict=True):
+            parameter.grad = previous
+        self._previous = []
 
     def end(self, divisor: int) -> None:
         """Divide the gradients of this step by `divisor`, and add those that `begin` set aside."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshweave.algorithms.pipeline.actions import Schedule
-from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
+from meshweave.algorithms.pipeline.algorithm import PipelineConfig
 from meshweave.algorithms.pipeline.problem import PipelineProblem
 from meshweave.base.errors import BindError, LayoutError
 from meshweave.describe.layout.mesh import Mesh
@@ -26,10 +26,17 @@ from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.host_memory import keep_freed_memory
 from meshweave.ir.analysis.lifetimes import peak_stash_bytes
 from meshweave.ir.program import Program
+from meshweave.nn.dtensor import kind_text
 from meshweave.nn.parallel.agreed import agree as agree_on_words
 from meshweave.nn.pipelining.binding import BoundPipeline, bind_stages
 from meshweave.nn.pipelining.parallel_stage import ParallelStage
-from meshweave.nn.pipelining.plan import PipelineOptions, meshes_of, plan_of
+from meshweave.nn.pipelining.plan import (
+    PipelineOptions,
+    check_stage_numbers,
+    meshes_of,
+    micro_batches_of,
+    plan_of,
+)
 from meshweave.nn.pipelining.saved_memory import SavedMemory
 from meshweave.nn.pipelining.stage_functions import LossFunction, StageStep, TensorKind
 from meshweave.nn.pipelining.stage_problem import PipelineData, StagePlaces, agreed_places
@@ -107,19 +114,15 @@ def pipeline(
     members = tuple(sorted(ranks)) if ranks is not None else tuple(range(context.num_ranks))
     with share_refusal(context, members, "pipeline"):
         chosen = plan_of(plan)
-        if isinstance(chosen, PipelineAlgorithm) and micro_batches is None:
-            raise LayoutError(f"give `micro_batches` with the name of a schedule, '{plan}'")
-        if isinstance(chosen, Schedule) and micro_batches not in (None, chosen.num_micro_batches):
-            raise LayoutError(
-                f"the schedule has {chosen.num_micro_batches} micro-batches, and micro_batches is {micro_batches}"
-            )
-        given = meshes_of(meshes)
+        count, given = micro_batches_of(chosen, micro_batches), meshes_of(meshes)
         places = agreed_places(context, members, tuple(stages), given, tuple(data_axes), tuple(skips))
+        check_stage_numbers("recompute", recompute, places.num_stages)
+        check_stage_numbers("outputs", outputs or (), places.num_stages)
     if context.device.type == "cpu":
         keep_freed_memory()
     options = PipelineOptions(
         chosen,
-        micro_batches if micro_batches is not None else chosen.num_micro_batches,  # type: ignore[union-attr]
+        count,
         loss_fn,
         config or PipelineConfig(),
         frozenset(recompute),
@@ -187,7 +190,8 @@ class Pipeline:
 
         Raises:
             LayoutError: there is no `loss_fn`; a batch or target is missing, or has other rows than the first one
-                had; a stage has other outputs; ranks that must give the same do not.
+                had; a stage has other outputs, or other parameters that require gradients; ranks that must
+                give the same do not.
             BindError, RankLostError, DeadlineError: other ranks refuse, are missing or late.
         """
         if self._options.loss_fn is None and self._is_last:
@@ -208,7 +212,10 @@ class Pipeline:
     ) -> tuple[Tensor | None, Any]:
         bound = self.prepare(batch, target, trains=trains)
         with share_refusal(self._context, self.places.ranks, "step of a pipeline"):
+            self._require(batch, target, trains=trains)
             self._compare(batch, target, trains=trains)
+            for number, gradients in bound.gradients.items() if trains else ():
+                gradients.check(self._stages[number], number)
             steps = self._give(bound, batch, target, wants_outputs)
         if self._memory is not None and trains:
             self._memory.reset_peak()
@@ -216,9 +223,14 @@ class Pipeline:
             self._memory.exclude_batch(given)
         for gradients in bound.gradients.values() if trains else ():
             gradients.begin()
-        self.trace = bound.bound.run()
-        if bound.tied is not None:
-            bound.tied.sum_gradients()
+        try:
+            self.trace = bound.bound.run()
+            if bound.tied is not None:
+                bound.tied.sum_gradients()
+        except BaseException:
+            for gradients in bound.gradients.values() if trains else ():
+                gradients.abandon()
+            raise
         divisor = self._divisor
         for gradients in bound.gradients.values() if trains else ():
             gradients.end(divisor)
@@ -260,20 +272,21 @@ class Pipeline:
         for number, functions in bound.functions.items():
             step = StageStep(outputs={} if wants_outputs and functions.is_last else None)
             if functions.is_first:
-                parts = [self._micro_batches(number, bound.problem.rows, value) for value in _tensors(batch)]
+                rows = bound.problem.rows
+                parts = [self._micro_batches("batch", number, rows, value) for value in _tensors(batch)]
                 step.batch = list(zip(*parts, strict=True))
             if functions.is_last and target is not None:
-                step.targets = self._micro_batches(number, bound.problem.rows, target)
+                step.targets = self._micro_batches("target", number, bound.problem.rows, target)
             functions.step = steps[number] = step
         return steps
 
-    def _micro_batches(self, stage: int, rows: int, value: Tensor) -> list[Tensor]:
+    def _micro_batches(self, name: str, stage: int, rows: int, value: Tensor) -> list[Tensor]:
         """Return this rank's rows of each micro-batch, from a tensor of the whole batch or of this rank's part."""
         count, parts = self._options.micro_batches, self.places.data_parallelism(stage)
         own = rows // parts
         expected = own * count if self._options.has_local_batch else rows * count
         if len(value) != expected:
-            raise LayoutError(f"the batch has {len(value)} rows, and this pipeline was bound for {expected}")
+            raise LayoutError(f"the {name} has {len(value)} rows, and this pipeline was bound for {expected}")
         if self._options.has_local_batch:
             return list(value.split(own))
         at = self.places.data_index(stage, self._rank) * own
@@ -348,20 +361,27 @@ class Pipeline:
 
     def _data(self, batch: Batch, target: Tensor | None, *, trains: bool) -> PipelineData | None:
         """Return the kinds of the whole of a micro-batch, on ranks of the first or last stage."""
-        is_first = 0 in self._stages
-        if not is_first and not self._is_last:
+        self._require(batch, target, trains=trains)
+        if 0 not in self._stages and not self._is_last:
             return None
-        given = _tensors(batch) if is_first else ()
-        if is_first and not given:
-            raise LayoutError("ranks of the first stage must give a batch")
-        if self._is_last and trains and target is None:
-            raise LayoutError("ranks of the last stage must give a target")
+        given = _tensors(batch) if 0 in self._stages else ()
         last = self.places.num_stages - 1
         whole = None if target is None or not self._is_last else self._whole_kind(last, target)
         return PipelineData(tuple(self._whole_kind(0, value) for value in given), whole)
 
+    def _require(self, batch: Batch, target: Tensor | None, *, trains: bool) -> None:
+        """Raise LayoutError where this rank has the first or last stage, and is not given what that needs."""
+        if 0 in self._stages and not _tensors(batch):
+            raise LayoutError("ranks of the first stage must give a batch")
+        if self._is_last and trains and target is None:
+            raise LayoutError("ranks of the last stage must give a target")
+
     def _whole_kind(self, stage: int, value: Tensor) -> TensorKind:
         """Return the kind of one micro-batch over all data-parallel ranks."""
+        if not isinstance(value, Tensor) or not value.ndim:
+            raise LayoutError(
+                f"a batch or target is {kind_text(value)}; give tensors with a row for each sample"
+            )
         count = self._options.micro_batches
         rows = len(value) * (self.places.data_parallelism(stage) if self._options.has_local_batch else 1)
         if not rows or rows % count:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineC
 from meshweave.algorithms.pipeline.problem import PipelineProblem
 from meshweave.algorithms.pipeline.torch_csv import schedule_from_csv
 from meshweave.algorithms.table import algorithm
-from meshweave.base.errors import DescriptionError, LayoutError
+from meshweave.base.errors import DescriptionError, LayoutError, printable
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.nn.pipelining.stage_functions import LossFunction
 
@@ -55,6 +55,33 @@ def plan_of(plan: str | Path | Schedule) -> PipelineAlgorithm | Schedule:
     if not isinstance(entry, PipelineAlgorithm):
         raise LayoutError(f"'{plan}' is no schedule of a pipeline")
     return entry
+
+
+def micro_batches_of(plan: PipelineAlgorithm | Schedule, given: int | None) -> int:
+    """Return the number of micro-batches: what is given, or that of a schedule.
+
+    Raises LayoutError where nothing is given with an algorithm, it is none, or the schedule has another number.
+    """
+    if given is None and isinstance(plan, PipelineAlgorithm):
+        raise LayoutError(f"give `micro_batches` with the name of a schedule, '{plan.name}'")
+    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
+        raise LayoutError(f"micro_batches is {printable(given)}; give a whole number from 1 on")
+    if isinstance(plan, PipelineAlgorithm):
+        return given  # type: ignore[return-value]
+    if given not in (None, plan.num_micro_batches):
+        raise LayoutError(
+            f"the schedule has {plan.num_micro_batches} micro-batches, and micro_batches is {given}"
+        )
+    return plan.num_micro_batches
+
+
+def check_stage_numbers(name: str, given: Iterable[int], num_stages: int) -> None:
+    """Raise LayoutError where the argument `name` names a stage that is not there."""
+    for stage in given:
+        if stage not in range(num_stages):
+            raise LayoutError(
+                f"{name} names stage {printable(stage)}; there are stages 0 to {num_stages - 1}"
+            )
 
 
 def meshes_of(meshes: DeviceMesh | Sequence[Mesh]) -> tuple[Mesh, ...]:

@@ -27,6 +27,7 @@ from meshweave.execute.torch.compat_pipelining import (
     stage_backward_weight,
 )
 from meshweave.nn.pipelining.gradients import LossSum
+from meshweave.nn.pipelining.lost import reached_parameters, require_all
 from meshweave.nn.pipelining.saved_memory import SavedMemory
 
 LossFunction = Callable[..., Tensor]
@@ -99,6 +100,8 @@ class StageFunctions:
         memory: counts what is kept; None counts nothing.
         recomputes: whether the forward keeps only its inputs, and runs again before the backward.
         has_signals: whether one byte stands for each tensor between stages.
+        is_profiled: whether a profile has told which parameters a backward in two parts misses; else it is looked
+            for in the first one.
     """
 
     def __init__(
@@ -113,12 +116,13 @@ class StageFunctions:
         memory: SavedMemory | None = None,
         recomputes: bool = False,
         has_signals: bool = False,
+        is_profiled: bool = True,
     ) -> None:
         self.module, self.shape, self.loss_fn = module, shape, loss_fn
         self.whole_backwards, self.trains = frozenset(whole_backwards), trains
         self.losses = losses
         self.memory, self.recomputes, self.has_signals = memory, recomputes, has_signals
-        self.step = StageStep()
+        self.step, self._is_complete = StageStep(), is_profiled
         if memory is not None:
             memory.exclude(module)
 
@@ -218,7 +222,10 @@ class StageFunctions:
         for out, kind, target in zip(outputs, expected, self.shape.targets, strict=True):
             if not isinstance(out, Tensor) or TensorKind.of(out) != kind:
                 made = TensorKind.of(out) if isinstance(out, Tensor) else type(out).__name__
-                raise LayoutError(f"stage {number} returns {made} for stage {target}, which expects {kind}")
+                said = f"stage {number} returns {made} for stage {target}, which expects {kind}"
+                if isinstance(out, Tensor) and torch.is_autocast_enabled(out.device.type):
+                    said += "; that was found without autocast: enter it inside of the stage's forward"
+                raise LayoutError(said)
 
     def _note(self, outputs: Sequence[Tensor], micro_batch: int) -> None:
         """Hand the loss, and outputs if wanted, of the last stage to the step."""
@@ -301,8 +308,11 @@ class StageFunctions:
     def _split(
         self, stash: dict[str, Any], outputs: list[Tensor], grads: Any, inputs: list[Tensor]
     ) -> tuple[Tensor | None, ...]:
+        reached = {} if self._is_complete else reached_parameters(self.module, outputs)
         with torch.enable_grad(), _unwrapped_errors():
             made, groups = stage_backward_input()(outputs, grads, inputs, self._parameters())
+        require_all(reached, groups, self.shape.number)
+        self._is_complete = True
         for value in inputs:
             value.grad = None  # torch keeps it here, too, for as long as the graph lives
         stash["groups"] = groups

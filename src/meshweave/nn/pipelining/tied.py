@@ -61,14 +61,14 @@ class TiedTable:
     def of(
         cls, stages: Mapping[int, nn.Module], places: StagePlaces, context: TorchContext
     ) -> TiedTable | None:
-        """Return the copies of the tied table that stages of this rank have; None where they have none.
+        """Return the copies of the tied table that stages of this rank train; None where they have none.
 
         Collective among the ranks of the first and the last stage.
         """
         copies = {
             number: stage.tied
             for number, stage in stages.items()
-            if isinstance(stage, ParallelStage) and stage.tied is not None
+            if isinstance(stage, ParallelStage) and stage.tied is not None and stage.tied.requires_grad
         }
         return cls(copies, places, context) if copies else None
 

@@ -1,0 +1,208 @@
+"""Sections of test_pipeline: parameters that stages share or that change, steps that fail, wrong arguments."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pipeline_models as models
+import torch
+import torch.distributed as dist
+from pipeline_rank_functions import Check
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import meshweave as mw
+from meshweave.execute.torch.context import TorchContext
+
+mse = nn.functional.mse_loss
+SHARING = {"zbv": ((0, 1, 1, 0), (0, 3)), "interleaved-1f1b": ((0, 1, 0, 1), (0, 2))}
+"""Where four stages lie, and two of them that have one weight, on the same rank."""
+
+
+def _linears(count: int) -> list[nn.Sequential]:
+    torch.manual_seed(6)
+    return [nn.Sequential(nn.Linear(models.WIDTH, models.WIDTH), nn.Tanh()).double() for _ in range(count)]
+
+
+def _data(rows: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    made = [torch.randn(rows, models.WIDTH, generator=draw, dtype=torch.float64) for _ in range(2)]
+    return made[0], made[1]
+
+
+def _context(check: Check) -> TorchContext:
+    """A context of its own, for a refusal in a step breaks it."""
+    return TorchContext(liveness=check.context.liveness, deadline_s=30)
+
+
+def shared_by_stages(check: Check) -> None:
+    """A weight that two stages of one rank have: its gradient is that of both, scaled once, also of many steps."""
+    rank = dist.get_rank()
+    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("pp", "dp"))
+    batch, target = _data(12)
+    for name, (places, (first, second)) in SHARING.items():
+        for meshes, at in ((mesh, rank // 2), ((), rank)):
+            whole = _linears(4)
+            whole[second][0].weight = whole[first][0].weight
+            stages = copy.deepcopy(nn.ModuleList(whole))
+            mse(models.run_whole(whole, (), batch), target).backward()
+            own = {number: stages[number] for number in range(4) if places[number] == at}
+            if not own:
+                continue
+            pipeline = mw.pipeline(
+                own, name, micro_batches=3, loss_fn=mse, meshes=meshes, context=check.context,
+                ranks=range(4) if meshes else range(2),
+            )  # fmt: skip
+            for step in (1, 2):
+                pipeline.step(batch, target)
+                for number, stage in own.items():
+                    for (label, made), wanted in zip(
+                        stage.named_parameters(), whole[number].parameters(), strict=True
+                    ):
+                        case = f"{name} on {len(mesh.mesh) if meshes else 1}, step {step}, {number}.{label}"
+                        check.near(case, made.grad, step * wanted.grad)
+
+
+def changed_parameters(check: Check) -> None:
+    """A parameter that is trained from the second step on would not be scaled: it is refused."""
+    rank, (batch, target) = dist.get_rank(), _data(6)
+    stages = _linears(2)
+    if rank > 1:
+        return
+    stages[0][0].bias.requires_grad_(False)
+    pipeline = mw.pipeline(
+        {rank: stages[rank]}, "1f1b", micro_batches=3, loss_fn=mse, ranks=(0, 1), context=_context(check)
+    )
+    pipeline.step(batch, target)
+    stages[0][0].weight.requires_grad_(False)  # nothing is summed over ranks: it may
+    pipeline.step(batch, target)
+    check.that("a frozen gradient", rank == 1 or stages[0][0].bias.grad is None)
+    stages[0][0].bias.requires_grad_(True)
+    words = "stage 0: 0.bias requires a gradient, and did not in the first step"
+    kind = "LayoutError" if rank == 0 else "BindError"
+    check.refused("unfrozen", kind, words, lambda: pipeline.step(batch, target))
+
+
+def frozen_where_summed(check: Check) -> None:
+    """One that is frozen later would get a gradient of zeros where ranks sum it."""
+    rank, (batch, target) = dist.get_rank(), _data(6)
+    if rank > 1:
+        return
+    (stage,) = _linears(1)
+    pipeline = mw.pipeline(
+        {0: stage}, "1f1b", micro_batches=3, loss_fn=mse, ranks=(0, 1), context=_context(check),
+        meshes=(mw.Mesh.of("two", (2,), ("dp",)),),
+    )  # fmt: skip
+    pipeline.step(batch, target)
+    stage[0].bias.requires_grad_(False)
+    words = "stage 0: 0.bias is frozen since the first step"
+    check.refused("frozen", "LayoutError", words, lambda: pipeline.step(batch, target))
+
+
+class Fails:
+    """A loss that fails when told to."""
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("a loss that fails")
+        return mse(output, target)
+
+
+def failed_steps(check: Check) -> None:
+    """Gradients of steps before stay where one fails, also where ranks sum them."""
+    rank, (batch, target) = dist.get_rank(), _data(6)
+    for meshes in ((), (mw.Mesh.of("two", (2,), ("dp",), rank // 2 * 2),)):
+        loss_fn, stages, ranks = Fails(), _linears(2), meshes[0].ranks if meshes else (rank,)
+        pipeline = mw.pipeline(
+            dict(enumerate(stages)), "gpipe", micro_batches=3, loss_fn=loss_fn, ranks=ranks, meshes=meshes,
+            context=_context(check),
+        )  # fmt: skip
+        pipeline.step(batch, target)
+        before = [[parameter.grad.clone() for parameter in stage.parameters()] for stage in stages]
+        loss_fn.fails = True
+        try:
+            pipeline.step(batch, target)
+        except ValueError:
+            pass
+        else:
+            check.that(f"{len(ranks)} ranks: no error", False)
+        for stage, grads in zip(stages, before, strict=True):
+            for parameter, grad in zip(stage.parameters(), grads, strict=True):
+                check.near(f"{len(ranks)} ranks: a gradient before", parameter.grad, grad)
+
+
+class Aside(nn.Module):
+    """A stage that skips a table of its own over the next one: what it makes depends on no input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.table = nn.Linear(models.WIDTH, models.WIDTH), nn.Embedding(2, models.WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner(x), self.table(torch.zeros(len(x), dtype=torch.long, device=x.device))
+
+
+class Joined(nn.Module):
+    """A stage that adds what is skipped to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(models.WIDTH, models.WIDTH)
+
+    def forward(self, x: Tensor, skipped: Tensor) -> Tensor:
+        made: Tensor = self.inner(x) + skipped
+        return made
+
+
+def given_wrongly(check: Check) -> None:
+    """Options, batches and stages whose results would be wrong, or whose error would not say why."""
+    (batch, target), rank = _data(6), dist.get_rank()
+
+    def step(
+        given: Any = batch, wanted: Any = target, stages: Sequence[nn.Module] = _linears(2), **options: Any
+    ) -> None:
+        options = {
+            "micro_batches": 3,
+            "loss_fn": mse,
+            "ranks": (rank,),
+            "context": _context(check),
+            **options,
+        }
+        plan = options.pop("plan", "gpipe")
+        pipeline = mw.pipeline(dict(enumerate(stages)), plan, **options)
+        pipeline.step(batch, target) if options["loss_fn"] is mse and given is None else None
+        pipeline.step(given, wanted)
+
+    for count in (0, -2, 2.0, True):
+        check.refused(f"count {count}", "LayoutError", "from 1 on", partial(step, micro_batches=count))
+    check.refused("recompute", "LayoutError", "recompute names stage 2", lambda: step(recompute=[2]))
+    check.refused("outputs", "LayoutError", "outputs names stage 5", lambda: step(outputs={5: [batch]}))
+    check.refused("scalar", "LayoutError", "a row for each", lambda: step(torch.tensor(1.0)))
+    check.refused("array", "LayoutError", "ndarray", lambda: step(batch.numpy()))
+    check.refused("target", "LayoutError", "the target has 3 rows", lambda: step(wanted=target[:3]))
+    check.refused("no batch later", "LayoutError", "must give a batch", lambda: step(None))
+    example = [torch.zeros(2, models.WIDTH, dtype=torch.float64)]
+    lost = [_linears(1)[0], Aside().double(), _linears(1)[0], Joined().double()]
+    words = "stage 1: a backward in two parts misses the gradient of table.weight"
+    cut = {"stages": lost, "plan": _split_on_one_rank(), "micro_batches": None, "skips": [(1, 3)]}
+    for outputs in ({}, {0: example, 1: example * 2, 2: example, 3: example}):
+        case = f"lost, {len(outputs)} examples"
+        check.refused(case, "UnsupportedError", words, partial(step, **cut, outputs=outputs))
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = [stage.float() for stage in _linears(2)]
+        check.refused(
+            "autocast", "LayoutError", "autocast", lambda: step(batch.float(), target.float(), narrow)
+        )
+
+
+def _split_on_one_rank() -> mw.schedules.Schedule:
+    """Four stages of a rank, three micro-batches, backwards in two parts."""
+    order = [f"{stage}F{m}" for m in range(3) for stage in range(4)]
+    order += [f"{stage}{part}{m}" for m in range(3) for stage in (3, 2, 1, 0) for part in "IW"]
+    return mw.schedules.schedule_from_csv(",".join(order) + "\n")
