@@ -17,7 +17,7 @@ from meshweave.execute.ranks.launch import launch
 from meshweave.nn.parallel.machine_here import (
     SUMMED_BYTES,
     MeasuredStep,
-    Moved,
+    TimedMove,
     measured_problem,
     step_here_s,
 )
@@ -64,12 +64,12 @@ def test_estimates_are_what_was_measured(
     byte_s = 2.5 * ring_s / (moved or 1)
     few_s = {min(num_ranks, 2): few * ring_s} | {num_ranks: ring_s}
     sums = {
-        ranks: Moved(few_bytes, seconds + 2 * (ranks - 1) / ranks * few_bytes * byte_s)
+        ranks: TimedMove(few_bytes, seconds + 2 * (ranks - 1) / ranks * few_bytes * byte_s)
         for ranks, seconds in few_s.items()
     }
     parts_s, part_bytes = few * ring_s, few_bytes / 2
     part_s = parts_s + (num_ranks - 1) / num_ranks * part_bytes * byte_s
-    rings, gather = {SMALL: ring_s / 2, LARGE: 3 * ring_s}, Moved(int(part_bytes), part_s)
+    rings, gather = {SMALL: ring_s / 2, LARGE: 3 * ring_s}, TimedMove(int(part_bytes), part_s)
     measured = MeasuredStep(
         compute_s, first_s / 10, sums, rings, gradients_s, 0.0, 800_000, num_ranks, 1.0, gather
     )
@@ -104,7 +104,7 @@ def test_estimates_are_what_was_measured(
 @pytest.mark.parametrize("micro_batch", [1, 2, 8])
 def test_waits_cost_less_where_a_rank_gives_its_cores_to_others(micro_batch: int) -> None:
     measured = MeasuredStep(
-        {4: 0.02, 8: 0.035}, 0.005, {2: Moved(1, 1e-3)}, {SMALL: 1e-3, LARGE: 4e-3}, 2e-3, 0.0, 800_000, 2
+        {4: 0.02, 8: 0.035}, 0.005, {2: TimedMove(1, 1e-3)}, {SMALL: 1e-3, LARGE: 4e-3}, 2e-3, 0.0, 800_000, 2
     )
     problem = measured_problem(measured, MODEL, 8, 64, 4 << 30)
     stages = Parallelism(pipeline=2, micro_batch=micro_batch)
@@ -121,7 +121,14 @@ def test_waits_cost_less_where_a_rank_gives_its_cores_to_others(micro_batch: int
 
 def test_what_ranks_compare_is_a_sum_of_its_own_where_they_share_layers() -> None:
     measured = MeasuredStep(
-        {4: 0.02, 8: 0.035}, 0.005, {2: Moved(1, 1e-3)}, {SMALL: 1e-3, LARGE: 4e-3}, 2e-3, 3e-4, 800_000, 2
+        {4: 0.02, 8: 0.035},
+        0.005,
+        {2: TimedMove(1, 1e-3)},
+        {SMALL: 1e-3, LARGE: 4e-3},
+        2e-3,
+        3e-4,
+        800_000,
+        2,
     )
     problem = measured_problem(measured, MODEL, 8, 64, 4 << 30)
     for each in (Parallelism(tensor=2, micro_batch=4), Parallelism(data=2, micro_batch=4, zero=3)):

@@ -71,14 +71,14 @@ _AGREED = 2
 _GUESS_FLOPS_PER_S, _GUESS_LAUNCH_S, _LEAST_FLOP_S = 1e10, 1e-5, 1e-16
 
 
-class Moved(NamedTuple):
+class TimedMove(NamedTuple):
     """What moving so many bytes among ranks takes."""
 
     num_bytes: int
     seconds: float
 
 
-_NOTHING = Moved(0, 0.0)
+_NOTHING = TimedMove(0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,14 @@ class MeasuredStep:
 
     compute_s: Mapping[int, float]
     optimizer_s: float
-    sums: Mapping[int, Moved]
+    sums: Mapping[int, TimedMove]
     ring_s: Mapping[int, float]
     gradients_s: float
     agreed_s: float
     num_parameters: int
     num_ranks: int
     sharing: float = 1.0
-    gather: Moved = _NOTHING
+    gather: TimedMove = _NOTHING
 
 
 def measure_step(
@@ -145,7 +145,7 @@ def measure_step(
     optimizer_s = among.median_s(optimize)
     num_ranks = len(among.ranks)
     fewest = next((count for count in range(2, num_ranks) if num_ranks % count == 0), num_ranks)
-    sums, ring_s, gather = dict[int, Moved](), dict[int, float](), _NOTHING
+    sums, ring_s, gather = dict[int, TimedMove](), dict[int, float](), _NOTHING
     gradients_s = agreed_s = 0.0
     if num_ranks > 1:
         every = LayerStrategy.of(DataParallel.name, _mesh(among, num_ranks), context=context)
@@ -160,9 +160,9 @@ def measure_step(
         halves = _TwoLayers(among, tokens, model.hidden, inner // 4)
         for ranks in sorted({fewest, num_ranks}):
             added_s = halves.added_s(ranks, Megatron.name, ranks * tokens) / 2
-            sums[ranks] = Moved(word * ranks * tokens * model.hidden, max(added_s, _LEAST_SHARED_S))
+            sums[ranks] = TimedMove(word * ranks * tokens * model.hidden, max(added_s, _LEAST_SHARED_S))
         added_s = replace(halves, inner=inner).added_s(num_ranks, ZeroThree.name, tokens) / 4
-        gather = Moved(word * inner * model.hidden, max(added_s, _LEAST_SHARED_S))
+        gather = TimedMove(word * inner * model.hidden, max(added_s, _LEAST_SHARED_S))
     sharing = max(compute_s[most] / one_s, 1.0)
     return MeasuredStep(
         compute_s, optimizer_s, sums, ring_s, gradients_s, agreed_s,
