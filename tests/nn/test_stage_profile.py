@@ -72,8 +72,8 @@ def test_a_parameter_that_a_split_backward_misses_is_named() -> None:
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return self.linear(x), self.free * 2
 
-    assert profile_stage(Aside(), 1, [KIND], [0], [2, 3]).lost_parameter == "free"
-    assert profile_stage(layers(), 1, [KIND], [0], [2]).lost_parameter == ""
+    assert profile_stage(Aside(), 1, [KIND], [0], [2, 3]).missed_gradient == "free"
+    assert profile_stage(layers(), 1, [KIND], [0], [2]).missed_gradient == ""
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class StageProfile:
         recomputed_bytes: what the forward keeps if the stage recomputes: its inputs; 0 at the first stage.
         num_parameters: elements of the parameters that require gradients; of a DTensor those of its largest shard.
         dtype: of these; "" if there are several, or none.
-        lost_parameter: one whose gradient a backward in two parts misses; "" if there is none. torch looks for
+        missed_gradient: one whose gradient a backward in two parts misses; "" if there is none. torch looks for
             parameters where their graph meets that of inputs, so it misses those whose results depend on no
             input.
     """
@@ -51,7 +51,7 @@ class StageProfile:
     recomputed_bytes: int
     num_parameters: int
     dtype: str
-    lost_parameter: str = ""
+    missed_gradient: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the profile as JSON values, which `from_json` reads back."""

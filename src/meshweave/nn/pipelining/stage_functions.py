@@ -27,7 +27,7 @@ from meshweave.execute.torch.compat_pipelining import (
     stage_backward_weight,
 )
 from meshweave.nn.pipelining.gradients import LossSum
-from meshweave.nn.pipelining.lost import reached_parameters, require_all
+from meshweave.nn.pipelining.missed_gradients import reached_parameters, require_all
 from meshweave.nn.pipelining.saved_memory import SavedMemory
 
 LossFunction = Callable[..., Tensor]

@@ -25,7 +25,7 @@ from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch.buffers import torch_dtype
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.pipelining.gradients import num_local_elements, num_loss_elements
-from meshweave.nn.pipelining.lost import lost_parameter
+from meshweave.nn.pipelining.missed_gradients import missed_gradient
 from meshweave.nn.pipelining.profile import StageProfile, profile_stage
 from meshweave.nn.pipelining.stage_functions import LossFunction, StageShape, TensorKind
 from meshweave.nn.products import DTYPES
@@ -319,8 +319,8 @@ def require_all_parameters(number: int, profile: StageProfile, schedule: Schedul
     gradient.
     """
     splits = any(leaf.kind is ActionKind.WEIGHT_GRAD and leaf.stage == number for leaf in schedule.leaves())
-    if splits and profile.lost_parameter:
-        raise lost_parameter(profile.lost_parameter, number)
+    if splits and profile.missed_gradient:
+        raise missed_gradient(profile.missed_gradient, number)
 
 
 def whole_backwards(schedule: Schedule, stage: int) -> frozenset[int]:

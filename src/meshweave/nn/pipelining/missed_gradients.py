@@ -34,13 +34,13 @@ def reached_parameters(module: nn.Module, outputs: Sequence[Tensor]) -> dict[Any
 
 def require_all(reached: Mapping[Any, str], groups: Sequence[Mapping[str, Any]], number: int) -> None:
     """Raise UnsupportedError where a parameter of stage `number` is in none of torch's groups of parameters."""
-    found = {node for group in groups for node in group["params"]}
+    known = {node for group in groups for node in group["params"]}
     for node, name in reached.items():
-        if node not in found:
-            raise lost_parameter(name, number)
+        if node not in known:
+            raise missed_gradient(name, number)
 
 
-def lost_parameter(name: str, number: int) -> UnsupportedError:
+def missed_gradient(name: str, number: int) -> UnsupportedError:
     """Return the error for a parameter of stage `number` whose gradient is missed."""
     return UnsupportedError(
         f"stage {number}: a backward in two parts misses the gradient of {name}, since what is computed from it "
