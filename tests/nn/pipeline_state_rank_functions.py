@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import meshweave as mw
+from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.execute.torch.context import TorchContext
 
 mse = nn.functional.mse_loss
@@ -100,6 +101,35 @@ def frozen_where_summed(check: Check) -> None:
     stage[0].bias.requires_grad_(False)
     words = "stage 0: 0.bias is frozen since the first step"
     check.refused("frozen", "LayoutError", words, lambda: pipeline.step(batch, target))
+
+
+def shared_and_reduced_early(check: Check) -> None:
+    """A schedule that sums the gradients of one of two stages before those of the other are whole."""
+    rank, (batch, target) = dist.get_rank(), _data(6)
+    if rank > 1:
+        return
+    listed = [
+        Action(ActionKind[kind], int(stage), None if kind == "REDUCE_GRAD" else 0)
+        for stage, kind in (
+            each.split() for each in
+            ("0 FORWARD", "1 FORWARD", "1 INPUT_GRAD", "0 BACKWARD", "0 REDUCE_GRAD", "1 WEIGHT_GRAD")
+        )
+    ]  # fmt: skip
+    for order in (listed, [*listed[:4], *listed[:3:-1]]):
+        whole = _linears(2)
+        whole[1][0].weight = whole[0][0].weight
+        stages = copy.deepcopy(nn.ModuleList(whole))
+        pipeline = mw.pipeline(
+            dict(enumerate(stages)), Schedule((0, 0), 1, (tuple(order),)), loss_fn=mse, ranks=(0, 1),
+            meshes=(mw.Mesh.of("two", (2,), ("dp",)),), context=_context(check),
+        )  # fmt: skip
+        if order is listed:
+            words = "list 0REDUCE_GRAD after these"
+            check.refused("early", "UnsupportedError", words, partial(pipeline.step, batch, target))
+            continue
+        mse(models.run_whole(whole, (), batch), target).backward()
+        pipeline.step(batch, target)
+        check.near("in time", stages[0][0].weight.grad, whole[0][0].weight.grad)
 
 
 class Fails:

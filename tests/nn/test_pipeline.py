@@ -28,6 +28,7 @@ SECTIONS = {
     "losses of forwards alone": "evaluations",
     "what does not fit": "refusals",
     "a weight that stages share": "pipeline_state_rank_functions:shared_by_stages",
+    "a weight that stages share, summed early": "pipeline_state_rank_functions:shared_and_reduced_early",
     "parameters that are trained later": "pipeline_state_rank_functions:changed_parameters",
     "parameters that are frozen later": "pipeline_state_rank_functions:frozen_where_summed",
     "steps that fail": "pipeline_state_rank_functions:failed_steps",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -31,12 +32,14 @@ def test_rules_are_those_of_modules_with_a_models_own_code(name: str) -> None:
     torch = pytest.importorskip("torch", reason="modules with a model's own code are torch's")
     from meshweave.nn.hosted.experts import _check
     from meshweave.nn.hosted.residual import Tokens
+    from meshweave.nn.parallel.strategy import LayerStrategy
 
     part, refused = SimpleNamespace(forms={"w": None}), set()
     assert len(laid_out(name)) > 2
     for choice in laid_out(name):
         roles, mesh = layer_roles(choice)
         strategy = SimpleNamespace(name=name, roles=roles, mesh=SimpleNamespace(shape=mesh))
+        strategy.span = partial(LayerStrategy.span, strategy)
         try:
             _check(strategy, "experts", "Experts", part)
             splits = False

@@ -153,7 +153,7 @@ def test_four_ranks_measure_groups_of_two_sizes_and_leave_the_generator() -> Non
         assert list(measured["sums"]) == ["2", "4"] and list(measured["ring_s"]) == list(
             map(str, SUMMED_BYTES)
         )
-        assert [num_bytes for num_bytes, _ in measured["sums"].values()] == [2 * 8 * 128 * 4, 4 * 8 * 128 * 4]
+        assert [num_bytes for num_bytes, _ in measured["sums"].values()] == [2 * 8 * 32 * 4, 4 * 8 * 32 * 4]
         moved = (*measured["sums"].values(), measured["gather"])
         assert all(seconds > 0 for seconds in (*measured["ring_s"].values(), *(each[1] for each in moved)))
         assert drawn == expected

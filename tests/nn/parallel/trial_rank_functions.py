@@ -45,8 +45,8 @@ def choose_unaided(context: RankContext, payload: Mapping[str, Any]) -> dict[str
 
 
 SMALL_MODEL = Transformer(
-    name="a small model", num_layers=1, hidden=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_hidden=336,
-    vocab_size=512, gated_ffn=True, source="a test",
+    name="a small model", num_layers=1, hidden=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden=64,
+    vocab_size=64, gated_ffn=True, source="a test",
 )  # fmt: skip
 
 

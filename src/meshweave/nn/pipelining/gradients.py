@@ -114,6 +114,11 @@ class StageGradients:
         vector = torch.zeros(size + more, dtype=dtype, device=device)
         return cls(own, parameters, vector, LossSum(vector[size:], index))
 
+    def shares(self, module: nn.Module) -> bool:
+        """Return whether a parameter of another stage is among those of this one."""
+        own = set(map(id, self.parameters))
+        return any(id(parameter) in own for parameter in module.parameters())
+
     def check(self, module: nn.Module, number: int) -> None:
         """Raise LayoutError where a parameter of the stage requires a gradient and did not in the first step, or
         is frozen since then where data-parallel ranks sum its gradient.

@@ -330,3 +330,17 @@ def whole_backwards(schedule: Schedule, stage: int) -> frozenset[int]:
         for leaf in schedule.leaves()
         if leaf.kind is ActionKind.BACKWARD and leaf.stage == stage and leaf.micro_batch is not None
     )
+
+
+def reduces_early(schedule: Schedule, stage: int, other: int) -> bool:
+    """Return whether a schedule reduces gradients of a stage before a backward part of another.
+
+    Args:
+        other: a stage of the same rank.
+    """
+    order = [leaf for action in schedule.actions[schedule.stage_ranks[stage]] for leaf in action.leaves]
+    parts = ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD, ActionKind.BACKWARD
+    last = max(
+        (at for at, leaf in enumerate(order) if leaf.stage == other and leaf.kind in parts), default=-1
+    )
+    return any(leaf.stage == stage and leaf.kind is ActionKind.REDUCE_GRAD for leaf in order[: last + 1])
