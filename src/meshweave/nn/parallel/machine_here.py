@@ -6,14 +6,15 @@ bound program, between products. Ranks that share cores are then not at the same
 needs a core again. A sum over P ranks takes launch + 2 (P - 1) latency seconds beside its bytes (Thakur et al.,
 Optimization of Collective Communication Operations in MPICH, 2005; MeshSlice, ISCA '25, section 3.2.2): groups of
 two sizes give both. These are sums of two linear layers, which together are half a layer of the model: what ranks
-that share them take more than one by itself on its part of the tokens. What running such a layer adds is in it,
-and that a rank waits for another. Two ranks exchange sums, more use a ring, as most layers do
+that share them take more than one by itself, as torch runs them, on its part of the tokens. What running such a
+layer adds is in it, and that a rank waits for another. Two ranks exchange sums, more use a ring, as most layers do
 (`lower_small_sums`). Gathers of weights in parts, and scatters of gradients, are timed likewise, each of as many
 weights as a layer's.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -193,19 +194,19 @@ class _TwoLayers:
         Args:
             tokens: on which each rank of a group runs its part.
         """
-        shared, alone = self._run(ranks, strategy, tokens), self._run(1, Megatron.name, self.tokens)
+        context = self.among.context
+        with context.device, keep_generators(context.device.type):
+            first = nn.Linear(self.features, self.inner, bias=False)
+            second = nn.Linear(self.inner, self.features, bias=False)
+        shared_by = LayerStrategy.of(strategy, _mesh(self.among, ranks), context=context)
+        up = ParallelLinear(copy.deepcopy(first), shared_by, place="in")
+        down = ParallelLinear(copy.deepcopy(second), shared_by, place="out")
+        shared, alone = self._run(up, down, tokens), self._run(first, second, self.tokens)
         return _each_s(self.among, shared, _MORE_REPEATS) - _each_s(self.among, alone, _MORE_REPEATS)
 
-    def _run(self, ranks: int, name: str, tokens: int) -> Callable[[], object]:
-        """Return what runs them forward and backward."""
-        context = self.among.context
-        strategy = LayerStrategy.of(name, _mesh(self.among, ranks), context=context)
-        with context.device:
-            with keep_generators(context.device.type):
-                first = nn.Linear(self.features, self.inner, bias=False)
-                second = nn.Linear(self.inner, self.features, bias=False)
-            x = torch.ones(1, tokens, self.features, requires_grad=True)
-        up, down = ParallelLinear(first, strategy, place="in"), ParallelLinear(second, strategy, place="out")
+    def _run(self, up: nn.Module, down: nn.Module, tokens: int) -> Callable[[], object]:
+        """Return what runs two layers forward and backward."""
+        x = torch.ones(1, tokens, self.features, requires_grad=True, device=self.among.context.device)
 
         def run() -> None:
             up.weight.grad = down.weight.grad = x.grad = None
