@@ -57,14 +57,13 @@ _AGREED_BYTES = 1 << 12
 OPTIMIZER_BYTES = 28
 """AdamW in fp32 reads weight, gradient and two moments, and writes all but the gradient: 7 words a parameter."""
 _ROUNDS, _HALVINGS = 4, 16
-_SUMS, _REPEATS, _MORE_REPEATS, _MOST_BYTES = 5, 5, 15, 64 << 20
+_SUMS, _REPEATS, _MORE_REPEATS, _MOST_BYTES, _LEAST_SHARED_S = 5, 5, 15, 64 << 20, 1e-6
 _LEAST_SHARE = 0.1
 """Of a large sum at least so much is its bytes, however near to a small one it was measured."""
 _BETWEEN = 400
 """Rows and columns of the products that sums are timed between: some milliseconds on one core."""
 _MOST_MOVED = 1 << 23
 """Bytes that linear layers are timed with, at most; more take as much longer as the rate of messages says."""
-_LEAST_SHARED_S = 1e-6
 _SHARDS_WEIGHTS = 3
 """The level of ZeRO that gathers weights."""
 _AGREED = 2
