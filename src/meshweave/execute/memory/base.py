@@ -390,13 +390,7 @@ class RemoteMemory(ABC):
 
 
 def segment_size(size: int, pool_bytes: int, known: Mapping[int, Segment]) -> int:
-    """Return the bytes of the next segment of a pool in which `size` bytes are not free, a multiple of 64 KiB.
-
-    It has at least `size`, and at least `pool_bytes` if it is the first, else half of what all segments have.
-
-    Args:
-        known: the segments of the pool so far.
-    """
+    """Return the bytes of a pool's next segment: `size`, or if more `pool_bytes` as first, then half of all."""
     there = sum(segment.size for segment in known.values())
     return aligned(max(size, pool_bytes if not known else there // 2), 1 << 16)
 

@@ -66,8 +66,7 @@ _MOST_MOVED = 1 << 23
 """Bytes that linear layers are timed with, at most; more take as much longer as the rate of messages says."""
 _SHARDS_WEIGHTS = 3
 """The level of ZeRO that gathers weights."""
-_AGREED = 2
-"""Small sums of a call in which ranks share layers or weights: what they compare, and the loss."""
+_AGREED = 2  # small sums of a call in which ranks share layers or weights: what they compare, and the loss
 _GUESS_FLOPS_PER_S, _GUESS_LAUNCH_S, _LEAST_FLOP_S = 1e10, 1e-5, 1e-16
 
 

@@ -148,7 +148,6 @@ def _stage_functions(
             memory=memory,
             recomputes=number in options.recompute,
             has_signals=options.config.transfers == "signals",
-            is_profiled=number not in options.outputs,
         )
     return functions, gradients
 

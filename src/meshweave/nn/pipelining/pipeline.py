@@ -189,9 +189,8 @@ class Pipeline:
             On ranks of the last stage the loss of the whole batch, else None.
 
         Raises:
-            LayoutError: there is no `loss_fn`; a batch or target is missing, or has other rows than the first one
-                had; a stage has other outputs, or other parameters that require gradients; ranks that must
-                give the same do not.
+            LayoutError: there is no `loss_fn`; a batch or target is missing, or has other rows than the first
+                one; a stage has other outputs or trained parameters; ranks that must give the same do not.
             BindError, RankLostError, DeadlineError: other ranks refuse, are missing or late.
         """
         if self._options.loss_fn is None and self._is_last:

@@ -100,8 +100,6 @@ class StageFunctions:
         memory: counts what is kept; None counts nothing.
         recomputes: whether the forward keeps only its inputs, and runs again before the backward.
         has_signals: whether one byte stands for each tensor between stages.
-        is_profiled: whether a profile has told which parameters a backward in two parts misses; else it is looked
-            for in the first one.
     """
 
     def __init__(
@@ -116,13 +114,12 @@ class StageFunctions:
         memory: SavedMemory | None = None,
         recomputes: bool = False,
         has_signals: bool = False,
-        is_profiled: bool = True,
     ) -> None:
         self.module, self.shape, self.loss_fn = module, shape, loss_fn
         self.whole_backwards, self.trains = frozenset(whole_backwards), trains
         self.losses = losses
         self.memory, self.recomputes, self.has_signals = memory, recomputes, has_signals
-        self.step, self._is_complete = StageStep(), is_profiled
+        self.step, self._is_complete = StageStep(), False
         if memory is not None:
             memory.exclude(module)
 
