@@ -154,10 +154,8 @@ class OpWriter:
 
     def _operand(self, name: str, out: HeldBuffer, waits: str = "") -> str:
         """Return the text of an operand of a product, in the dtype of the product's sums."""
-        text, dtypes = (
-            self._read(name, waits=waits),
-            (self._dtype(getattr(self._template, name)), out.buffer.dtype),
-        )
+        text = self._read(name, waits=waits)
+        dtypes = self._dtype(getattr(self._template, name)), out.buffer.dtype
         own, summed = (WIDER.get(dtype, dtype) for dtype in dtypes)
         return text if own == summed else f"{text}.astype({quoted(summed)})"
 

@@ -63,7 +63,7 @@ _LEAST_SHARE = 0.1
 _BETWEEN = 400
 """Rows and columns of the products that sums are timed between: some milliseconds on one core."""
 _MOST_MOVED = 1 << 23
-"""Bytes that linear layers are timed with, at most; more take as much longer as the rate of messages says."""
+"""Bytes of weights, and of activations of a group, that are timed; more take longer by the rate of messages."""
 _SHARDS_WEIGHTS = 3
 """The level of ZeRO that gathers weights."""
 _AGREED = 2  # small sums of a call in which ranks share layers or weights: what they compare, and the loss
@@ -154,7 +154,7 @@ def measure_step(
         gradients_s = _each_s(among, summed) * max(all_bytes / _MOST_BYTES, 1.0)
         agreed_s = max(_added_s(among, _sum(every, _AGREED_BYTES, is_whole=True)), 0.0)
         word, most_words = torch.float32.itemsize, _MOST_MOVED // torch.float32.itemsize
-        tokens = max(min(most * sequence, most_words // model.hidden), 1)
+        tokens = max(min(most * sequence, most_words // model.hidden // num_ranks), 1)
         inner = max(min(max(graph.num_weights for _, graph in model.runs), most_words) // model.hidden, 4)
         halves = _TwoLayers(among, tokens, model.hidden, inner // 4)
         for ranks in sorted({fewest, num_ranks}):

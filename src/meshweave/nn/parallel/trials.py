@@ -93,7 +93,7 @@ class Trial:
 
     @property
     def stands_for(self) -> str:
-        """Return "data_parallel" or "zero3" where the plan is that strategy alone, else "". Both are always tried.
+        """Return the name of data parallelism or of ZeRO-3 where the plan is that alone, else "". Both are tried.
 
         What only tensor or pipeline ranks use is not compared, nor is the micro-batch.
         """
