@@ -90,6 +90,10 @@ class StageShape:
 class StageFunctions:
     """The functions of one stage.
 
+    Attributes:
+        refuses_missed: whether the next backward in two parts raises UnsupportedError for a parameter whose
+            gradient it misses: true until one has missed none.
+
     Args:
         module: the stage.
         shape: what it takes and makes.
@@ -119,7 +123,7 @@ class StageFunctions:
         self.whole_backwards, self.trains = frozenset(whole_backwards), trains
         self.losses = losses
         self.memory, self.recomputes, self.has_signals = memory, recomputes, has_signals
-        self.step, self._is_complete = StageStep(), False
+        self.step, self.refuses_missed = StageStep(), True
         if memory is not None:
             memory.exclude(module)
 
@@ -305,11 +309,11 @@ class StageFunctions:
     def _split(
         self, stash: dict[str, Any], outputs: list[Tensor], grads: Any, inputs: list[Tensor]
     ) -> tuple[Tensor | None, ...]:
-        reached = {} if self._is_complete else reached_parameters(self.module, outputs)
+        reached = reached_parameters(self.module, outputs) if self.refuses_missed else {}
         with torch.enable_grad(), _unwrapped_errors():
             made, groups = stage_backward_input()(outputs, grads, inputs, self._parameters())
         require_all(reached, groups, self.shape.number)
-        self._is_complete = True
+        self.refuses_missed = False
         for value in inputs:
             value.grad = None  # torch keeps it here, too, for as long as the graph lives
         stash["groups"] = groups
