@@ -29,6 +29,7 @@ class Task:
     `times` equal ops that follow each other in the lane, such as the steps of a ring, count as one task.
 
     Attributes:
+        after: (task name, turns ago) of each task that it waits for, besides the one before it in its lane.
         roots: of a broadcast or reduce that is to be timed as a chain, the coordinate of the root of each chain:
             of the first turn of its phase, then of the next ones, `times` in each. Without roots the members of an
             op begin together.
@@ -49,7 +50,7 @@ class Part:
     Its lanes are those of the program around it. A wait for a part is one for the last task in each of its lanes.
 
     Attributes:
-        after: per lane the tasks of the same turn for which the first task in that lane waits.
+        after: (lane, names of the tasks of the same turn for which the part's first task in that lane waits).
     """
 
     name: str

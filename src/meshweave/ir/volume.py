@@ -33,7 +33,7 @@ PhaseVolume = dict[int, RankVolume]
 
 @dataclass
 class Volume:
-    """The work of every rank of a universal product, in three phases.
+    """The work of every rank of a universal product, in three phases, each by global rank.
 
     `before` reduces operands that arrive as partial sums. `during` multiplies and overlaps communication with
     products. `after` reduces the replicas of C. Communication of the first and last phase is exposed.
@@ -55,5 +55,5 @@ class Volume:
 
     @property
     def max_rank_flops(self) -> int:
-        """Return the most FLOPs that one rank computes."""
+        """Return the most FLOPs that one rank computes, all of them in `during`."""
         return max(load.flops for load in self.during.values())

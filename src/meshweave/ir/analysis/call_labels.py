@@ -27,7 +27,7 @@ class TermAlgebra(Protocol):
         """Return the name of the op that runs, for messages."""
 
     def factors(self, number: int) -> Sequence[str]:
-        """Return the tensors that the term `number` of an operand may stand for in a product, by name."""
+        """Return the names of the tensors of which an operand with elements of term `number` may be a block."""
 
     def combine(self, op: str, x: Labels, y: Labels) -> Labels:
         """Return the labels of the sum, or other reduction `op`, of two blocks, element by element."""
@@ -35,9 +35,9 @@ class TermAlgebra(Protocol):
 
 @dataclass
 class Stashed:
-    """The inputs that parts of a stage saw before: those of the forward part, then of the input gradient.
+    """The inputs (view, labels) of earlier parts of a stage: of the forward part, then of the input gradient.
 
-    `from_forward` is the number of the former.
+    The first `from_forward` of `inputs` are those of the forward part.
     """
 
     inputs: list[tuple[View, Labels]]
@@ -45,7 +45,7 @@ class Stashed:
 
 
 class CallLabels:
-    """The calls of a program on index labels, and the stashes that their forward parts have filled."""
+    """Computes the labels that calls write, and keeps the inputs that a later part reads from a stash."""
 
     def __init__(self, algebra: TermAlgebra) -> None:
         self.algebra = algebra

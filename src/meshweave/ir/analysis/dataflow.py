@@ -66,8 +66,9 @@ class Dataflow:
                 yield rank, index
 
     def waits_for(self, node: Node) -> tuple[Node, ...]:
-        """Return the ops, of any rank, that must be complete before `node` may start; the order of its lane
-        comes on top.
+        """Return the ops, of any rank, that must be complete before `node` may start.
+
+        The order in which its lane issues ops is a further condition and not listed.
         """
         rank, index = node
         own = tuple((rank, other) for other in self.predecessors[rank][index])
@@ -114,7 +115,11 @@ class Issuer:
     """Issues ops as lanes and edges allow; the caller says when an issued op is complete.
 
     The untimed run, the in-process executor and the reference simulator all drive this state machine. They differ
-    only in when they call `finish` or `finish_all`. Where ops are `hosted`, each also waits until it is released.
+    only in when they call `finish` or `finish_all`.
+
+    Args:
+        hosted: whether each op also waits until the host of its rank has issued it, which the caller reports as
+            `released` of `finish_all`.
     """
 
     def __init__(self, flow: Dataflow, *, hosted: bool = False) -> None:
@@ -133,20 +138,20 @@ class Issuer:
         self.issued: set[Node] = set()
 
     def start(self) -> list[Node]:
-        """Return the ops that can be issued at the beginning, in order of rank and lane."""
+        """Issue all ops that can start at the beginning; return them in order of rank and lane."""
         return [node for key in sorted(self._waiting) for node in self._issue(key)]
 
     def finish(self, node: Node) -> list[Node]:
-        """Mark an issued op as complete and return the ops that can be issued now, in order of rank and lane."""
+        """Mark an issued op as complete, issue all ops that can start now, and return these by rank and lane."""
         return self.finish_all((node,))
 
     def finish_all(self, nodes: Iterable[Node], released: Iterable[Node] = ()) -> list[Node]:
-        """Mark issued ops as complete together and return the ops that can be issued now.
+        """Mark issued ops as complete together, issue all ops that can start now, and return these.
 
         No lane issues anything before all of `nodes` are marked, so that their order makes no difference.
 
         Args:
-            released: ops whose ranks' hosts have issued them.
+            released: ops that the hosts of their ranks have issued since the last call; for `hosted` ops only.
         """
         touched: set[tuple[int, str]] = set()
         for node in released:
@@ -181,7 +186,7 @@ class Issuer:
             yield node
 
     def deadlock_error(self) -> ProgramError:
-        """Return the error to raise when ops are left and none can complete; it tells the cycle of waits."""
+        """Return the error to raise when ops are left and none can complete; its message names the cycle."""
         blocked = next(node for node in self.flow.nodes() if node not in self.done)
         trail: list[Node] = []
         while blocked not in trail:

@@ -103,9 +103,10 @@ def local_edges(
 ) -> tuple[tuple[int, ...], ...]:
     """Return for each op of one rank the indices of the earlier ops of that rank that it must wait for.
 
-    Fences wait for every earlier access to an `exposed` buffer, and later accesses to these wait for the fence.
+    Fences wait for every earlier access to an exposed buffer, and later accesses to these wait for the fence.
 
     Args:
+        exposed: the names of buffers that ops access remotely (`exposed_buffers`).
         conflicts: the `access_conflicts` of `ops`, where they are known already.
     """
     edges: list[tuple[int, ...]] = []
@@ -142,7 +143,7 @@ def local_edges(
 def write_edges(conflicts: Conflicts) -> tuple[tuple[int, ...], ...]:
     """Return for each op of a rank the indices of the earlier ops that must end before its results are written.
 
-    These are the edges of `local_edges` that come from what the op writes, not from what it reads.
+    These are the edges of `local_edges` that come from what the op writes or updates, not from what it reads.
     """
     return tuple(
         tuple(sorted({other for mode, others in of_op if mode != READ for other in others} - {index}))

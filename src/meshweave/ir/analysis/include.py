@@ -50,12 +50,12 @@ class Channel:
 
 @dataclass(frozen=True)
 class PartSummary:
-    """What an include needs to know of a sub-program that is proved.
+    """What the check of an include uses of the proof of its sub-program.
 
     Attributes:
-        lanes: the lanes in which it has ops.
-        channels: those of its messages and collectives.
-        notes: what its proof left out.
+        lanes: the lanes in which the sub-program has ops.
+        channels: the channels of its messages and collectives.
+        notes: what its proof left out, in words.
     """
 
     lanes: frozenset[LaneKey]
@@ -78,8 +78,8 @@ def summarise(flow: Dataflow, summaries: Summaries, notes: tuple[str, ...]) -> P
     """Return the summary of a program that was proved on `flow`.
 
     Args:
-        summaries: those of the programs that it includes.
-        notes: what its proof left out.
+        summaries: the summaries of the programs that it includes.
+        notes: what its proof left out, in words.
     """
     lanes: set[LaneKey] = set()
     channels: set[Channel] = set()

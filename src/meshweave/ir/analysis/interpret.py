@@ -45,13 +45,13 @@ class Algebra(Protocol):
         """Return the reduction of arrays, element by element; `op` is that of the reducing op, such as "sum"."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """Return zeros, which an op writes."""
+        """Return the zeros that a `Zero` op writes; `dtype` is the program's name of the buffer's dtype."""
 
     def read(self, block: Array) -> Array:
-        """Return a block that an op reads. May raise ProgramError, as for elements never written."""
+        """Return the elements of `block` as an op reads them. May raise ProgramError, as for unwritten ones."""
 
     def write(self, block: Array) -> Array:
-        """Return a block that an op writes, with the marks that the algebra adds, such as the writing op."""
+        """Return the elements to store when an op writes `block`; an algebra may mark them, as with the op."""
 
     def call(self, op: op_types.Call, rank: int, ins: list[Array]) -> list[Array]:
         """Return the outputs of a call on a rank, from its inputs."""

@@ -36,7 +36,8 @@ class LabelAlgebra:
 
     Attributes:
         table: the terms.
-        writers: the name of every op that wrote an element, indexed by its number in the labels.
+        calls: computes the labels that calls write.
+        writers: the name of every op that wrote an element, indexed by the field "writer" of labels.
         interpreter: the interpreter that runs the program, set by its creator; messages name its current op.
     """
 
@@ -107,7 +108,7 @@ class LabelAlgebra:
         raise AssertionError
 
     def factors(self, number: int) -> Sequence[str]:
-        """Return the tensors that the term `number` of an operand may stand for in a product, by name."""
+        """Return the names of the tensors of which an operand with elements of term `number` may be a block."""
         return self.table.tensors_of(number) or sorted(self._of(number).bases)
 
     def _of(self, number: int) -> Term:

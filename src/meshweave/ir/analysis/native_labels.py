@@ -20,7 +20,10 @@ from meshweave.ir.program.ops import Call
 
 
 def label_columns(program: Program, columns: ProofColumns) -> dict[str, NDArray[np.int64]]:
-    """Return the columns for the proof of what a program computes, by name.
+    """Return the columns for the proof of what a program computes, by the names that `csrc/labels.hpp` reads.
+
+    Args:
+        columns: numbers functions and reductions; those that it does not know yet are added to it.
 
     Raises ProgramError where input buffers hold terms of a tensor that is computed, or of one tensor twice, or for
     different reductions.

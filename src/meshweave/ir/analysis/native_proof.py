@@ -37,8 +37,8 @@ class CoreProof:
         labels: whether to prove what is computed as well.
 
     Attributes:
-        holds: whether the program is surely sound.
-        skipped: what was not proved, and why.
+        holds: True if the core proves the program sound; False if it does not, or if the core cannot say.
+        skipped: what was not proved, and why; of use only where `holds` is True.
     """
 
     def __init__(self, program: Program, labels: bool) -> None:

@@ -17,11 +17,12 @@ Positions = NDArray[np.int64]
 
 
 class CallPositions:
-    """The positions that the names of a call's meaning stand for, as its inputs tell.
+    """The positions that the names in a call's meaning (`i` in `X[i, :]`) stand for, found from its inputs.
 
     Attributes:
-        of: the positions by name.
-        untold: inputs, and their buffers, that are empty and merge dims: they do not tell which dim is empty.
+        of: the positions along the named dim, by name.
+        untold: (part, buffer) of the inputs that are empty and have merged dims, so that it is not known which
+            of the part's dims is empty.
     """
 
     def __init__(self, fn: str) -> None:
@@ -33,10 +34,11 @@ class CallPositions:
         """Note the positions of `block`, an input that the meaning describes as `part`.
 
         Args:
-            shape: that of the part's tensor.
+            shape: the shape of the part's tensor.
             buffer: the name of the buffer that is read, for errors.
 
-        Raises ProgramError where positions are missing, or a name stands for other ones in another input.
+        Raises ProgramError where the elements are no block of the tensor, where they lack positions of a whole
+        dim, and where a name stands for other positions in another input.
         """
         tensor = part.tensor
         if not block.size and block.ndim != len(shape):
@@ -89,10 +91,11 @@ def _span(listed: Positions) -> str:
 
 
 def positions_of(index: Positions, shape: tuple[int, ...]) -> list[Positions] | None:
-    """Return, per dim of a tensor of `shape`, the positions whose row-major product is what a block lists.
+    """Return the positions of a block along each dim of its tensor of `shape`.
 
-    `index` holds the numbers of the block's elements; its own shape does not matter, so that rows of a matrix
-    can be read as rows of heads. Returns None for elements in any other order.
+    `index` lists the block's elements by their row-major numbers in the tensor. It must be the Cartesian product
+    of the returned positions in row-major order, else the result is None. Its own shape does not matter, so that
+    rows of a matrix can be read as rows of heads.
     """
     flat = index.reshape(-1)
     coords = np.unravel_index(flat, shape) if shape else ()
@@ -111,7 +114,10 @@ def positions_of(index: Positions, shape: tuple[int, ...]) -> list[Positions] | 
 
 
 def merges(shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether `shape` is `sizes` with some neighbours taken as one dim: a function sees no other blocks."""
+    """Return whether `shape` is `sizes` with neighbouring dims merged, and dims of size 1 added or dropped.
+
+    It is False where `shape` has a dim of size 0.
+    """
     left = list(sizes)
     for extent in shape:
         merged = 1

@@ -68,13 +68,15 @@ class ArrivedParts:
 
 
 class TermTable:
-    """The terms of a program, each with a number, and what may be added to what.
+    """The terms of a program, each with a number, and the rules by which two terms add up to a third.
 
     Attributes:
         terms: every term so far, indexed by its number; None for what was never written, and for zeros.
+        meanings: the declared meanings by their result.
         products: the declared products by their result.
         functions: the declared results of calls by (fn, number of the result).
-        arrived: the tensors that arrive in parts.
+        running: by tensor, the inputs of its meaning that are reductions so far (`running_tensors`).
+        arrived: the tensors that input buffers hold as partial terms, by name.
 
     Raises ProgramError where input buffers hold terms of a tensor that is computed, or of one tensor twice, or for
     different reductions.
@@ -235,9 +237,9 @@ class TermTable:
         return Term(tuple((basis, total[basis].tobytes()) for basis in sorted(total)))
 
     def combine(self, op: str, p: int, q: int) -> int:
-        """Return the number of the sum, or other reduction `op`, of terms p and q.
+        """Return the number of the term that is the sum, or other reduction `op`, of the terms numbered p and q.
 
-        Raises ProgramError for two that no declared value has in one reduction.
+        Raises ProgramError where no declared tensor combines these two terms by `op`.
         """
         key = (op, p, q) if p <= q else (op, q, p)
         known = self._combined.get(key)

@@ -49,7 +49,7 @@ class Validation:
 
     Attributes:
         program: the program.
-        skipped: what was not tried, and why.
+        skipped: what was not proved, only sampled or taken on trust, and why, in words.
     """
 
     program: Program

@@ -25,9 +25,9 @@ from meshweave.ir.program.release import TILE_ORDERS, CollectiveStep, Release
 MAX_OPS = 1 << 19
 """Ops of all ranks of a program that the core proves; more are left to the reference."""
 ANY = int(np.iinfo(np.int64).min)
-"""The least value of an expression that may have any."""
+"""The lower bound of an expression that may have any value."""
 REDUCTIONS = {"sum": 0, "max": 1, "min": 2, "prod": 3}
-"""The reductions that the core knows, by number; other words get the numbers after these."""
+"""The numbers of the reductions that the core knows; other words get the numbers after these."""
 
 
 class UnknownError(ProgramError):
@@ -38,8 +38,8 @@ class ProofColumns(TemplateColumns):
     """A program template as columns of integers, for its proof.
 
     Attributes:
-        functions: the names of what calls run, by number.
-        reductions: the names of reductions, by number.
+        functions: the number of each function that calls run, by name.
+        reductions: the number of each reduction, by name.
 
     Raises:
         UnknownError: the program has what the core does not know.

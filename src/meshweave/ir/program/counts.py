@@ -182,7 +182,7 @@ class CellRows:
         return tuple(self.starts.ravel().tolist())
 
     def rows_at(self, place: Index, cell: Index) -> Index:
-        """Return where the rows of cell `cell` in memory order begin on the rank at index `place` of the mesh."""
+        """Return the first row of cell number `cell` in memory order, on the mesh's rank number `place`."""
         return select(self._entries, place * self.starts.shape[1] + cell)
 
     @property
@@ -233,9 +233,7 @@ class CellRows:
         return replace(self.written, kind="scratch", tensor=None, layout=None, shape=shape, order=order)
 
     def require_alike(self, other: CellRows) -> None:
-        """Raise ProgramError unless `other`, the output of the cells that this one is an input of, has rows
-        padded alike.
-        """
+        """Raise ProgramError unless `other`, of the same tensor of cells, becomes a tensor of equal shape."""
         if self.tensor != other.tensor:
             raise ProgramError(
                 f"inputs and outputs hold {self.cells.name} in layouts of unlike rows",
@@ -290,7 +288,9 @@ class CellRows:
         return self.written.kind != "temp"
 
     def part_sizes(self, view: View, dim: int, count: int) -> Index:
-        """Return the rows of part `peer` of a view that is cut along `dim` into `count` equal runs of cells.
+        """Return the number of rows of part `peer` of a view cut along `dim` into `count` equal runs of cells.
+
+        It is an expression in `peer` and in the executing rank's coordinates.
 
         Raises ProgramError where `count` does not divide its cells, or they are not cut so in memory.
         """

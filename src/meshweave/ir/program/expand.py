@@ -280,7 +280,9 @@ class _Expansion:
 
 
 def placements(program: WrittenProgram, op: Include) -> Iterator[dict[int, int]]:
-    """Yield every rank map of an include: one, or one for each set of ranks where it depends on coordinates.
+    """Yield every rank map of an include: the global rank here of each rank of the sub-program.
+
+    There is one map, or one for each set of ranks that runs the include where these depend on coordinates.
 
     Raises:
         ProgramError: the ranks depend on a loop index, or do not fit.

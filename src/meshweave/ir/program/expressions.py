@@ -163,12 +163,12 @@ def binary(op: str, left: Index, right: Index) -> Index:
 
 
 def minimum(left: Index, right: Index) -> Index:
-    """Return the smaller of two indices."""
+    """Return min(left, right) as an expression, or as an int where both are known."""
     return binary("min", left, right)
 
 
 def maximum(left: Index, right: Index) -> Index:
-    """Return the larger of two indices."""
+    """Return max(left, right) as an expression, or as an int where both are known."""
     return binary("max", left, right)
 
 
@@ -278,7 +278,7 @@ def to_ast(index: Index) -> ast.expr:
 def from_ast(node: ast.expr) -> Index:
     """Return an index from Python syntax.
 
-    Raises ProgramError with line and column for anything else, for an integer of over 64 bits, and where over
+    Raises ProgramError with line and column for anything else, for an integer over 2**63 - 1, and where over
     `base.limits.EXPRESSION_DEPTH` operations are nested: whatever reads an expression later recurses into it.
     """
     return _from_ast(node, EXPRESSION_DEPTH.most)

@@ -170,7 +170,8 @@ class Include(Collective):
         """Return the global rank here of each rank of the sub-program, in ascending order of the latter.
 
         Raises:
-            ProgramError: ranks are outside a mesh, shapes differ, or two of the sub-program's ranks meet on one.
+            ProgramError: ranks are outside a mesh, or two of the sub-program's ranks are given one rank; or the
+                shapes of a mesh and its sub-mesh differ (for a mesh of one axis, their numbers of ranks).
         """
         ranks: dict[int, int] = {}
         for formal, submesh in self.meshes:

@@ -40,7 +40,13 @@ def include_to_text(op: Include, quoted: str) -> str:
 
 
 class ProgramReader(Protocol):
-    """What reading an include needs of the reader of the program that it stands in."""
+    """What reading an include needs of the reader of the program that it stands in.
+
+    Attributes:
+        meshes, lanes: the declared meshes and lanes, by name.
+        parts: the sub-programs defined so far, by name.
+        defining: the name of the sub-program whose definition is being read; () outside of definitions.
+    """
 
     meshes: dict[str, Mesh]
     lanes: dict[str, Lane]

@@ -95,7 +95,7 @@ def read_name(node: ast.expr | None, table: dict[str, Any], noun: str) -> str:
 
 
 def read_subscript(node: ast.expr) -> tuple[ast.expr, list[ast.expr] | None]:
-    """Return what `node` takes a part of, and what it chooses per dim; itself and None without a subscript."""
+    """Return the subscripted node and the index nodes, one per dim; (node, None) for one without a subscript."""
     match node:
         case ast.Subscript(value=inner, slice=ast.Tuple(elts=chosen)):
             return inner, chosen
@@ -105,8 +105,9 @@ def read_subscript(node: ast.expr) -> tuple[ast.expr, list[ast.expr] | None]:
 
 
 def read_sizes(node: ast.expr) -> Any:
-    """Return the sizes of parts that a node says: a tuple of integers, or one expression; else raise
-    ProgramError.
+    """Return the sizes of parts that `node` gives: a tuple of integers, or one expression in `peer`.
+
+    Raises ProgramError for another node.
     """
     return read_ints(node) if isinstance(node, ast.Tuple) else from_ast(node)
 
@@ -140,7 +141,7 @@ def read_int(node: ast.expr) -> int:
 
 
 def read_number(node: ast.expr) -> float:
-    """Return the number in decimal notation that a node is. Raises ProgramError for another node."""
+    """Return the number without sign that a node is. Raises ProgramError for another node."""
     value = node.value if isinstance(node, ast.Constant) else None
     if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
         return float(value)

@@ -45,7 +45,7 @@ class Op:
         return self.name or self.kind
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
-        """Return what the op reads, writes and updates, in that order; remote views included."""
+        """Return (mode, view) of every access, reads first, then writes or updates; remote views included."""
         raise AssertionError(f"{type(self).__name__} declares no accesses")
 
     @property

@@ -32,7 +32,7 @@ _MEMBERS_PER_STEP = 64
 
 @dataclass(frozen=True)
 class BoundOp:
-    """An op of one rank with plain integers. Its `over` lists global ranks."""
+    """An op of one rank with plain integers, and its position `key`. Its `over` lists global ranks."""
 
     key: Key
     op: Op

@@ -34,7 +34,10 @@ class RankMap:
     ranks: Mapping[int, int]
 
     def outer(self, inner: Index) -> Index:
-        """Return the rank, in the including program, that stands for the sub-program's rank `inner`."""
+        """Return the rank, in the including program, that stands for the sub-program's rank `inner`.
+
+        A rank that the map lacks has no defined result.
+        """
         if isinstance(inner, int):
             return self.ranks.get(inner, -1)
         line = _line(self.ranks)
@@ -44,7 +47,10 @@ class RankMap:
         return select([self.ranks.get(rank, -1) for rank in range(max(self.ranks) + 1)], inner)
 
     def inner(self, outer: Index) -> Index:
-        """Return the rank, in the sub-program, for which the including program's rank `outer` stands."""
+        """Return the rank, in the sub-program, for which the including program's rank `outer` stands.
+
+        A rank that stands for none has no defined result.
+        """
         line = _line(self.ranks)
         if line is not None and line[0] > 0:
             scale, offset = line
@@ -67,12 +73,12 @@ class Renaming:
     """What stands for each name; a name that is not listed stays.
 
     Attributes:
-        values: of variables.
-        views: of buffers: the function from a view of the buffer to the one that stands for it.
-        meshes: of meshes: the name, and those of the axes.
-        ranks: None where ranks stay.
-        lanes: of lanes.
-        stash: returns the name that stands for that of a stash.
+        values: by variable, the expression in its place.
+        views: by buffer, a function from a view of the buffer to the view in its place.
+        meshes: by mesh, its new name and the new name of each axis.
+        ranks: the new number of each rank; None where ranks stay.
+        lanes: by lane, its new name.
+        stash: returns the new name of a stash.
         prefix: what is put before the label of each op, "" for nothing.
     """
 

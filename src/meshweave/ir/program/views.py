@@ -159,8 +159,8 @@ class View:
     def is_strided(self, shape: Sequence[int], order: Sequence[int] | None = None) -> bool:
         """Return whether a resolved view is not one run of memory, in a dense buffer of local `shape`.
 
-        The view has elements. `order` lists dims from outermost to innermost in memory, None the order written. A
-        view of blocks counts as strided where it reaches from one period to the next.
+        The view must not be empty. `order` lists dims from outermost to innermost in memory, None the order
+        written. A view of blocks counts as strided if its [start, stop) spans two periods.
         """
         is_inside = False  # a dim of which the view has more than one element
         for dim in range(len(shape)) if order is None else order:

@@ -125,7 +125,7 @@ class WrittenProgram:
         return {table.name: table for table in self.counts}
 
     def require_counts(self) -> None:
-        """Raise ProgramError where counts have no values, so that sizes are not known."""
+        """Raise ProgramError if the program has tables of counts, whose values `with_counts` gives."""
         if self.counts:
             raise ProgramError(
                 f"program {self.name} has counts {listed(self.counts_of)}, known at run time: "
@@ -177,7 +177,8 @@ class WrittenProgram:
         """Return the shape of one slot of a buffer on `rank`.
 
         Raises:
-            ProgramError: there is no such buffer, or its mesh has no such rank.
+            ProgramError: there is no such buffer, its mesh has no such rank, its layout does not fit its tensor,
+                or an extent has no value or is negative.
         """
         shape = self._shapes.get((name, rank))
         if shape is not None:
