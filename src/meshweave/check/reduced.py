@@ -25,7 +25,7 @@ SLICED_DIM_STEP = 8
 
 @dataclass(frozen=True)
 class ReducedLayer:
-    """Sizes of a layer, and the mesh to run it on."""
+    """Sizes of a layer over all ranks, and the shape of the mesh to run it on."""
 
     tokens: int
     in_features: int
@@ -87,12 +87,15 @@ def reduce_products(
     *,
     where_too_small: Literal["grow", "drop slices"] = "grow",
 ) -> Iterator[ReducedProduct]:
-    """Yield each product at reduced size on a mesh of `num_ranks` ranks, in order; without one it says `skipped`.
+    """Yield each product at reduced size on a mesh of `num_ranks` ranks, in order.
+
+    One that has no such mesh, or does not fit at this size, is yielded without a program and with `skipped`.
 
     Args:
         max_dim: sizes are reduced in proportion until no dim is larger.
         where_too_small: what happens to a dim that became smaller than the planned slices of it. "grow": all
-            dims grow, up to `max_dim`, until the slices fit. "drop slices": the last slices are left out.
+            dims grow, up to `max_dim` and their planned sizes, until the slices fit. "drop slices": the last
+            slices are left out.
     """
     for planned in products:
         config, entry = planned.pass_plan.config, PRODUCTS_2D.named(planned.candidate.entry_name)

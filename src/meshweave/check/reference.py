@@ -78,7 +78,7 @@ def reference(program: Program, inputs: Tensors) -> dict[str, Array]:
 
 
 def expected_shard(program: Program, inputs: Tensors, buffer: str, rank: int) -> Array:
-    """Return the shard of output `buffer` that `rank` should hold, in the dtype of its tensor's inputs.
+    """Return the shard of output `buffer` that `rank` should hold, in the dtype that its inputs have in numpy.
 
     A product of two inputs is computed for this shard alone.
 

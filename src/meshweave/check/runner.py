@@ -47,7 +47,7 @@ class MeasuredProduct:
         measured: the trace of the median run.
         predicted: the trace of a simulation of the same program.
         constants: the constants of the prediction, where they were measured beside the runs; else None.
-        num_orderings: edges of the program that the measured runs were checked against, all kept.
+        num_orderings: number of edges of the program that held, over all measured runs; none was broken.
     """
 
     title: str

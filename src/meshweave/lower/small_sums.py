@@ -43,8 +43,8 @@ def lower_small_sums(
     sub-programs are lowered, too.
 
     Args:
-        most_bytes: an all-reduce stays where more would arrive at a rank.
-        most_exchanged: the same of two members, which exchange their terms.
+        most_bytes: an all-reduce stays where more bytes of terms would arrive at a rank.
+        most_exchanged: the same for a group of two members, in place of `most_bytes`.
     """
     program = program.with_parts(lambda part: lower_small_sums(part, most_bytes, most_exchanged))
     lowering = _SmallSumLowering(program, most_bytes, most_exchanged)
