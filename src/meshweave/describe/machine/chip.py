@@ -51,9 +51,9 @@ class Chip:
         fitted_as: how the names of other chips with the same compute units begin. Constants of software that were
             fitted on those hold for this one where none were fitted on it. Empty where there is no such chip.
 
-        Raises:
-            DescriptionError: a value is out of range, the runtime is unknown, or `gemm_tile` is given beside
-                `kernels`.
+    Raises:
+        DescriptionError: a value is out of range, the runtime is unknown, or `gemm_tile` is given beside
+            `kernels`.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Chip:
 
     @property
     def driver(self) -> Runtime:
-        """Return the memory that the chip's runtime, such as CUDA, takes: context and communicators."""
+        """Return the `Runtime` of the chip, such as CUDA's: the memory that contexts and communicators take."""
         return RUNTIMES[self.runtime]
 
     def peak(self, dtype: str) -> float:

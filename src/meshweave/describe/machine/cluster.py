@@ -120,7 +120,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 
 def described(cluster: Cluster | str | Path) -> Cluster:
-    """Return a cluster that is described already, or named as for `load_cluster`. Raises as that."""
+    """Return `cluster` itself, or the cluster that it names for `load_cluster`, which may raise."""
     return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
 
 

@@ -89,7 +89,7 @@ def _hosts(phrase: str, chips: int, per_host: int, usual: dict[str, Any]) -> dic
 
 
 def usual_host(chip: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the table of the catalog's usual host of a chip.
+    """Return the catalog name and the table of the cluster whose `usual_for` lists a chip's name.
 
     Raises:
         DescriptionError: no entry is usual for it; the error names those that there are.

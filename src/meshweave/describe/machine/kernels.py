@@ -199,7 +199,8 @@ class AttentionConstants:
         units, flops_per_s, launch_s, memory_bytes_per_s, overlap, slowdown: as of products.
         block: queries, and keys, of a tile.
         tile_s: seconds that a tile of queries takes besides its keys.
-        tail_share: the share of the longest tile of queries by which units end apart, from 0 to 1.
+        tail_share: how much longer than evenly shared work the last unit runs, as a share (0 to 1) of the
+            longest tile of queries.
     """
 
     units: int

@@ -19,8 +19,9 @@ class Architecture:
         model_type: the family, as transformers names it; "" where it is none of them.
         norm, norm_eps: the kind of normalisation, and what it adds to a variance.
         activation: of the FFN, as transformers names it, such as "silu" or "gelu_new".
-        qkv_bias, out_bias, ffn_bias: whether the layers of these names add a bias.
-        positions: how tokens know their places.
+        qkv_bias, out_bias, ffn_bias: whether the projections to queries, keys and values, that of attention's
+            output, and those of the FFN add a bias.
+        positions: the kind of position encoding.
         max_positions: the most tokens of a sequence that the model is made for.
         rotary_base, rotary_share: the base of rotary angles, and the share of a head that turns.
         rotary_scaling: how angles are scaled for longer sequences, as JSON; "" for not at all.

@@ -142,9 +142,9 @@ def is_off(value: object) -> bool:
 
 
 def wrong_types(data: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the errors in flags, windows and most positions of a config, which would else count as left out.
+    """Yield the errors in flags, windows and maximum positions of a config, which would else count as left out.
 
-    A window, or most positions, of -1 means none.
+    A window, or a maximum of positions, of -1 means none.
     """
     for key in FLAGS:
         if not isinstance(data.get(key, False), bool | None):

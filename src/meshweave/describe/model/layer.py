@@ -96,7 +96,7 @@ class LayerGraph(Shown):
 
     @cached_property
     def homes(self) -> dict[str, str]:
-        """Return the sums that share the buffer of one of their terms: the name of the sum by that edge.
+        """Return, by edge, the sum (its output edge) whose buffer holds that edge: one of the sum's terms.
 
         A term qualifies if the sum alone reads it, and the gradient of its maker does not. Of those the first
         that may be partial sums (`LayerNode.makes_terms`) is taken, else the first.
@@ -163,7 +163,7 @@ class LayerGraph(Shown):
 
     @cached_property
     def num_active_weights(self) -> int:
-        """Return the number of matrix elements that each token meets, of experts those of the chosen ones."""
+        """Return the number of matrix elements that a token is multiplied by, of experts the chosen ones'."""
         kinds = ("matrix", "whole", "experts")
         return sum(weight.active_size for weight in self.parameters if weight.kind in kinds)
 
@@ -183,7 +183,10 @@ class LayerGraph(Shown):
         return tuple(node for node in self.nodes if isinstance(node, Linear))
 
     def attention_flops(self, sequence: int, *, counts_masked: bool = False) -> int:
-        """Return the FLOPs of attention of a sequence, forward; with `counts_masked` over all pairs of tokens."""
+        """Return the forward FLOPs of the layer's attention for one sequence.
+
+        They are those of the pairs of tokens that mask and window leave; with `counts_masked`, of all pairs.
+        """
         pairs = (sequence * sequence if counts_masked else node.num_pairs(sequence) for node in self.nodes)
         return sum(node.attention_flops(count) for node, count in zip(self.nodes, pairs, strict=True))
 

@@ -160,7 +160,7 @@ class LayerNode(ABC):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return features per token, by what they are, with which software stacks count the bytes they move."""
+        """Return features per token by which stacks count the bytes they move, under "heads", "keys" and "ffn"."""
         return {}
 
     def attention_flops(self, pairs: int) -> int:
@@ -251,7 +251,7 @@ class Linear(LayerNode):
 
     @property
     def enters(self) -> bool:
-        """Return whether it leads from the residual, or latents, into inner features; else back out."""
+        """Return whether its operand is the residual or a latent; False for heads and inner features."""
         return self.operand.dim in ("hidden", *WITH_TOKENS)
 
     @property

@@ -66,8 +66,8 @@ class RoutedFamily:
     Attributes:
         inner: the key of the inner features of an expert.
         dense: the key of the inner features of layers without experts.
-        biases, qk_norm, sinks: as in `routed.GroupedHeads`. The keys `attention_bias`, `qkv_bias` and
-            `use_qk_norm` of a config go before the first two.
+        biases, qk_norm, sinks: as in `routed.GroupedHeads`. The keys `attention_bias` and `qkv_bias` of a config
+            take the place of `biases`, and `use_qk_norm` that of an empty `qk_norm`.
         norm: the kind of the norms.
         expert_biases, router_parameters: as in `routed.RoutedExperts`.
     """
