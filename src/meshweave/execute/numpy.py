@@ -174,9 +174,9 @@ def _check_inputs(program: Program, inputs: Mapping[str, Array]) -> None:
 def local_inputs(program: Program, inputs: Mapping[str, Array], rank: int) -> dict[str, Array]:
     """Return this rank's shards of global tensors, by the names of the input buffers that hold them.
 
-    A tensor laid out as partial sums is split so that a term left out or taken twice shows: along a mesh axis
-    member i > 0 holds i, and member 0 the rest. Of a partial product the others hold 1; of `max` and `min` all
-    hold the whole.
+    A tensor laid out as partial sums is split into terms so that one left out or taken twice shows: along a mesh
+    axis, each element is i in the term of member i > 0, and what is left of it in that of member 0. Of a partial
+    product, members other than 0 hold 1 everywhere; of `max` and `min` all hold the whole.
     """
     shards: dict[str, Array] = {}
     for buffer in program.buffers:
@@ -204,8 +204,8 @@ def _term(layout: Layout, value: Array, rank: int) -> Array:
 def assemble(program: Program, memory: Mapping[tuple[int, str, int], Array]) -> dict[str, Array]:
     """Return the global tensors that the output buffers hold; `memory` maps (rank, buffer, 0) to shards.
 
-    Partial sums are reduced. Raises ProgramError where ranks that should hold the same elements do not: equal
-    integers, or floats that are equal up to rounding.
+    Partial sums are reduced. Raises ProgramError where ranks that should hold the same elements hold unequal
+    integers, or floats that differ by more than rounding.
     """
     outputs: dict[str, Array] = {}
     for buffer in program.buffers:

@@ -160,7 +160,7 @@ class LayerNode(ABC):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return features per token by which stacks count the bytes they move, under "heads", "keys" and "ffn"."""
+        """Return features per token by which stacks count the bytes they move: "heads", "keys" and "ffn"."""
         return {}
 
     def attention_flops(self, pairs: int) -> int:

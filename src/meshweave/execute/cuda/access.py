@@ -59,7 +59,7 @@ class TrackedAccess(OneSidedAccess):
         return self._analysis.regions
 
     def own_slots(self, analysis: RankAnalysis) -> dict[Key, Slot]:
-        """Return the slot to set aside for this rank's counters of tiles, which kernels of any rank may write."""
+        """Return, by its key, the slot for this rank's tile counters, which kernels of any rank may write."""
         assert analysis.regions is not None
         return {TILES: Slot.of_counters(analysis.regions.num_counters)}
 

@@ -19,13 +19,13 @@ from meshweave.ir.program.views import Range
 
 @dataclass(frozen=True)
 class TrackedRegions:
-    """The regions of a program.
+    """The regions of a program, each named by its op: (rank, index of the op on that rank).
 
     Attributes:
-        counter_of: by region the rank that has its counter, and the counter's number there.
-        product_of: by region all regions of its product.
-        remote: by op the regions of other ranks that it waits for.
-        num_counters: the most counters of any rank.
+        counter_of: by region, (the rank in whose memory its counter is, the counter's number there).
+        product_of: by region, all regions of its product, itself included.
+        remote: by op (rank, index), the regions of other ranks that it waits for.
+        num_counters: the most counters that any rank has.
     """
 
     counter_of: Mapping[Node, tuple[int, int]]
@@ -34,7 +34,7 @@ class TrackedRegions:
     num_counters: int
 
     def local(self, rank: int, edges: Sequence[Iterable[int]], lanes: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return for each op of `rank`, by index, the regions that it waits for in other lanes of that rank.
+        """Return for each op of `rank` in order the op indices of the regions in other lanes that it waits for.
 
         Args:
             edges: for each op the indices of the earlier ops that it waits for.
@@ -111,7 +111,7 @@ def _products(ops: Sequence[BoundOp]) -> list[list[int]]:
 
 @dataclass
 class Launches:
-    """The kernels of one rank: which regions each computes."""
+    """The kernels of one rank: which regions each computes, by their op indices."""
 
     members: dict[int, list[int]] = field(default_factory=dict)
     """By the first region of a kernel, all of its regions."""

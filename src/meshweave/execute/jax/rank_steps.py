@@ -62,7 +62,7 @@ class RankStep:
     """Ops of different ranks that are one line of the emitted function.
 
     Attributes:
-        ops: the op of each rank that takes part, by rank. Of messages: the send of each sender.
+        ops: the op of each rank that takes part, by rank; of messages, the send of each sender.
         receivers: of messages, the recv of each receiver, by rank; otherwise empty.
         groups: of a collective, the ranks of each group; otherwise ().
     """

@@ -390,7 +390,7 @@ class RemoteMemory(ABC):
 
 
 def segment_size(size: int, pool_bytes: int, known: Mapping[int, Segment]) -> int:
-    """Return the bytes of a pool's next segment: `size`, or if more `pool_bytes` as first, then half of all."""
+    """Return the bytes of the next segment: at least `size`; first `pool_bytes`, then half of all `known`."""
     there = sum(segment.size for segment in known.values())
     return aligned(max(size, pool_bytes if not known else there // 2), 1 << 16)
 

@@ -141,7 +141,7 @@ def _environment(rank: int, num_ranks: int, port: int, env: Mapping[str, str]) -
 
 
 def host_store(address: str = "127.0.0.1", port: int = 0) -> Any:
-    """Return a new TCPStore of this process that listens on one address alone, for 0 at a port that is free.
+    """Return a new TCPStore of this process that listens on one address alone; `port` 0 takes a free one.
 
     A TCPStore that opens its socket itself listens on all interfaces, whatever host it is given (torch 2.9 and
     2.13), so it is handed one that is bound already.

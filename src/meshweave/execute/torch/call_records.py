@@ -30,7 +30,7 @@ class SharedCalls:
     Attributes:
         count: the calls begun so far; equal on all ranks between calls.
         recent: the last calls begun, with their numbers, which start at 1.
-        tokens: the records of the ranks in the store, by rank, as far as they are known.
+        tokens: by rank, the token that names its record in the store, as far as that is known.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:

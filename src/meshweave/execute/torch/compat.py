@@ -82,7 +82,7 @@ def local_tensor(tensor: DTensor) -> Tensor:
 
 
 def local_tensors(values: Iterable[Any]) -> list[Any]:
-    """Return what `local_tensor` does of each DTensor among values, and the others as they are."""
+    """Return the values in order, each DTensor among them replaced by its `local_tensor`."""
     from torch.distributed.tensor import DTensor
 
     made = []
@@ -202,7 +202,7 @@ def plain_functions() -> contextlib.AbstractContextManager[None]:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Return whether a tensor has no elements, for torch only traces what is computed with it.
+    """Return whether a tensor has no data, because torch only traces what is computed (fake or functional).
 
     Relies on `torch._subclasses.fake_tensor.FakeTensor` and `functional_tensor.FunctionalTensor` (torch 2.9 and
     2.13). Raises UnsupportedError where either is gone.
@@ -248,7 +248,7 @@ def bare_step(kind: type) -> Callable[..., Any]:
 
 
 def other_step_hooks(optimizer: Any) -> bool:
-    """Return whether an optimizer has step hooks, or there are two or more for all optimizers, before or after.
+    """Return whether an optimizer has step hooks of its own, or all optimizers have more than one, pre or post.
 
     Relies on `Optimizer._optimizer_step_pre_hooks` and `_optimizer_step_post_hooks`, and those of all optimizers,
     `torch.optim.optimizer._global_optimizer_pre_hooks` and `_global_optimizer_post_hooks` (torch 2.9 and 2.13).

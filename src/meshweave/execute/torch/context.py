@@ -57,9 +57,9 @@ class GuardedWait(Protocol):
         """Return the rest of the deadline."""
 
     def check_peers(self, unheard: Callable[[], Sequence[int]]) -> None:
-        """Raise RankLostError or DeadlineError where a rank that has not come has died, or time is up.
+        """Raise RanksEndedError where the process of a rank that has not come has ended.
 
-        `unheard` returns the ranks that have not come.
+        The guard turns it into RankLostError. `unheard` returns the ranks that have not come.
         """
 
     def __enter__(self) -> Self: ...
@@ -69,7 +69,7 @@ class GuardedWait(Protocol):
 
 
 class RunRecorder(Protocol):
-    """Takes the traces of programs as they run: of those on a CPU, and of those that are bound with `trace`."""
+    """Gets the trace of each run of a program that is bound in mode "threads", or with `trace`."""
 
     def add(self, program: Program, trace: Trace) -> None:
         """Take this rank's trace of one run of `program`."""

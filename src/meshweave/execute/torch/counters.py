@@ -42,10 +42,10 @@ class CompletionCounters:
     """By which counters ops of different ranks wait for each other. Each is counted by one lane of one rank.
 
     Attributes:
-        counts: by op the (rank, counter) that it counts once it is complete.
-        totals: by (rank, counter) the steps of a run.
-        to_start: what an op waits for before it starts: the regions that it reads, which others have released.
-        to_update: what an op waits for before it updates memory, because others update the same elements first.
+        counts: by op, each (rank, counter) that it increments once it is complete.
+        totals: by (rank, counter), the number of steps that it counts in one run.
+        to_start: by op, what it waits for before it starts: regions that it reads, which others have released.
+        to_update: by op, what it waits for before it updates memory, as others update the same elements first.
     """
 
     counts: dict[Node, list[tuple[int, int]]]

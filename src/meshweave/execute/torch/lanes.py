@@ -129,7 +129,8 @@ class LaneThreads:
     def run(self, lanes: Sequence[LaneRun], *, trace: bool) -> None:
         """Run all lanes to their ends, the first in the calling thread; raise the first error of any.
 
-        UnsupportedError where an earlier run failed, or another is under way.
+        With `trace`, each lane's `spans` have the start and end of its steps. Raises UnsupportedError where an
+        earlier run failed, or another is under way.
         """
         self.check()
         if not self._busy.acquire(blocking=False):
