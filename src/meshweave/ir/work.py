@@ -138,7 +138,7 @@ def move_work(num_elements: int, dtype: str, kind: str = "copy") -> Compute:
 
 
 def call_dtype(program: Program, op: ops.Call) -> str:
-    """Return the dtype in which a call computes: its own, or that of its first output, or input.
+    """Return the dtype in which a call computes: the declared one, else that of its first output, or else input.
 
     Attention multiplies its inputs, and so computes in their dtype: in a ring its sums so far are in another.
     """

@@ -43,7 +43,7 @@ class Features:
 
 @dataclass(frozen=True)
 class NodeWeight:
-    """A tensor of parameters: its name, its sides, and what it is for.
+    """A tensor of parameters: its name, the features along each dim (`sides`), and what it is for.
 
     Attributes:
         kind: "whole" is a matrix that no role divides, "experts" one for each of `experts`.

@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Slot:
-    """What a buffer slot needs: strides in elements. Counters start at zero, before any rank reaches them."""
+    """The shape, strides (in elements) and dtype of a buffer slot; with `starts_at_zero` it is zeroed first."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -151,7 +151,7 @@ class Heart:
         return self._peers.ended(ranks)
 
     def has_beaten_since_pause(self, rank: int) -> bool:
-        """Return whether `rank` has told the store of itself since this process last went on after a stop.
+        """Return whether `rank` has surely written a heartbeat since this process last went on after a stop.
 
         One more heartbeat does not count: it may have been under way all the time.
         """

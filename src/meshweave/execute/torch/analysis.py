@@ -139,6 +139,6 @@ class RankAnalysis:
 
     @cached_property
     def completion_counters(self) -> CompletionCounters:
-        """The counters by which released remote writes and updates say that they are complete."""
+        """The counters that released remote writes and updates increment when they are complete."""
         counted = () if self.regions is None else self.regions.counter_of
         return completion_counters(self.program, in_arrival_order=self.in_arrival_order, but=counted)

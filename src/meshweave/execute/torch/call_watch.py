@@ -162,7 +162,7 @@ class _Seen:
 
 
 class WatchedCalls:
-    """The calls of a context as the watch sees them. Its thread alone calls more than `publish` and `close`."""
+    """The calls of a context as the watch sees them. Other threads call only `publish` and `close`."""
 
     def __init__(self, order: ContextCalls, context: TorchContext) -> None:
         self._order, self._context = order, weakref.ref(context)

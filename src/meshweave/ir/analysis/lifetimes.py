@@ -38,7 +38,7 @@ def lifetimes(
     Slots that one-sided ops of other ranks access live throughout, because those accesses may come at any time.
 
     Args:
-        kinds: of the buffers; inputs and outputs have the lives of what the program reads or makes.
+        kinds: the kinds of buffers to list; inputs and outputs live as long as what the program reads or makes.
         times: how often the program runs, one run after the other.
     """
     program = program.expanded

@@ -65,7 +65,7 @@ _JOINS = 32
 
 
 class TemplateColumns(GroupColumns):
-    """A program template as columns of integers. What a machine prices is left to the class that simulates.
+    """A program template as columns of integers. Indices of cost constants are 0: a subclass sets them.
 
     Attributes:
         data: the columns that the core takes, by name.

@@ -17,7 +17,7 @@ from meshweave.ir.program.views import Blocked, Range, Selector
 
 
 def fault_at(node: ast.AST, message: str) -> ProgramError:
-    """Return the error that says where in the text something is wrong."""
+    """Return the error with this message, after the line and column of `node` in the text."""
     return ProgramError(
         f"line {getattr(node, 'lineno', '?')}, column {getattr(node, 'col_offset', 0) + 1}: {message}"
     )
@@ -86,7 +86,7 @@ def read_arguments(call: ast.Call, names: tuple[str, ...], optional: int = 0) ->
 
 
 def read_name(node: ast.expr | None, table: dict[str, Any], noun: str) -> str:
-    """Return the name that `node` is, which must be a key of `table`; else raise ProgramError that says `noun`."""
+    """Return the name that `node` is. Raises ProgramError ("is no `noun`") unless it is a key of `table`."""
     name = node.id if isinstance(node, ast.Name) else None
     if name is None or name not in table:
         shown = text_of(node) if node is not None else "nothing"
