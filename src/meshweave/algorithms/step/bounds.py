@@ -80,7 +80,9 @@ class LayerBounds:
         return other
 
     def kernels_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
-        """Return the least seconds of a layer and micro-batch wherever its ranks lie: products and attention.
+        """Return the least seconds of a layer and micro-batch wherever its ranks lie, forward and backward.
+
+        They are products, attention and what the software adds.
 
         Raises LayoutError where the strategy does not fit.
         """

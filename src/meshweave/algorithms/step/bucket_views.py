@@ -25,7 +25,7 @@ class BucketViews:
     Args:
         number: of the stage.
         mesh: its ranks, with the axes of the block programs.
-        ranks: where its buckets lie: those of all weights but experts', and those of experts; None without any.
+        ranks: the ranks of the buckets of all weights but experts', and of those of experts, None without any.
         units: pieces by name, and how many of each there are here.
         last: the micro-batch whose backward part is the last here.
 

@@ -96,9 +96,10 @@ class StageBuckets(BucketViews):
         """Yield the statements that bring a layer's weight matrices into memory before a part of it.
 
         Args:
+            layer: its number among the layers of the unit in this stage.
             at: the micro-batch.
             is_forward: whether the part is the forward one.
-            then: collectives that follow its gathers.
+            then: collectives to yield after its gathers.
         """
         yield from self._gathers_beside(unit, layer, is_forward=is_forward)
         gathered = [each for each in unit.buckets if self._gathers_for(each, is_forward)]
@@ -124,9 +125,9 @@ class StageBuckets(BucketViews):
     def waits_to_gather(
         self, unit: Unit, layer: Index, ins: tuple[View, ...], *, is_forward: bool
     ) -> Iterator[Op]:
-        """Yield a call that the first gather of an action waits for: it writes an element that is gathered.
+        """Yield a call that the first gather of an action waits for: it writes an element that is gathered then.
 
-        `ins` are views that the call itself waits for. Yields nothing where no gather overlaps.
+        `ins` are views that the call reads, and so waits for. Yields nothing where no gather overlaps.
         """
         yield from self._before_gather(self._gathers_beside(unit, layer, is_forward=is_forward), ins)
 
@@ -173,7 +174,7 @@ class StageBuckets(BucketViews):
                 )
 
     def matrix(self, unit: Unit, name: str, dims: int, layer: Index) -> View:
-        """Return the view of a weight matrix of a layer."""
+        """Return the view of weight matrix `name`, of `dims` dims, of layer number `layer` of a unit."""
         slots = self.matrix_slots(unit)
         slot = layer % slots if slots < self.units[unit.name][1] else layer
         return self.whole(f"{unit.name}_{name}", dims, slot)

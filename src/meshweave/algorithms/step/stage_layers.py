@@ -76,7 +76,7 @@ def layer_costs(problem: StepProblem) -> tuple[int, int] | None:
 
 
 def model_costs(model: Transformer, stack: SoftwareStack) -> tuple[int, int] | None:
-    """Return as `layer_costs` what a stack divides the layers of a model by."""
+    """Return the costs of `layer_costs` for a model and a stack."""
     if not stack.layers_by_cost:
         return None
     counts = model.layer.counts

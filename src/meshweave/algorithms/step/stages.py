@@ -105,6 +105,7 @@ class Stages:
     def action_times(self, with_transfers: bool = True) -> ActionTimes:
         """Return the times of stages and of transfers between them, for one micro-batch, in picoseconds.
 
+        Without `with_transfers` transfers take no time.
         Where the two gradients are not timed apart, the input gradient has recomputation and half of the
         rest, the weight gradient the other half. A stack that waits for its sends has transfers in the times
         of stages.
@@ -152,7 +153,7 @@ class Stages:
         return ranks_of_stages(p.schedule, p.pipeline, p.virtual_stages)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a pipeline rank, in order: the first one is the last of its backward parts."""
+        """Return the stages of a pipeline rank in the model's order; the first one's backward part runs last."""
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
 
     def gathers_s(self) -> float:

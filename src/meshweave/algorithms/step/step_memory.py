@@ -32,7 +32,7 @@ def memory_of(
 
     Args:
         recompute: the rule by which activations are computed again, in place of the one of `parallelism`. All of
-            the memory is then that of closed forms, also where the stack runs programs. None for the own rule.
+            the memory is then that of closed forms, also where the stack runs programs. None: the latter.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model.

@@ -260,7 +260,7 @@ def _beside(step: Step, action: Action, begin_s: float, end_s: float, gathers: b
 def layer_timeline(step: Step) -> StepTimeline | None:
     """Return when the tasks of one layer run, forward and backward without recomputation.
 
-    None where broadcasts are chains (`estimate.timeline.task_spans`).
+    None where broadcasts go along chains of ranks (`estimate.timeline.task_spans`).
     """
     spans = layer_block(step.problem, step.parallelism).spans
     if not spans:
