@@ -76,7 +76,7 @@ class BucketRanks:
 
     @property
     def split(self) -> tuple[str, ...]:
-        """Return the mesh axes that shard the tensor of a bucket: `own`, and the groups of replicas that shard."""
+        """Return the mesh axes that shard the tensor of a bucket: `own`, and the groups that shard."""
         return (*self.own, *self.settings.groups[: self.settings.num_sharding])
 
 

@@ -2,8 +2,7 @@
 
 The times are those of `step_of`: what it adds up is laid out here one after the other. Gathers of weights come
 first, then the pipeline by its schedule, with reductions of gradients beside the last backward parts, then the
-optimizer. Where a schedule has whole and split backwards (DualPipeV), whole ones are drawn as long as both
-gradients apart, so that the timeline may be longer than the step.
+optimizer.
 """
 
 from __future__ import annotations
