@@ -123,7 +123,7 @@ def _sliced_candidate(plan: Plan) -> Candidate | None:
 
 
 def title_of(candidate: Candidate) -> str:
-    """Return the name of a candidate in tables and pictures: "Wang", or "Wang[S=meshslice]" (`tune.unrolled`)."""
+    """Return the name of a candidate in tables and pictures: "Wang", "Wang[S=meshslice]" (`tune.unrolled`)."""
     return PRODUCTS_2D[candidate.entry_name].title + candidate.algorithm.removeprefix(candidate.entry_name)
 
 

@@ -47,7 +47,7 @@ class BucketViews:
         self.units = {each.name: (each, count) for unit, count in units.values() for each in unit.buckets}
 
     def term(self, unit: Unit, weight: Weight, layer: Index, at: Index) -> View:
-        """Return the view of the gradient of a layer's matrix from micro-batch `at`, before it is summed."""
+        """Return the view of a layer's gradient of `weight` from micro-batch `at`, not yet added to a bucket."""
         name = f"d{weight.name}"
         slots = self.early.get(f"{unit.name}_{name}", 0)
         slot = (at % slots) * self.units[unit.name][1] + layer if slots else 0

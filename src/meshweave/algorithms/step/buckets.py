@@ -134,7 +134,7 @@ class StageBuckets(BucketViews):
     def weights_used(self, unit: Unit, layer: Index) -> Iterator[Op]:
         """Yield a call after a part of a layer that lets the next gather reuse the memory of its weights.
 
-        Matrices are views of gathered weights, so that one layer and the next are whole, and no third one.
+        The weights of two layers are gathered at a time: those of the layer in use and of the next one.
         """
         for each in unit.buckets:
             if self.settings_of(each).shards_weights and self.units[each.name][1] > GATHERED_LAYERS:
@@ -189,7 +189,7 @@ class StageBuckets(BucketViews):
     # --- gradients --------------------------------------------------------------------------------------
 
     def gradients(self, unit: Unit, layer: Index, at: Index) -> Iterator[Statement]:
-        """Yield the statements after a layer's gradients for micro-batch `at`: their sum, and its reductions.
+        """Yield what follows a layer's gradients of micro-batch `at`: adding them to the bucket, reductions.
 
         Reductions of a micro-batch that overlap with other work come later (`reductions_beside`).
         """
@@ -218,7 +218,7 @@ class StageBuckets(BucketViews):
     def reductions_beside(self, unit: Unit, layer: Index) -> Iterator[Op]:
         """Yield the reductions of a layer's gradients that overlap with what follows, as nothing waits for them.
 
-        There are none but where each micro-batch reduces its gradients (`reduces_each`).
+        There are some only where each micro-batch reduces its gradients (`reduces_each`).
         """
         for each in unit.buckets:
             if self.settings_of(each).reduces_each:

@@ -48,9 +48,9 @@ class StageTime:
         host_s: seconds in which the chip waits for its host.
         bound_s: seconds of the parts in which it is the host that sets the pace.
         issued_s: seconds in which the host issues the two parts; 0 without a known host.
-        layer_s: seconds of a layer in the forward and in the backward part, the mean over kinds: without these
-            collectives, with the layer's share of waits for the host.
-        data_parallel: the collectives of a layer's weights, likewise.
+        layer_s: seconds of a layer in the forward and in the backward part, the mean over kinds: without
+            data-parallel collectives, with the layer's share of waits for the host.
+        data_parallel: the collectives of a layer's weights, the mean over kinds.
         split_s: the backward part in two: gradient of the residual, with recomputation, and gradients of weights;
             None where the schedule has whole backwards alone, or tasks are not priced one by one.
     """
