@@ -57,6 +57,7 @@ class SpaceOptions:
         orders: orders of the degrees, the innermost first; None for all that differ on the cluster.
         expert, expert_tensor: degrees of experts to choose among.
         micro_batches: sequences of a micro-batch.
+        virtual_stages: stages per pipeline rank; None for those that each schedule lists (`stages_per_rank`).
 
     Raises:
         UnsupportedError: a name is unknown, or a strategy is none for the tensor ranks of a step.
