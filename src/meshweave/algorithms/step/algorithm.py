@@ -146,7 +146,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     def branches(
         self, problem: StepProblem, part: StepPart | None = None, limit_s: float = math.inf
     ) -> Iterator[StepPart] | None:
-        """Return the parts of a part, down to configurations (`step.parts`); None for a configuration."""
+        """Return the smaller parts (`step.parts`) of `part`, or of all for None; None for a configuration."""
         if isinstance(part, Parallelism):
             return None
         if part is None:

@@ -76,7 +76,7 @@ def layer_costs(problem: StepProblem) -> tuple[int, int] | None:
 
 
 def model_costs(model: Transformer, stack: SoftwareStack) -> tuple[int, int] | None:
-    """Return the costs of `layer_costs` for a model and a stack."""
+    """Return the pair of `layer_costs` for a model and a stack; None: the stack divides layers evenly."""
     if not stack.layers_by_cost:
         return None
     counts = model.layer.counts
