@@ -152,7 +152,10 @@ def arriving_elements(work: CopyExchange) -> int:
 def bytes_s(
     of: ExchangeConstants, moved: ExchangeBytes, link: float, nic: float, multiprocessors: int
 ) -> float:
-    """Return the seconds of an exchange of `moved` bytes; `link` and `nic` are bytes per second."""
+    """Return the seconds of an exchange of `moved` bytes; `link` and `nic` are bytes per second.
+
+    `multiprocessors` are those that send and receive; 0 for no limit by them.
+    """
     units = 0.0
     if of.unit_bytes_per_s and multiprocessors:
         units = (moved.own * of.sent + moved.arriving) / (multiprocessors * of.unit_bytes_per_s)

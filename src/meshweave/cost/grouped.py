@@ -69,9 +69,9 @@ class ExpertRows:
     Attributes:
         tokens: of which the choices are made; 0 where choosing is priced elsewhere.
         hidden, inner: features.
-        columns: of the first product for each inner feature.
+        columns: columns of the first product for each inner feature: 2 with a gate, else 1.
         rows: rows of all experts together; `active` experts have some.
-        tiles: for each of `TILE_ROWS` the number of tiles that the rows fill.
+        tiles: the number of tiles that the rows fill, shape (layers, heights of a tile in `TILE_ROWS`).
     """
 
     tokens: Array

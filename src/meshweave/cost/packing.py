@@ -39,7 +39,7 @@ def message_price(
     *,
     shares_links: bool = False,
 ) -> Price:
-    """Return the price of a resolved send with its recv, packing at both ends included.
+    """Return the price of a send, bound to its rank, with its recv; packing at both ends included.
 
     Args:
         ends: the ranks (sender, receiver).

@@ -103,7 +103,7 @@ class Columns(TemplateColumns):
         return op.shape if len(op.shape) == len(CALL_DIMS.get(op.work, ())) else ()
 
     def works(self, rows: Column) -> list[Compute]:
-        """Return the work of each row of `rows`, the flat array that `Core.works` returns."""
+        """Return the works that `Core.works` returns as one flat array, `_WORK_WIDTH` numbers each."""
         out = []
         for row, a, b, c, num_products, count, *sizes in rows.reshape(-1, _WORK_WIDTH).tolist():
             op = self._ops[row]

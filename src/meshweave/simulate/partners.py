@@ -37,7 +37,7 @@ class Partners:
         return int(self.run.ranks[position]), op - int(self.run.starts[position])
 
     def op(self, op: int) -> BoundOp:
-        """Return the op with a number."""
+        """Return the op that has the number `op`, bound to its rank."""
         rank, index = self.rank_and_index(op)
         return self.ops(rank)[index]
 

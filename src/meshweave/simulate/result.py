@@ -59,7 +59,7 @@ class Simulation(Shown):
             with (-1 if none was issued after the op itself). By rank: `parts_ps`, in the order of `PARTS`.
             `carried`: bytes through the memory of each rank, then FLOPs of each rank, then bytes over each link.
             And `num_events`.
-        link_names: the links among the resources, in order.
+        link_names: the links, in the order of their bytes in `carried`.
     """
 
     program: Program

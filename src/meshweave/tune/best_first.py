@@ -65,7 +65,7 @@ class BestFirst:
     Attributes:
         rows: the best config of each row that was priced.
         priced: all that were priced.
-        early: what was priced before the search, the answer of one that ends before it prices anything.
+        early: what `answer_early` priced: the answer of a search that is interrupted before it prices anything.
         num_first: the parts that the search has begun with.
         num_priced: how often a config was priced.
         refused, reason: how many parts and configs the entry refuses, and why the first; "" for none.
@@ -112,7 +112,7 @@ class BestFirst:
         self.is_complete = True
 
     def is_preferred(self, part: Any) -> bool:
-        """Return whether the configs of a part, or a config, are preferred by the margin: none here."""
+        """Return whether a config, or those of a part, are preferred by the margin; here False, of all."""
         return False
 
     def ranked(self) -> list[RankedConfig]:

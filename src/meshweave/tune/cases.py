@@ -232,12 +232,13 @@ def plan_cases(
     Args:
         cluster: name or file of a cluster; None for the plan's own.
         passes, algorithms: None for all.
-        mesh_shape: another mesh for all algorithms, with slices tuned for it. Of all algorithms those without
-            such a mesh are left out.
+        mesh_shape: another mesh for all algorithms, with slices tuned for it. Where no algorithms are named,
+            those without such a mesh are left out.
+        logical, lowered_to: as of `program_case`.
 
     Raises:
         DescriptionError: the plan has no such layer, pass or algorithm, or the catalog no such cluster.
-        LayoutError: an algorithm has no such mesh.
+        LayoutError: a named algorithm, or every one, has no such mesh.
     """
     select_layers(plan, [layer])
     wanted = None if passes is None else select_passes(passes)

@@ -123,12 +123,12 @@ def _sliced_candidate(plan: Plan) -> Candidate | None:
 
 
 def title_of(candidate: Candidate) -> str:
-    """Return the name of a candidate in tables and pictures: "Wang", or "Wang[S=meshslice]" for a follower."""
+    """Return the name of a candidate in tables and pictures: "Wang", "Wang[S=meshslice]" (`tune.unrolled`)."""
     return PRODUCTS_2D[candidate.entry_name].title + candidate.algorithm.removeprefix(candidate.entry_name)
 
 
 def entry_of(candidate: Candidate) -> Matmul2d:
-    """Return the algorithm of a candidate; one that follows another's slice counts offers those of the plan."""
+    """Return the algorithm of a candidate; `wang[S=meshslice]` offers the slice counts of the plan alone."""
     if candidate.algorithm not in UNROLLED:
         return PRODUCTS_2D[candidate.entry_name]
     items = [item for layer in candidate.layers for item in layer.passes]

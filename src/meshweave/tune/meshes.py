@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 def formed_shapes(entry: Matmul2d, cluster: Cluster) -> list[Shape]:
-    """Return every mesh shape of a whole cluster that an algorithm can use, flat ones included."""
+    """Return every mesh shape of a whole cluster that an algorithm can use, flat ones (a side is 1) included."""
     wanted = entry.mesh_shapes(cluster.num_chips)
     formed: set[Shape] = set()
     for dims in {len(shape) for shape in wanted}:

@@ -167,11 +167,12 @@ class Plan(Shown, Record):
         return "\n".join(product_lines(self) if self.steps is None else step_lines(self, self.steps, price))
 
     def to_dataframe(self) -> Any:
-        """Return the ranking as a `DataFrame` of pandas, the fastest first, a row for each configuration.
+        """Return the ranking as a `DataFrame` of pandas, in its order, a row for each configuration.
 
-        Columns of a step are the fields of `mw.Parallelism`, then `step_s`, `tokens_per_s_per_chip`, `mfu`, `hfu`
-        and `memory_bytes`, the seconds of each part (`compute_s`, `tensor_s`, ...) and the bytes of each kind
-        (`weights_bytes`, ...). Those of products are `algorithm`, `mesh_shape`, `block_s` and `utilisation`.
+        Columns of a step are the fields of `mw.Parallelism` but `zero_group`, then `step_s`,
+        `tokens_per_s_per_chip`, `mfu`, `hfu` and `memory_bytes`, the seconds of each part (`compute_s`,
+        `tensor_s`, ...) and the bytes of each kind (`weights_bytes`, ...). Those of products are `algorithm`,
+        `mesh_shape`, `block_s` and `utilisation`.
 
         Raises:
             UnsupportedError: pandas is not installed; the library does not need it otherwise.

@@ -41,7 +41,7 @@ class DescriptionRecord(Record):
 
 
 class DegreesRecord(Record):
-    """One configuration of a step: the fields of `mw.Parallelism`."""
+    """One configuration of a step: the fields of `mw.Parallelism` but `zero_group`, which plans leave None."""
 
     data: Width
     pipeline: Width
@@ -79,9 +79,9 @@ class StepRecord(Record):
 
     Attributes:
         step_s: seconds of a step.
-        parts_s: those seconds by what takes them; communication is what is exposed.
+        parts_s: those seconds by the fields of `StepParts`; communication is what is exposed.
         memory_bytes: bytes of the fullest chip.
-        memory_parts: those bytes by kind.
+        memory_parts: those bytes by the fields of `RankMemory`.
         tokens_per_s_per_chip: tokens of the batch over seconds and chips.
         mfu, hfu: FLOPs of the model, and those with recomputation, over the peak; `StepsRecord.pairs` says which
             pairs of tokens count.

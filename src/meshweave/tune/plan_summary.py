@@ -115,14 +115,14 @@ def step_lines(plan: Planned, steps: StepsRecord, price: float | None) -> Iterat
 
 
 def product_rows(plan: Planned) -> Iterator[dict[str, Any]]:
-    """Yield the algorithms of a plan of products by column: see `Plan.to_dataframe`."""
+    """Yield for each algorithm of a plan of products its values by column: see `Plan.to_dataframe`."""
     names = ("algorithm", "mesh_shape", "block_s", "utilisation")
     for candidate in plan.candidates:
         yield {name: getattr(candidate, name) for name in names}
 
 
 def step_rows(steps: StepsRecord) -> Iterator[dict[str, Any]]:
-    """Yield the configurations of a plan of a step by column: see `Plan.to_dataframe`."""
+    """Yield for each configuration of a plan of a step its values by column: see `Plan.to_dataframe`."""
     names = ("step_s", "tokens_per_s_per_chip", "mfu", "hfu", "memory_bytes")
     for record in steps.ranked:
         yield {

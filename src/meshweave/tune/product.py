@@ -38,7 +38,7 @@ class OpPrices(dict[Work, int]):
         return TimedSkeleton(skeleton, self.__getitem__, self.machine)
 
     def may_bound(self, floor: Skeleton) -> bool:
-        """Return whether `floor` is a lower bound on this machine: bounds of chains do not know send buffers."""
+        """Return whether `floor` is a lower bound here (with send buffers: has no broadcasts or reduces)."""
         if not self.machine.cluster.send_buffer_bytes:
             return True
         works = (task.work for _, task in floor.counted_tasks())

@@ -49,10 +49,9 @@ class RankedConfig:
 
     @cached_property
     def traffic_bytes(self) -> dict[str, int]:
-        """Return the logical bytes that the first rank moves, by "mesh.axis"; "" is point to point.
+        """Return the logical bytes that the first rank moves, by mesh axis ("tp.row") or mesh ("tp").
 
-        Each op counts once: a gather what arrives, a scatter what leaves, an all-reduce both of its halves (see
-        `ir.work.bytes_moved`).
+        "" has those of messages and one-sided ops. What counts of each op is said at `Algorithm.traffic`.
         """
         return self.algorithm.traffic(self.problem, self.config, self.program.ranks[0])
 

@@ -59,7 +59,7 @@ def rank(
         algorithms: names to choose among; None takes all that solve the problem.
         max_configs: the most configs to price of each algorithm whose candidates are priced one by one.
         num_exact: see above.
-        progress: called with the number of configs so far, after each that is priced one by one.
+        progress: called with the number of configs priced so far.
 
     Raises:
         UnsupportedError: a name is unknown, a named algorithm refuses the problem, or all algorithms refuse it.

@@ -90,11 +90,11 @@ def plan_model(
 
     Args:
         algorithms: names of 2D products; None takes all. `wang[S=meshslice]` and `summa[S=meshslice]` run at
-            the slice counts that MeshSlice takes for the same product, and are added where both are named. An
-            algorithm that has no mesh shape on this cluster or lacks a dataflow of these layers is left out;
-            the plan's `note` says so.
+            the slice counts that MeshSlice takes for the same product; one is added where its base and
+            MeshSlice are named. An algorithm that has no mesh shape on this cluster or lacks a dataflow of
+            these layers is left out; the plan's `note` says so.
         progress: called with (done, total) after each mesh shape of each algorithm.
-        counts: filled with the numbers of configs and skeletons that the search looks at.
+        counts: to which the numbers of configs and skeletons that the search looks at are added.
 
     Raises:
         UnsupportedError: a name is unknown, or no algorithm has a mesh shape and the dataflows.

@@ -31,7 +31,9 @@ def sizes_of(problem: Matmul2dProblem) -> ProductSizes:
 
 
 def planned_names(requested: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that a plan holds: each requested one once, then the unrolled ones that follow from them.
+    """Return the names that a plan holds: each requested one once, then the unrolled ones that they imply.
+
+    The unrolled entry of a base is implied where both the base and MeshSlice are requested.
 
     Raises:
         UnsupportedError: a name is unknown, or there is none.

@@ -201,8 +201,7 @@ def time_schedule(
 
     Args:
         schedule: compute actions alone, or with all transfers.
-        times: the ticks of each action and transfer. A whole backward takes both gradients in full: `begins` and
-            `ends` leave `times.saved` out.
+        times: the ticks of each action and transfer. A whole backward takes `times.backward`, less `saved`.
         runtime: how listed transfers proceed.
         edges: (source stage, target stage) of each activation that is passed on; default: each stage to the
             next.

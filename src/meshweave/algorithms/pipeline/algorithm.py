@@ -149,7 +149,7 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
     def candidates(
         self, problem: PipelineProblem, cluster: Cluster | None = None
     ) -> Iterator[PipelineConfig]:
-        """Yield a config with overlapped transfers, then one with blocking ones; reshards suit the cluster."""
+        """Yield a config with overlapped transfers, then one with blocking ones, for the cluster's hosts."""
         network = network_of(problem, cluster)
         yield PipelineConfig(network=network)
         yield PipelineConfig("blocking", network=network)

@@ -148,7 +148,7 @@ class Edge:
 
     @property
     def name(self) -> str:
-        """Return the ending of the names of its tensors."""
+        """Return "SOURCE_TARGET", with which the names of its tensors end."""
         return f"{self.source}_{self.target}"
 
 
@@ -256,7 +256,7 @@ class PipelineProblem:
         return Layout(of.mesh, placements or of.row_placements)
 
     def edge_bytes(self, edge: Edge) -> int:
-        """Return the bytes of an edge's tensor for one micro-batch, over all ranks of a mesh."""
+        """Return the bytes of an edge's whole tensor for one micro-batch, copies not counted."""
         size = self.rows * dtype_bytes(edge.dtype)
         for extent in edge.shape:
             size *= extent

@@ -54,7 +54,7 @@ def num_slots(
 
 
 class Stashes(NamedTuple):
-    """The most micro-batches that are at once between two parts of a stage.
+    """The most micro-batches that are between two parts of a stage at the same time.
 
     Attributes:
         until_input_grad: between the forward part and the gradient of the stage's input.
@@ -68,7 +68,7 @@ class Stashes(NamedTuple):
 
 
 def stashes_of(problem: PipelineProblem, steps: Steps, stage: int) -> Stashes:
-    """Return the most micro-batches that are at once between the parts of a stage."""
+    """Return the most micro-batches that are between two parts of a stage at the same time, at least 1 each."""
     order = steps.of_rank[problem.stage_ranks[stage]]
     positions = _positions(steps, order, problem.micro_batches)
 

@@ -28,8 +28,8 @@ class StageOps:
         problem: the pipeline.
         number: of the stage.
         mesh: its ranks, under the mesh's name in the program.
-        boundaries: those of its edges, by (source, target, "h" or "g").
-        is_joint: whether both gradients are one call, so that they are sent when both are done.
+        boundaries: those of its edges, by (source, target, "h" for activations or "g" for gradients).
+        is_joint: whether both gradients are one call, so that the input gradient is sent when both are done.
         has_signals: whether activations and gradients of them are one byte.
         lane: that of its parts.
         parameter_lane: that of gathers and reductions.

@@ -60,7 +60,10 @@ def tensors(problem: PipelineProblem) -> Iterator[Tensor]:
 
 
 def meanings(problem: PipelineProblem, joint: Collection[int] = ()) -> Iterator[Meaning]:
-    """Yield the equations of each activation, gradient and output: row r from row r, and all parameters.
+    """Yield the equations of each activation, output and gradient.
+
+    Row r of one follows from row r of what it is computed from, and from all parameters. Gradients of parameters
+    are sums over rows.
 
     Args:
         problem: the pipeline.

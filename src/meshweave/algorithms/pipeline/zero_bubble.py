@@ -27,7 +27,7 @@ class _ZeroBubble(PipelineAlgorithm):
     def candidates(
         self, problem: PipelineProblem, cluster: Cluster | None = None
     ) -> Iterator[PipelineConfig]:
-        """Yield one config, with overlapped transfers; reshards suit the cluster."""
+        """Yield one config, with overlapped transfers and reshards that are planned for the cluster."""
         yield PipelineConfig(network=network_of(problem, cluster))
 
 

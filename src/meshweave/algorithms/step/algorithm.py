@@ -39,7 +39,7 @@ from meshweave.ir.program import Program
 class StepEstimate(Estimate):
     """The estimate of a step; its parts are computed when they are asked for.
 
-    Seconds are those of the pipeline rank that works longest, as in `StepParts`.
+    Seconds are those of the pipeline rank that works longest, as in `StepParts`. No part has waits for the host.
     """
 
     step: Step
@@ -95,7 +95,10 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         yield StepProblem(grouped, cluster, 8, 4, "float32")
 
     def candidates(self, problem: StepProblem, cluster: Cluster | None = None) -> Iterator[Parallelism]:
-        """Yield the configurations whose least memory fits, those with few tensor and pipeline ranks first."""
+        """Yield the configurations that may fit (`least_memory`), those with few model-parallel ranks first.
+
+        They are for the cluster of the problem; `cluster` is not used.
+        """
         for choice in StepSpace(problem).choices():
             try:
                 if least_memory(problem, choice).total <= problem.usable_bytes():
@@ -143,7 +146,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     def branches(
         self, problem: StepProblem, part: StepPart | None = None, limit_s: float = math.inf
     ) -> Iterator[StepPart] | None:
-        """Return the parts of a part, down to configurations (`step.parts`); None for a configuration."""
+        """Return the smaller parts (`step.parts`) of `part`, or of all for None; None for a configuration."""
         if isinstance(part, Parallelism):
             return None
         if part is None:

@@ -60,16 +60,16 @@ class BlockStage:
     Args:
         number: of the stage.
         mesh: its ranks, with the axes of the block programs.
-        ranks: where the buckets lie of all weights but those of experts, and those of experts; None without any.
+        ranks: the ranks of the buckets of all weights but experts', and of those of experts, None without any.
         units: the units of the stage, each with how often it occurs here.
         layers: the names of the units of its layers, in order.
-        boundaries: those of its edges, by (source, target, "h" or "g").
+        boundaries: its boundaries, by (stage, next stage, "h" for the residual or "g" for its gradient).
         stashes: the most micro-batches of which something is kept.
         last: the micro-batch whose backward part is the last here.
         is_split: whether gradients of weights are computed apart from those of the residual.
 
     Raises:
-        UnsupportedError: there is no unit.
+        UnsupportedError: the stage has no unit: no layer, embedding or head.
     """
 
     def __init__(

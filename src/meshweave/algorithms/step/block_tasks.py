@@ -180,7 +180,10 @@ class PricedTasks:
         return durations
 
     def issued(self, machine: Machine, known: dict[Transfer, int], start: int = 0) -> list[IssuedTask]:
-        """Return the tasks from number `start` on as a host issues them; all before it are taken to have ended."""
+        """Return the tasks from number `start` on as a host issues them, numbered from 0.
+
+        Tasks before `start` are taken to have ended.
+        """
         durations = self._priced(machine, known)
         transfers = {place: work for place, work, _ in self._transfers}
         out = []

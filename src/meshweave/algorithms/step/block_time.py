@@ -190,7 +190,7 @@ class LayerBlock:
 
     @property
     def spans(self) -> tuple[TaskSpan, ...] | None:
-        """Return when each task of `whole` begins and ends; None where broadcasts are chains.
+        """Return when each task of `whole` begins and ends; None where broadcasts go along chains of ranks.
 
         Raises LayoutError as `config`.
         """

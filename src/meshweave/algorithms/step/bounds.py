@@ -80,7 +80,9 @@ class LayerBounds:
         return other
 
     def kernels_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
-        """Return the least seconds of a layer and micro-batch wherever its ranks lie: products and attention.
+        """Return the least seconds of a layer and micro-batch wherever its ranks lie, forward and backward.
+
+        They are products, attention and what the software adds.
 
         Raises LayoutError where the strategy does not fit.
         """
@@ -126,8 +128,8 @@ class LayerBounds:
     def representative(self, layout: StepLayout) -> StepLayout:
         """Return the layout that stands for all with equally long layers: the first one that was asked for.
 
-        Layers take as long where strategy, tensor and context degrees are equal, and groups lie on links of
-        the same levels, and where all have replicas or none. So layers are priced once for all such layouts.
+        Layers are equally long where strategy, tensor and context degrees are equal, groups lie on links of
+        the same levels, and all have replicas or none. So layers are priced once for all such layouts.
         """
         sizes: dict[Degree, int] = {"tensor": ranks_of(layout.tensor), "context": layout.context}
         places = (
@@ -140,7 +142,7 @@ class LayerBounds:
         return self._places.setdefault(key, layout)
 
     def _experts(self, layout: StepLayout) -> Iterator[tuple[object, ...]]:
-        """Yield the links on which ranks that share experts communicate."""
+        """Yield the expert degrees and the links on which ranks that share experts communicate, if they do."""
         if layout.experts != (1, 1):
             yield layout.experts
             for _, size, stride in expert_axes(layout.choice(1, _ANY, 1, 0, "none")):

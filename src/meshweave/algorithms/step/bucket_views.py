@@ -25,7 +25,7 @@ class BucketViews:
     Args:
         number: of the stage.
         mesh: its ranks, with the axes of the block programs.
-        ranks: where its buckets lie: those of all weights but experts', and those of experts; None without any.
+        ranks: the ranks of the buckets of all weights but experts', and of those of experts, None without any.
         units: pieces by name, and how many of each there are here.
         last: the micro-batch whose backward part is the last here.
 
@@ -47,7 +47,7 @@ class BucketViews:
         self.units = {each.name: (each, count) for unit, count in units.values() for each in unit.buckets}
 
     def term(self, unit: Unit, weight: Weight, layer: Index, at: Index) -> View:
-        """Return the view of the gradient of a layer's matrix from micro-batch `at`, before it is summed."""
+        """Return the view of a layer's gradient of `weight` from micro-batch `at`, not yet added to a bucket."""
         name = f"d{weight.name}"
         slots = self.early.get(f"{unit.name}_{name}", 0)
         slot = (at % slots) * self.units[unit.name][1] + layer if slots else 0

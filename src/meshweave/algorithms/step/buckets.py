@@ -96,9 +96,10 @@ class StageBuckets(BucketViews):
         """Yield the statements that bring a layer's weight matrices into memory before a part of it.
 
         Args:
+            layer: its number among the layers of the unit in this stage.
             at: the micro-batch.
             is_forward: whether the part is the forward one.
-            then: collectives that follow its gathers.
+            then: collectives to yield after its gathers.
         """
         yield from self._gathers_beside(unit, layer, is_forward=is_forward)
         gathered = [each for each in unit.buckets if self._gathers_for(each, is_forward)]
@@ -124,16 +125,16 @@ class StageBuckets(BucketViews):
     def waits_to_gather(
         self, unit: Unit, layer: Index, ins: tuple[View, ...], *, is_forward: bool
     ) -> Iterator[Op]:
-        """Yield a call that the first gather of an action waits for: it writes an element that is gathered.
+        """Yield a call that the first gather of an action waits for: it writes an element that is gathered then.
 
-        `ins` are views that the call itself waits for. Yields nothing where no gather overlaps.
+        `ins` are views that the call reads, and so waits for. Yields nothing where no gather overlaps.
         """
         yield from self._before_gather(self._gathers_beside(unit, layer, is_forward=is_forward), ins)
 
     def weights_used(self, unit: Unit, layer: Index) -> Iterator[Op]:
         """Yield a call after a part of a layer that lets the next gather reuse the memory of its weights.
 
-        Matrices are views of gathered weights, so that one layer and the next are whole, and no third one.
+        The weights of two layers are gathered at a time: those of the layer in use and of the next one.
         """
         for each in unit.buckets:
             if self.settings_of(each).shards_weights and self.units[each.name][1] > GATHERED_LAYERS:
@@ -173,7 +174,7 @@ class StageBuckets(BucketViews):
                 )
 
     def matrix(self, unit: Unit, name: str, dims: int, layer: Index) -> View:
-        """Return the view of a weight matrix of a layer."""
+        """Return the view of weight matrix `name`, of `dims` dims, of layer number `layer` of a unit."""
         slots = self.matrix_slots(unit)
         slot = layer % slots if slots < self.units[unit.name][1] else layer
         return self.whole(f"{unit.name}_{name}", dims, slot)
@@ -188,7 +189,7 @@ class StageBuckets(BucketViews):
     # --- gradients --------------------------------------------------------------------------------------
 
     def gradients(self, unit: Unit, layer: Index, at: Index) -> Iterator[Statement]:
-        """Yield the statements after a layer's gradients for micro-batch `at`: their sum, and its reductions.
+        """Yield what follows a layer's gradients of micro-batch `at`: adding them to the bucket, reductions.
 
         Reductions of a micro-batch that overlap with other work come later (`reductions_beside`).
         """
@@ -217,7 +218,7 @@ class StageBuckets(BucketViews):
     def reductions_beside(self, unit: Unit, layer: Index) -> Iterator[Op]:
         """Yield the reductions of a layer's gradients that overlap with what follows, as nothing waits for them.
 
-        There are none but where each micro-batch reduces its gradients (`reduces_each`).
+        There are some only where each micro-batch reduces its gradients (`reduces_each`).
         """
         for each in unit.buckets:
             if self.settings_of(each).reduces_each:

@@ -25,7 +25,7 @@ def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
 
 
 def can_be_laid_out(problem: StepProblem, parallelism: Parallelism) -> bool:
-    """Return whether `check_step` has nothing to say."""
+    """Return whether `check_step` raises no error."""
     try:
         check_step(problem, parallelism)
     except MeshweaveError:

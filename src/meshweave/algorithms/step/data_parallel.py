@@ -149,13 +149,13 @@ def exposed_s(
 ) -> float:
     """Return the seconds that communication adds to the computing of all layers, if each layer's follows it.
 
-    If each layer's communication precedes its computing, they are as many: that is the same in reverse.
+    They are the same if each layer's communication comes before its computing: that is the reverse in time.
 
     Args:
         layers: number of layers.
         compute_s, communication_s: seconds of one layer.
         overlap: share (0 to 1) of the communication that may overlap with the computing of other layers.
-        queued_s: seconds of communication that comes before it in the same lane (or after it, in reverse).
+        queued_s: seconds of other communication in the same lane, before that of the layers (in reverse: after).
     """
     waits_s = (1 - overlap) * (layers * communication_s + queued_s)
     hidden, before = overlap * communication_s, overlap * queued_s

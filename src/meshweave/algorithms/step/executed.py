@@ -35,7 +35,7 @@ def check_executed(problem: StepProblem, parallelism: Parallelism) -> None:
 
 
 def splits_rows(roles: Roles, mesh: tuple[int, ...]) -> bool:
-    """Return whether ranks have parts of a token's features, of which a router reads all."""
+    """Return whether ranks have parts of a token's features, of which a router reads all; `mesh` is a shape."""
     return roles.is_flat or num_parts(roles.residual, mesh, ("hidden",)) > 1
 
 

@@ -154,7 +154,7 @@ def framework_memory(
 
     Args:
         layers: the number of layers of each pipeline rank.
-        stashes: for each rank the most micro-batches, over its stages, whose activations it keeps.
+        stashes: for each rank the most stashes that it holds at once, one per stage and micro-batch.
         ranks: the pipeline ranks to count; None for all.
         recompute: what the forward part keeps; None for what the parallelism says.
     """

@@ -61,14 +61,14 @@ class IssueCounts:
 
 
 def paced_ps(tasks: Sequence[IssuedTask], counts: IssueCounts, host: HostRates, added_ps: int) -> int:
-    """Return the picoseconds of a layer's part in a row of equal parts, if its host waits for each collective.
+    """Return the picoseconds that each of equal parts in a row takes, if the host waits for each collective.
 
     Args:
         tasks: the tasks of the part, in order of issue.
         counts: what the host issues for it. All its kernels, those beyond the tasks included, and the Python code
             are spread evenly over the tasks that compute.
         host: the seconds of each operation that the host issues.
-        added_ps: picoseconds on the chip beyond the tasks, spread likewise.
+        added_ps: picoseconds of a part on the chip beyond the tasks, spread likewise.
     """
     computing = sum(task.kind == "kernel" for task in tasks)
     whole_ps = to_ps(counts.kernels * host.kernel_s + counts.layers * host.layer_s)

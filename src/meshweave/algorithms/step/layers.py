@@ -211,7 +211,7 @@ def _ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, 
 
 
 def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the seconds per layer and micro-batch that the problem's overlap saves over that of overlap "sites".
+    """Return the seconds per layer and micro-batch that the problem's `overlap` saves over overlap "sites".
 
     A plan with overlap "layers" counts on them; a model whose sites (products) run one by one does not save them.
     """
@@ -224,8 +224,7 @@ def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> fl
 def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, float, float]:
     """Return the seconds per layer and micro-batch that the software adds, and a layer's program does not have.
 
-    They are those of the forward part, of the backward part with recomputation, and the share of the latter that
-    belongs to gradients of weights.
+    They are (forward part, backward part with recomputation, of the latter those for gradients of weights).
     """
     forward_s, backward_s = _parts_added_s(layer_block(problem, parallelism), parallelism)
     if parallelism.recompute == "full":

@@ -95,7 +95,7 @@ class LaidWeights:
     def whole(self, outputs: Arrays) -> dict[str, Array]:
         """Return gradients and updated weights of the model by name, from the program's output tensors.
 
-        Consecutive numbers, laid out as weights, say where each element lies.
+        Consecutive numbers are laid out as weights to find out where each element lies in the buckets.
 
         Raises:
             UnsupportedError: the model has too many weights to be numbered.

@@ -93,7 +93,7 @@ class ShardedParameters:
         return self.others + self.experts
 
     def shards(self, parallelism: Parallelism, from_level: int) -> int:
-        """Return the number that a rank keeps if ZeRO shards them from level `from_level` on."""
+        """Return the number that a rank keeps where ZeRO shards them at levels of `from_level` or more."""
         if parallelism.zero < from_level:
             return self.total
         others = -(-self.others // parallelism.shards)

@@ -2,8 +2,7 @@
 
 The graph of a schedule's actions (`algorithms.pipeline.action_graph`) depends on its name and on the numbers of
 ranks, stages and micro-batches alone. It is built once for each of them, in topological order, and then timed with
-the times of any stages, without making actions again. The result is that of `time_schedule`, but for whole
-backwards, which are shorter here by `ActionTimes.saved`.
+the times of any stages, without making actions again. The result is that of `time_schedule`.
 
 A 1F1B schedule of many micro-batches repeats itself: past a few rounds of as many micro-batches as ranks, each
 further round takes as long as the one before. Those rounds are counted, not timed. Where stages differ little, the

@@ -30,9 +30,9 @@ Axis = tuple[str, int, int]
 
 
 def axis_machine(cluster: Cluster, axes: Sequence[Axis], expert_axes: Sequence[Axis] = ()) -> Machine:
-    """Return a machine with a mesh of these axes (name, size, stride in chips), filled up between them.
+    """Return a machine with a mesh of these axes (name, size, stride in chips), and others to cover the chips.
 
-    Axes of experts are of a second mesh, over the same chips.
+    `expert_axes` are those of a second mesh, over the same chips.
     """
     chips = _part(cluster, math.lcm(*(size * stride for _, size, stride in (*axes, *expert_axes))))
     meshes = [_mesh(MESH, axes, chips.num_chips)]

@@ -83,7 +83,7 @@ class Precision:
         return ProductDtypes(*(dtype if part in self.parts else None for part in PRODUCT_PARTS))
 
     def reading_on(self, chip: Chip) -> str:
-        """Return in one line by which other dtype it is priced on a chip; "" if by its own.
+        """Return a line on the dtype that prices the recipe on a chip; "" if it is the recipe's own.
 
         Raises DescriptionError as `dtype_on`.
         """

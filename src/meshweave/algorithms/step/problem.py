@@ -148,7 +148,7 @@ class Parallelism:
 
     @property
     def experts(self) -> tuple[int, int]:
-        """Return the degrees of experts: ranks that divide the experts, and ranks that shard each one."""
+        """Return (expert, expert_tensor): ranks that divide the experts, and ranks that shard each one."""
         return self.expert, self.expert_tensor
 
     @property
@@ -290,7 +290,7 @@ class StepProblem:
 
     @property
     def precision_reading(self) -> str:
-        """Return in one line by which other dtype `precision` is priced; "" if by its own, or without it."""
+        """Return a line on the dtype that prices `precision`; "" if it is the recipe's own, or without one."""
         return "" if self.recipe is None else self.recipe.reading_on(self.cluster.chip)
 
     def usable_bytes(self, memory_bytes: int | None = None) -> int:
@@ -306,7 +306,7 @@ class StepProblem:
 
     @property
     def kinds(self) -> tuple[tuple[float, StepProblem], ...]:
-        """Return for each kind of layer its share of layers (0 to 1), and the step of a model of that kind."""
+        """Return for each kind of layer (its share of the layers, 0 to 1; this problem with that kind alone)."""
         kept = self.cache("kinds")
         if not kept:
             kinds, count = self.model.kinds, self.model.num_layers
@@ -392,7 +392,7 @@ class StepProblem:
         return kept.setdefault(kind, {})
 
     def once(self, kind: str, key: Hashable, compute: Callable[[], Result]) -> Result:
-        """Return what a function returns, which is called once for each kind and key of a problem."""
+        """Return `compute()`, which is called once for each kind and key of this problem, and then cached."""
         known = self.cache(kind)
         if key not in known:
             known[key] = compute()

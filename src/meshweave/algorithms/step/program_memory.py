@@ -39,7 +39,7 @@ class HeldBytes:
     """The bytes that a chip of a pipeline rank holds at its peak.
 
     Attributes:
-        total: all of them: buckets of weights and gradients, and temporary buffers.
+        total: all but optimizer states: buckets of weights and gradients, and temporary buffers.
         between: of temporary buffers those kept between the parts of a stage, such as stashes.
     """
 
@@ -58,7 +58,7 @@ def held_bytes(step: Stages) -> tuple[HeldBytes, ...]:
 
 
 def program_memory(step: Stages) -> tuple[int, ...]:
-    """Return for each pipeline rank the most bytes that a chip holds. Raises UnsupportedError as `held_bytes`."""
+    """Return for each pipeline rank its `HeldBytes.total`. Raises UnsupportedError as `held_bytes`."""
     return tuple(each.total for each in held_bytes(step))
 
 

@@ -75,7 +75,7 @@ class ProgramRanks:
         return _strided(f"p{rank}", shape, AXES, strides, rank * p.stride("pipeline"))
 
     def replica_mesh(self, rank: int) -> Mesh:
-        """Return the ranks of a pipeline rank with an axis for each group of replicas, one for tensor ranks."""
+        """Return the mesh of a pipeline rank with an axis for each group of replicas and one of tensor ranks."""
         p = self.here
         groups = (replica_groups(p) or ((1, p.stride("data")),)) if self.copies > 1 else self.groups
         axes = [(f"replica{number}", *group) for number, group in enumerate(groups)]
@@ -97,7 +97,7 @@ class ProgramRanks:
         return _strided(f"{EXPERTS}{rank}", shape, names, strides, rank * self.here.stride("pipeline"))
 
     def copies_of_experts(self) -> Iterator[tuple[str, int]]:
-        """Yield the mesh axes of experts that are folded, and how many copies each rank along them stands for."""
+        """Yield ("mesh.axis", copies that a rank along it stands for) of the axes of experts that are folded."""
         for rank in range(self.p.pipeline if self.is_routed else 0):
             for (name, _, _), copies in self._expert_axes():
                 if copies > 1:

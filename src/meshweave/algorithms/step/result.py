@@ -218,7 +218,7 @@ class Step(Shown):
         return flops / self.time_s / (peak * self.parallelism.num_ranks)
 
     def fits(self, limit_bytes: float | None = None) -> bool:
-        """Return whether the fullest chip leaves the reserve of its memory free, or fits in `limit_bytes`."""
+        """Return whether the fullest chip fits in `limit_bytes`; None for its memory less the reserve."""
         return self.memory.total <= (self.problem.usable_bytes() if limit_bytes is None else limit_bytes)
 
 

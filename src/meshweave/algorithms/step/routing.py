@@ -22,7 +22,7 @@ SEED = 0
 
 
 def expert_ranks(problem: StepProblem, parallelism: Parallelism) -> ExpertRanks | None:
-    """Return the degrees and the load of a layer's experts; None for a model without experts."""
+    """Return the degrees of a layer's experts and the load of their busiest rank; None for a model without."""
     experts = problem.model.layer.num_experts
     if experts == 1:
         return None

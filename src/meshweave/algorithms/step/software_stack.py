@@ -82,7 +82,7 @@ class SoftwareStack:
         waits_for_tensor: whether nothing overlaps with the collectives of a layer.
         hides_tensor: whether a product multiplies the parts of an operand as tensor ranks send them, and sends
             those of a result as it has them, in layers without experts and in 8 bits or more.
-        waits_for_gathers: whether the step waits for weights that ZeRO-1 gathers: the optimizer does it.
+        waits_for_gathers: whether nothing overlaps with ZeRO-1's gathers of weights, which the optimizer issues.
         stops_early: whether full recomputation of a layer ends before its last product, of which nothing is kept.
         sustains: whether products run at the share of their rate that chips sustain in published training
             (`sustained_share` of their kernels) and not at the rate of products alone.
@@ -164,9 +164,9 @@ class SoftwareStack:
             )
 
     def attention_share(self, chip: Chip) -> tuple[str, float] | None:
-        """Return (chips on which it was fitted, share) of the chip's attention rate; None if there is none.
+        """Return (how names of the chips begin on which it was fitted, share of the chip's attention rate).
 
-        The stack's own comes before that of the chip that it is fitted as.
+        None if there is none. A share for the chip comes before one for the chip that it is fitted as.
         """
         shares = self.attention_shares
         return next(

@@ -57,6 +57,7 @@ class SpaceOptions:
         orders: orders of the degrees, the innermost first; None for all that differ on the cluster.
         expert, expert_tensor: degrees of experts to choose among.
         micro_batches: sequences of a micro-batch.
+        virtual_stages: stages per pipeline rank; None for those that each schedule lists (`stages_per_rank`).
 
     Raises:
         UnsupportedError: a name is unknown, or a strategy is none for the tensor ranks of a step.
@@ -219,12 +220,15 @@ class StepSpace:
 
     @cached_property
     def options(self) -> SpaceOptions:
-        """Return the options."""
+        """Return `given`, or without it all that the stack of the problem executes."""
         return SpaceOptions.of_stack(self.problem.stack) if self.given is None else self.given
 
     @cached_property
     def degrees(self) -> tuple[DegreeSizes, ...]:
-        """Return the sizes of degrees that make up the chips, those with few tensor and pipeline ranks first."""
+        """Return the sizes of degrees whose product is the number of chips, those with few model ranks first.
+
+        Model ranks are tensor times pipeline times context.
+        """
         chips = self.problem.cluster.num_chips
         divisors = divisors_of(chips)
         sizes = []
@@ -277,9 +281,10 @@ class StepSpace:
                     yield StepLayout(data, pipeline, context, mesh, strategy, order, experts)
 
     def experts(self, sizes: DegreeSizes) -> tuple[tuple[int, int], ...]:
-        """Return the (expert, expert_tensor) degrees for the ranks of a stage; without experts at most (1, 1).
+        """Return the (expert, expert_tensor) degrees to try on the ranks of a stage.
 
-        Unless the options say otherwise, an expert is on one rank, or sharded over as many as shard each layer.
+        Without experts it is (1, 1) alone, or () where the options exclude it. Unless the options have
+        `expert_tensor`, that is 1 or the tensor degree.
         """
         experts = max(graph.num_experts for _, graph in self.problem.model.runs)
         options, ranks = self.options, sizes.data * sizes.context * sizes.tensor
@@ -338,7 +343,7 @@ class StepSpace:
         return tuple(pairs)
 
     def choices(self) -> Iterator[Parallelism]:
-        """Yield every configuration, also those that do not fit memory or that the model of a step refuses."""
+        """Yield every configuration, also those that do not fit memory or that `step_of` refuses."""
         for sizes in self.degrees:
             for layout in self.layouts(sizes):
                 for size in self.micro_batches(sizes.data):

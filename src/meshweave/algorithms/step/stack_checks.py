@@ -34,10 +34,10 @@ _WORDS = {
 
 
 def schedule_run(schedule: str, virtual_stages: int) -> str:
-    """Return what a stack has to run for a schedule: the name of its variant for so many stages a rank.
+    """Return the name in `StackRuns.schedules` that lets a stack run a schedule with so many stages a rank.
 
-    Where plans have one stage a rank alone, the name is followed by any larger number. Raises UnsupportedError for
-    an unknown name.
+    It is that of the schedule's variant for them, such as "interleaved-1f1b". Where plans give a schedule one
+    stage a rank alone, any larger number is a part of it. Raises UnsupportedError for an unknown name.
     """
     entry = SCHEDULES.named(schedule).for_stages(virtual_stages)
     is_usual = virtual_stages == 1 or max(entry.stages_per_rank) > 1

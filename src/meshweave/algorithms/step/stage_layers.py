@@ -18,8 +18,8 @@ def stage_layers(num_layers: int, num_stages: int, costs: tuple[int, int] | None
     So embedding and loss lie on stages with fewer layers (Qi et al., Zero Bubble).
 
     Args:
-        costs: of a layer and of the head, where stages are divided by them instead: a stage ends with the
-            layer that takes the sum above its share of all, as in nanotron (`build_model`).
+        costs: (of a layer, of the head) to divide stages by instead: a stage ends with the layer that takes the
+            sum of costs so far above its share of all, as in nanotron (`build_model`); None for evenly.
     """
     if costs is not None:
         return _layers_by_cost(num_layers, num_stages, *costs)
@@ -76,7 +76,7 @@ def layer_costs(problem: StepProblem) -> tuple[int, int] | None:
 
 
 def model_costs(model: Transformer, stack: SoftwareStack) -> tuple[int, int] | None:
-    """Return as `layer_costs` what a stack divides the layers of a model by."""
+    """Return the pair of `layer_costs` for a model and a stack; None: the stack divides layers evenly."""
     if not stack.layers_by_cost:
         return None
     counts = model.layer.counts

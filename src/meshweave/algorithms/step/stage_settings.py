@@ -76,12 +76,12 @@ class BucketRanks:
 
     @property
     def split(self) -> tuple[str, ...]:
-        """Return the mesh axes along which the parts of a bucket on ranks differ."""
+        """Return the mesh axes that shard the tensor of a bucket: `own`, and the groups that shard."""
         return (*self.own, *self.settings.groups[: self.settings.num_sharding])
 
 
 Run = tuple[int, int]
-"""The first element of a bucket, and the one after the last."""
+"""(start, stop) of a range of elements of a bucket."""
 
 
 def runs_of(unit: Unit, settings: StageSettings) -> tuple[Run | None, Run | None]:

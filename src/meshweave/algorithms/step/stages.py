@@ -48,9 +48,9 @@ class StageTime:
         host_s: seconds in which the chip waits for its host.
         bound_s: seconds of the parts in which it is the host that sets the pace.
         issued_s: seconds in which the host issues the two parts; 0 without a known host.
-        layer_s: seconds of a layer in the forward and in the backward part, the mean over kinds: without these
-            collectives, with the layer's share of waits for the host.
-        data_parallel: the collectives of a layer's weights, likewise.
+        layer_s: seconds of a layer in the forward and in the backward part, the mean over kinds: without
+            data-parallel collectives, with the layer's share of waits for the host.
+        data_parallel: the collectives of a layer's weights, the mean over kinds.
         split_s: the backward part in two: gradient of the residual, with recomputation, and gradients of weights;
             None where the schedule has whole backwards alone, or tasks are not priced one by one.
     """
@@ -105,6 +105,7 @@ class Stages:
     def action_times(self, with_transfers: bool = True) -> ActionTimes:
         """Return the times of stages and of transfers between them, for one micro-batch, in picoseconds.
 
+        Without `with_transfers` transfers take no time.
         Where the two gradients are not timed apart, the input gradient has recomputation and half of the
         rest, the weight gradient the other half. A stack that waits for its sends has transfers in the times
         of stages.
@@ -152,7 +153,7 @@ class Stages:
         return ranks_of_stages(p.schedule, p.pipeline, p.virtual_stages)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a pipeline rank, in order: the first one is the last of its backward parts."""
+        """Return the stages of a pipeline rank in the model's order; the first one's backward part runs last."""
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
 
     def gathers_s(self) -> float:

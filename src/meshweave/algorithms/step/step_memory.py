@@ -31,8 +31,8 @@ def memory_of(
     """Return the bytes on a chip of each pipeline rank.
 
     Args:
-        recompute: the rule by which activations are computed again, in place of the one of `parallelism`. All of
-            the memory is then that of closed forms, also where the stack runs programs. None for the own rule.
+        recompute: the rule by which activations are computed again; None for that of `parallelism`. With a rule
+            all of the memory is that of closed forms, also where the stack runs programs.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model.

@@ -2,8 +2,7 @@
 
 The times are those of `step_of`: what it adds up is laid out here one after the other. Gathers of weights come
 first, then the pipeline by its schedule, with reductions of gradients beside the last backward parts, then the
-optimizer. Where a schedule has whole and split backwards (DualPipeV), whole ones are drawn as long as both
-gradients apart, so that the timeline may be longer than the step.
+optimizer.
 """
 
 from __future__ import annotations
@@ -260,7 +259,7 @@ def _beside(step: Step, action: Action, begin_s: float, end_s: float, gathers: b
 def layer_timeline(step: Step) -> StepTimeline | None:
     """Return when the tasks of one layer run, forward and backward without recomputation.
 
-    None where broadcasts are chains (`estimate.timeline.task_spans`).
+    None where broadcasts go along chains of ranks (`estimate.timeline.task_spans`).
     """
     spans = layer_block(step.problem, step.parallelism).spans
     if not spans:

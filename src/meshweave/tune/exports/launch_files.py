@@ -28,7 +28,7 @@ def launch_file(export: Export, launcher: str, cluster: Cluster) -> str:
     """Return a file that starts one process a chip on all hosts of the cluster of a plan.
 
     What trains is $TRAIN, a script or `-m` module with the arguments of its own (its model, its data); without it
-    the file ends with a line that says so. Arguments or a file of settings of the export are added.
+    the shell exits with a line that says so. Arguments or a file of settings of the export are added.
 
     Args:
         launcher: one of `LAUNCHERS`: a shell script to run on each host ("torchrun"), one for sbatch ("slurm"), or

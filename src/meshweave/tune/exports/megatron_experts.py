@@ -30,7 +30,7 @@ _BESIDE = ("multi-token-prediction", "priced in the dtype")
 
 
 def add_dispatch(row: PlannedRow, settings: dict[str, Any], flags: list[str], target: str) -> set[str]:
-    """Add the arguments of expert parallelism and of the dispatcher; return the priced settings that they hold.
+    """Add the arguments of expert parallelism and of the dispatcher; return the names of settings they hold.
 
     Nothing is added for a model without experts.
 

@@ -49,7 +49,7 @@ def environment_of(row: PlannedRow) -> dict[str, str]:
 def add_degrees(
     row: PlannedRow, settings: dict[str, Any], flags: list[str], left_out: list[str], target: str
 ) -> set[str]:
-    """Add Megatron Core's arguments for a row; return the priced settings that they hold.
+    """Add Megatron Core's arguments for a row; return the names of the step's settings that they hold.
 
     Args:
         settings: options with values, which are added to.

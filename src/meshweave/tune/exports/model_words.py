@@ -82,5 +82,5 @@ def step_left_out(row: PlannedRow, told: Collection[str], target: str) -> list[s
 
 
 def order_sentence(order: Collection[str], theirs: str) -> str:
-    """Return a sentence on an order of ranks that other software, whose order is `theirs`, does not have."""
+    """Return a sentence on an order of ranks that other software lacks; `theirs` is a clause on its order."""
     return f"The order of ranks is {', '.join(order)}, innermost first; {theirs}."

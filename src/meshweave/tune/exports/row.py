@@ -22,12 +22,13 @@ class Export:
     """Settings of other software.
 
     Attributes:
-        target: whose they are.
+        target: the other software, by its name in `TARGETS`.
         settings: as its configuration has them, for JSON.
         text: as one writes them: arguments of a command line, JSON, or Python.
         left_out: what of the plan they do not say, a sentence each.
         environment: variables that each process is to have; launch files set them.
-        priced: for whom the configuration was priced where that is not the target, and what it comes to there.
+        priced: in words, the stack that the configuration was priced for, where that is not the target's, and
+            what it takes on the target; "" else.
     """
 
     target: str

@@ -86,7 +86,8 @@ def plan(
 
     Raises:
         DescriptionError: a name, size or option is wrong.
-        UnsupportedError: nothing fits, or nothing can be laid out; the message says what would.
+        UnsupportedError: a strategy or schedule is unknown, the stack does not execute what is fixed, nothing
+            fits, or nothing can be laid out; the message says what would.
     """
     known = sorted(PlanOptions.__annotations__)
     for name in options:
@@ -148,7 +149,8 @@ def plan_step(
 
     Raises:
         DescriptionError: a size or option is wrong.
-        UnsupportedError: nothing fits, or nothing can be laid out; the message says what would.
+        UnsupportedError: the stack does not execute the precision, or a model with experts; or nothing fits or
+            can be laid out, and the message says what would.
     """
     if not 0 <= margin < 1:
         raise DescriptionError(

@@ -54,7 +54,7 @@ class SearchCount:
         nodes: layouts with a micro-batch, in all.
         priced: configurations whose step was computed.
         over_memory: nodes and configurations that do not fit.
-        refused: nodes that the model of a step refuses, with the reason of the first.
+        refused: nodes and configurations that cannot be laid out or priced; `reason` is that of the first.
     """
 
     nodes: int = 0
