@@ -48,6 +48,27 @@ def test_a_shard_of_the_reference_is_part_of_the_whole(dataflow: str) -> None:
         assert set(local_inputs(program, inputs, rank)) == {"a", "b"}
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_meanings_stand_in_any_order(first: int) -> None:
+    meanings = ["computes(Z, same(Y))", "computes(Y, product(A, B))"]
+    program = parse(f"""
+program("chain")
+tp = mesh((1,), ("x",))
+A = tensor((2, 3), "int64")
+B = tensor((3, 4), "int64")
+Y = tensor((2, 4), "int64")
+Z = tensor((8,), "int64")
+{meanings[first]}
+{meanings[1 - first]}
+a = input(A, tp[R])
+b = input(B, tp[R])
+z = output(Z, tp[R])
+""")
+    inputs = random_inputs(program, 5)
+    whole = (inputs["A"] @ inputs["B"]).reshape(-1)
+    assert (reference(program, inputs)["Z"] == whole).all()
+
+
 def test_programs_are_verified_by_what_they_declare() -> None:
     """A reshard computes `Same`; a product without its gathers cannot be proved."""
     reshard = parse((GOLDEN / "broadcast_reshard.txt").read_text())

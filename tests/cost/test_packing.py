@@ -73,6 +73,16 @@ def test_a_view_is_strided_where_its_addresses_have_gaps(data: st.DataObject, sh
         assert is_strided == has_gaps
 
 
+def test_parts_of_a_message_are_those_of_its_route() -> None:
+    """Inside a host a message takes the fast link, and so do its parts."""
+    fast, slow = NetworkAxis("inside", 100 * LINK_RATE), NetworkAxis("nic", LINK_RATE, 1e-3)
+    program = message("s[:, :]", "t[:, 0:6]")
+    pair = Machine(Cluster("box", CHIP, HostsNetwork(2, 2, fast, 1, slow), "a test"), program.meshes)
+    made = estimate(program, pair)
+    parts = made.launch_s + made.sync_s + made.transfer_s
+    assert 0 < parts == pytest.approx(made.total_s)
+
+
 @pytest.mark.parametrize(
     ("source", "target", "more", "ends"),
     [

@@ -169,6 +169,7 @@ def test_two_runs_are_equal_and_no_link_is_used_beyond_its_rate(seed: int) -> No
     for name, values in one.outputs.items():
         np.testing.assert_array_equal(values, other.outputs[name])
     assert all(use.utilisation <= 1 for use in one.links)
+    assert len({use.name for use in one.links}) == len(one.links)
 
 
 SHARED = """

@@ -63,7 +63,8 @@ def reduce_layer(
     """Return the sizes at which to run a layer here, on the mesh of `mesh_shapes` nearest to the planned one.
 
     First the shards keep their size (tokens follow the rows of the mesh, features its columns), then all
-    sizes shrink alike until no dim is over `max_dim`. Raises LayoutError where `mesh_shapes` is empty.
+    sizes shrink alike until no dim is over `max_dim`, or over the least that every mesh dim slices, if that is
+    more. Raises LayoutError where `mesh_shapes` is empty.
 
     Args:
         sizes: (tokens over all ranks, in features, out features) of the planned layer.
@@ -92,7 +93,7 @@ def reduce_products(
     One that has no such mesh, or does not fit at this size, is yielded without a program and with `skipped`.
 
     Args:
-        max_dim: sizes are reduced in proportion until no dim is larger.
+        max_dim: sizes are reduced in proportion until no dim is larger, as `reduce_layer` says.
         where_too_small: what happens to a dim that became smaller than the planned slices of it. "grow": all
             dims grow, up to `max_dim` and their planned sizes, until the slices fit. "drop slices": the last
             slices are left out.

@@ -50,10 +50,9 @@ def reference(program: Program, inputs: Tensors) -> dict[str, Array]:
     Raises:
         UnsupportedError: an output depends on a `call`, whose function the program does not hold.
     """
-    tensors = dict(inputs)
-    for meaning in program.computes:
-        if any(source not in tensors for source in sources_of(meaning)):
-            continue
+    tensors, waiting = dict(inputs), list(program.computes)
+    while meaning := next((m for m in waiting if all(name in tensors for name in sources_of(m))), None):
+        waiting.remove(meaning)
         shape = program.tensor_of[meaning.out].shape
         match meaning:
             case Product():

@@ -109,26 +109,21 @@ class UncontendedSimulator(TraceRecorder):
         """
         first, op = nodes[0], self.flow.op(nodes[0])
         work = work_of(self.flow.program, op)
-        cost = price(work, self.machine) if not isinstance(op, Send) else self._message_price(nodes, op)
+        cost = price(work, self.machine) if not isinstance(op, Send) else self.message_price(first)
         room = self.machine.cluster.send_buffer_bytes if may_free else 0
         if isinstance(work, Transfer) and 0 < work.part_bytes <= room:
             self._push(cost.fixed_ps, nodes[:1], first)
             nodes = nodes[1:]
         self._push(cost.total_ps, nodes, first)
 
-    def packing_ps(self, node: Node) -> int:
-        """Return the picoseconds of packing at the sender and of unpacking at the receiver of a Send, together.
-
-        0 where its views are contiguous.
-        """
-        joint, op = self.flow.joint(node), self.flow.op(node)
-        assert joint is not None and isinstance(op, Send)
-        return self._message_price(joint.members, op).pack_ps
-
-    def _message_price(self, nodes: tuple[Node, ...], send: Send) -> Price:
-        recv = self.flow.op(nodes[1])
+    def message_price(self, node: Node) -> Price:
+        """Return the price of the message of a Send between its two ranks, with what both pack."""
+        joint, send = self.flow.joint(node), self.flow.op(node)
+        assert joint is not None and isinstance(send, Send)
+        sender, receiver = joint.members
+        recv = self.flow.op(receiver)
         assert isinstance(recv, Recv)
-        return message_price(self.flow.program, send, recv, (nodes[0][0], nodes[1][0]), self.machine)
+        return message_price(self.flow.program, send, recv, (sender[0], receiver[0]), self.machine)
 
     def _push(self, after_ps: int, ending: tuple[Node, ...], first: Node) -> None:
         self.num_events += 1
@@ -163,10 +158,9 @@ def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
         op = flow.op((flow.program.ranks[0], index))
         if isinstance(op, Recv):
             continue
-        work = work_of(flow.program, op)
-        cost = price(work, machine)
-        if isinstance(op, Send):
-            copy += simulator.packing_ps((flow.program.ranks[0], index))
+        work, node = work_of(flow.program, op), (flow.program.ranks[0], index)
+        cost = simulator.message_price(node) if isinstance(op, Send) else price(work, machine)
+        copy += cost.pack_ps
         if isinstance(work, Transfer):
             launch, sync, transfer = launch + cost.launch_ps, sync + cost.sync_ps, transfer + cost.flow_ps
         elif with_counts(work).flops:

@@ -37,12 +37,18 @@ class LinkUse:
         """Return the link in words, as in `link of chip 3, axis 1, backwards`."""
         kind, owner, axis, direction = self.link
         match kind:
-            case "link":
+            case "link" if direction:
                 return f"link of chip {owner}, axis {axis}, {'forwards' if direction == 1 else 'backwards'}"
             case "up" | "down":
                 return f"{kind}link of child {owner}, level {axis}"
             case "nic-out" | "nic-in":
                 return f"{kind} of host {owner}, NIC {axis}"
+            case "nics-out" | "nics-in":
+                return f"{kind} of host {owner}"
+            case "link" | "inner":  # of a full mesh: (kind, from, to, 0)
+                return f"{'inner ' * (kind == 'inner')}link of chip {owner} to chip {axis}"
+            case "direct":
+                return f"direct link of child {owner} to child {direction}, level {axis}"
         return f"{kind} port of chip {owner}"
 
 

@@ -26,10 +26,10 @@ def link_classes(run: Simulation) -> list[LinkClass]:
     uses_of: dict[str, list[LinkUse]] = defaultdict(list)
     for use in run.links:
         kind, _, axis, direction = use.link
-        if kind == "link":
+        if kind == "link" and direction:
             name = f"axis {axis}, {'forwards' if direction == 1 else 'backwards'}"
         else:
-            name = f"{kind} level {axis}" if kind in ("up", "down") else kind
+            name = f"{kind} level {axis}" if kind in ("up", "down", "direct") else kind
         uses_of[name].append(use)
     classes = [
         LinkClass(
