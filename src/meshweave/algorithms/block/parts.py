@@ -190,7 +190,8 @@ def _multiplies(ops: Iterable[Op]) -> bool:
 def makers_of(scratch: set[str], statements: tuple[Statement, ...], readers: str) -> tuple[Statement, ...]:
     """Return those of `statements` that are calls and write one of the `scratch` buffers.
 
-    Raises UnsupportedError for a buffer that none of them writes; `readers` begins its message: what reads it.
+    Raises UnsupportedError for a buffer that none of them writes. `readers` begins the message of the error, as
+    "the backward part reads".
     """
     calls = tuple(
         each

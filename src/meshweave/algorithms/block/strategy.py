@@ -170,7 +170,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
     def random_inputs(self, problem: BlockProblem, seed: int = 0) -> dict[str, Array]:
         """Return random inputs by name, in global shapes: small integers if `exact`, else normal, deviation 0.5.
 
-        Tokens and targets are drawn from the vocabulary; positions and numbers of tokens count from 0.
+        Tokens and targets are drawn from the vocabulary; POSITIONS, IDS_IN and IDS_OUT are 0, 1, 2, ...
         """
         inputs = super().random_inputs(problem, seed)
         draw = np.random.default_rng(seed)
