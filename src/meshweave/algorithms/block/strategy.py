@@ -50,7 +50,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return len(self.roles) == 2 and self.roles[1] is IDLE
 
     def roles_of(self, problem: BlockProblem) -> Roles:
-        """Return the roles of the axes of a problem's mesh: those of a single rank are idle."""
+        """Return the role of each axis of a problem's mesh; an axis of a single rank is idle."""
         pairs = zip(self.roles, problem.mesh_shape, strict=True)
         return Roles(tuple(role if size > 1 else IDLE for role, size in pairs))
 

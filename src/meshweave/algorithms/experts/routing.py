@@ -46,8 +46,8 @@ class Routing:
     def draw(self, num_tokens: int, top_k: int, num_experts: int) -> NDArray[np.int32]:
         """Return `top_k` different experts for each token, (tokens, top_k).
 
-        A token takes experts without replacement in proportion to their weights (Gumbel's greatest ones: Kool
-        et al., ICML '19).
+        Balanced routing takes experts in turn. Of other kinds a token takes experts without replacement in
+        proportion to their weights (the greatest after Gumbel noise: Kool et al., ICML '19).
 
         Raises:
             LayoutError: the table has weights for another number of experts.
