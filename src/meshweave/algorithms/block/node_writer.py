@@ -104,8 +104,8 @@ class NodeWriter(BlockTensors):
     def multiply(self, at: NodePlace[Linear]) -> Stored:
         """Write a forward product with the moves of its operand, weight and result; return the result.
 
-        A result that is reduced together with others is not moved: `unmoved` has its partial sums, and the buffer
-        that is returned does not hold the result yet.
+        A result that is reduced together with others is not moved: `unmoved` has its partial sums, and the
+        buffer that is returned does not hold the result yet.
         """
         self.end_site()
         operand, out = self.edge(at), at.layer.home(at.node.out)

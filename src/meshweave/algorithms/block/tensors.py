@@ -48,7 +48,7 @@ class BlockTensors:
         return Side("batch", batch), Side("sequence", sequence)
 
     def sides(self, features: Features) -> Sides:
-        """Return the sides of an activation: batch and sequence, or one side if tokens are flat, then features."""
+        """Return the sides of an activation: batch and sequence, one side if tokens are flat, and features."""
         return *self._token_sides, side_of(features)
 
     def _residual_sides(self) -> Sides:

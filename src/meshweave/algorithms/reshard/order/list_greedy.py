@@ -28,8 +28,8 @@ def greedy(jobs: JobSet, rounds: int | None = None, seed: int = 0, bound: int | 
     Args:
         rounds: None for up to 32, fewer the more routes the jobs have (`PASS_WORK`).
         seed: of the random choices.
-        bound: a lower bound of the makespan, in the unit of durations; None for `exclusive_bound`. The search ends
-            where a pass meets it, and the schedule is then `proven`.
+        bound: a lower bound of the makespan, in the unit of durations; None for `exclusive_bound`. A pass that
+            meets it ends the search, and the schedule is `proven`.
     """
     bound = exclusive_bound(jobs) if bound is None else bound
     if rounds is None:
