@@ -24,7 +24,7 @@ GRADIENTS = "gradients"
 
 @dataclass
 class NodeWriter(BlockTensors):
-    """What the records of nodes write with; it knows no type of node but products.
+    """Writes what the records of nodes have in common: products, sums over ranks, gradients of parameters.
 
     Attributes:
         unmoved: partial sums that were not reduced yet, by the name of the edge or of the contribution to a
@@ -68,7 +68,7 @@ class NodeWriter(BlockTensors):
         return self.new(name, like.sides, like.dims)
 
     def contributed(self, at: NodePlace[LayerNode], edge: str) -> None:
-        """Write the sum of all contributions to the gradient of an edge, once the last node has contributed."""
+        """Write the sum of all contributions to the gradient of an edge; do nothing before the last of them."""
         if at.is_first_reader(edge):
             out, (*others, _) = self.stored[at.layer.gradient(edge)], at.layer.contributions(edge)
             for name in others:
@@ -76,7 +76,7 @@ class NodeWriter(BlockTensors):
                     self.writer.add(out, self.stored[name])
 
     def rows_and_features(self, stored: Stored) -> tuple[Index, Index]:
-        """Return the tokens and the features of a rank's shard of a tensor, as sizes of a call."""
+        """Return how many tokens and how many features of a tensor a rank has in the current chunk."""
         *tokens, features = (self.writer.extent(side, stored.dims) for side in stored.sides)
         return (tokens[0] * tokens[1] if len(tokens) > 1 else tokens[0]), features
 
@@ -104,8 +104,8 @@ class NodeWriter(BlockTensors):
     def multiply(self, at: NodePlace[Linear]) -> Stored:
         """Write a forward product with the moves of its operand, weight and result; return the result.
 
-        A result that is reduced together with others is not moved: `unmoved` has its partial sums, and nothing is
-        written yet to the buffer that is returned.
+        A result that is reduced together with others is not moved: `unmoved` has its partial sums, and the
+        buffer that is returned does not hold the result yet.
         """
         self.end_site()
         operand, out = self.edge(at), at.layer.home(at.node.out)

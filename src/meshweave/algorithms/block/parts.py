@@ -68,8 +68,8 @@ def write_parts(
     """Return the forward and backward programs of a piece on a mesh whose axes have these roles.
 
     Args:
-        problem: one with training; for the pieces "embedding" and "head" also with a vocabulary. Of a layer with
-            experts or latent attention it has one.
+        problem: one with training; for the pieces "embedding" and "head" also with a vocabulary. It has a single
+            layer if that has experts or latent attention.
         name: what the names of both programs begin with.
         recompute: what the backward program recomputes; "selective" is attention alone.
 
@@ -78,8 +78,8 @@ def write_parts(
         UnsupportedError: gradients are reduced last (ZeRO-1), after a backward part; attention alone is to be
             recomputed in several layers, in several chunks, or in a piece that has none; there are several layers
             with experts or latent attention; the backward program reads scratch that the forward one writes in a
-            loop, as the keys of ring attention in several chunks; or ranks have different numbers of tokens in a
-            layer with experts or latent attention.
+            loop, as the keys of ring attention in several chunks, or writes to a buffer that the forward one has
+            kept for it; or ranks have different numbers of tokens in a layer with experts or latent attention.
     """
     if not problem.training:
         raise LayoutError("a problem without training has no backward part; give one with training")
@@ -188,9 +188,10 @@ def _multiplies(ops: Iterable[Op]) -> bool:
 
 
 def makers_of(scratch: set[str], statements: tuple[Statement, ...], readers: str) -> tuple[Statement, ...]:
-    """Return those of `statements` that are calls and write one of the `scratch` buffers.
+    """Return the calls among `statements` that write one of the `scratch` buffers.
 
-    Raises UnsupportedError for a buffer that none of them writes; `readers` begins its message: what reads it.
+    Raises UnsupportedError for a buffer that none of them writes. `readers` begins the message of the error, as
+    "the backward part reads".
     """
     calls = tuple(
         each

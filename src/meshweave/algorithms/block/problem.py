@@ -28,7 +28,7 @@ _FAMILIES = ("gpt", "llama")
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """How the experts of a layer are divided over ranks, for its price.
+    """How the experts of a layer are divided over ranks, which its cost depends on.
 
     Attributes:
         expert: ranks that share the experts; each has equally many.
@@ -52,7 +52,7 @@ class ExpertRanks:
     mesh: Mesh | None = None
 
     def elements(self, weight: NodeWeight) -> int:
-        """Return the elements of a parameter of experts on one rank, rounded up."""
+        """Return how many elements of a parameter of experts one rank has, rounded up."""
         own = math.prod(
             -(-side.count // self.tensor) * side.unit if side.dim == "inner" else side.size
             for side in weight.sides

@@ -37,7 +37,7 @@ ARRIVES = ""
 
 
 class ProgramWriter(BlockWriter):
-    """The statements, buffers and lanes of a program, as they are written.
+    """Writes a block as the statements, buffers and lanes of a program.
 
     Attributes:
         buffers: every buffer by name.
@@ -117,7 +117,7 @@ class ProgramWriter(BlockWriter):
         return extent(self.mesh, side, window.dims, window.axis, self._turned(window))
 
     def extent(self, side: Side, dims: AxisDims) -> Index:
-        """Return the elements of a side on a rank; of the batch, those of the current chunk."""
+        """Return how many elements of a side a rank has; of the batch, those of the current chunk."""
         chunk = self._chunk_range(side.unit)
         if side.dim != "batch" or chunk.stop is None:
             return extent(self.mesh, side, dims)
@@ -187,7 +187,7 @@ class ProgramWriter(BlockWriter):
     def call(
         self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
-        """Write a call of function `fn` for the current chunk; `work`, `part` and `shape` say how it is priced."""
+        """Write a call of `fn` for the current chunk, priced as `work` (`CALL_DIMS`) with sizes `shape`."""
         written, read = tuple(map(self._view, outs)), tuple(map(self._view, ins))
         self._do(ir.Call(fn=fn, outs=written, ins=read, work=work, shape=shape, part=part, lane=COMPUTE))
 
@@ -247,7 +247,7 @@ class ProgramWriter(BlockWriter):
         self._do(ir.Add(out=self._view(out), src=self._view(term), lane=COMPUTE))
 
     def zero(self, out: Stored) -> None:
-        """Write an op that zeroes a buffer: for the current chunk, or without tokens once before the loop."""
+        """Write an op that zeroes a buffer: for the current chunk; once before the loop if it has no tokens."""
         op = ir.Zero(out=self._view(out), lane=COMPUTE)
         self._wait(COMPUTE, ())
         (self._body if out.has_tokens else self.statements).append(op)
@@ -265,9 +265,9 @@ class ProgramWriter(BlockWriter):
         self._body.append(ir.Repeat(TURN.name, count, tuple(inner)))
 
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
-        """Write a shift along a mesh axis: `src` goes to the rank before this one, `out` comes from the next.
+        """Write a shift along a mesh axis: `src` is sent to the rank before this one, `out` comes from the next.
 
-        In iterations of the loop of `turns` where the condition `when` holds; 1 for all.
+        `when` is a condition on the turn of the loop of `turns`: where it is 0, nothing is sent; 1 is all turns.
         """
         name = self._lane(axis, lane)
         op = ir.Permute(out=self._view(out), src=self._view(src), over=self._over(axis), shift=-1, lane=name)

@@ -291,7 +291,7 @@ class Roles:
 
     @property
     def scatters_core(self) -> bool:
-        """Return whether the sums of a product into the inner features are reduce-scattered over these."""
+        """Return whether partial sums of inner features are reduce-scattered by inner features."""
         return any(
             before == "partial" and "inner" in (role.attention, role.feed_forward)
             for before, role in zip(self.product(True), self.axes, strict=True)

@@ -38,9 +38,10 @@ PEER = Var("peer")
 
 
 def extent(mesh: Mesh, side: Side, dims: AxisDims, other_axis: int = -1, other: Index = PEER) -> Index:
-    """Return the elements of a side on a rank, as an expression in the rank's coordinates.
+    """Return how many elements of a side a rank has, as an expression in the rank's coordinates.
 
-    Along axis number `other_axis` the coordinate is `other`, that of another rank.
+    With `other_axis`, the number of a mesh axis, it is that of another rank, whose coordinate along this axis is
+    `other`; -1 for the rank itself.
     """
     count: Index = side.count
     most = side.count
@@ -58,7 +59,10 @@ def extent(mesh: Mesh, side: Side, dims: AxisDims, other_axis: int = -1, other: 
 
 
 def within(side: Side, mesh: Mesh, dims: AxisDims, num_axes: int) -> int | None:
-    """Return the elements of a side that the last `num_axes` axes share; None if others divide it unevenly."""
+    """Return how many elements of a side are left for the last `num_axes` mesh axes to divide.
+
+    None if the axes before them divide the side unevenly.
+    """
     count = side.count
     for dim, parts in list(zip(dims, mesh.shape, strict=True))[:-num_axes]:
         if dim == side.dim and dim:

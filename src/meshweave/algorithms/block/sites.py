@@ -119,7 +119,7 @@ class ProductSite:
     def gradient_terms(self, roles: Roles) -> AxisDims:
         """Return the layout of the weight's gradient as the product leaves it.
 
-        It is "partial" along axes that divide the tokens and along which the product scatters none.
+        Along axes that divide the tokens it is "partial", unless the product scatters the gradient itself.
 
         Raises:
             LayoutError: the roles fit no product.
@@ -265,7 +265,7 @@ class MoveSite:
 
     @property
     def is_needed(self) -> bool:
-        """Return whether the two layouts differ."""
+        """Return whether the two layouts differ, so that something has to move."""
         return self.before != self.after
 
     @property

@@ -66,7 +66,7 @@ def _no_work(_: int) -> Work:
 
 
 class SkeletonWriter(BlockWriter):
-    """The tasks of rank 0, as they are written."""
+    """Writes a block as the tasks of rank 0, which make up its skeleton."""
 
     def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
         super().__init__(problem, config, mesh, batch_dims)
@@ -186,7 +186,7 @@ class SkeletonWriter(BlockWriter):
     # --- sizes --------------------------------------------------------------------------------------------------
 
     def extent(self, side: Side, dims: AxisDims) -> Index:
-        """Return the elements of a side on rank 0; of the batch, those of the current chunk."""
+        """Return how many elements of a side rank 0 has; of the batch, those of a whole chunk."""
         if side.dim == "batch" and self.num_chunks > 1:
             return self.chunk * side.unit
         return self._largest(side, dims)
@@ -219,7 +219,7 @@ class SkeletonWriter(BlockWriter):
     def call(
         self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
-        """Add the task of a call for the current chunk; `work`, `part` and `shape` say how it is priced."""
+        """Add the task of a call for each chunk, priced as `work` (a key of `CALL_DIMS`) with sizes `shape`."""
         flops = call_flops(work, part, shape)
         assert isinstance(flops, int) and all(isinstance(size, int) for size in shape)
         per_sequence, chunk = flops // max(self.chunk, 1), max(self.chunk, 1)
@@ -241,7 +241,7 @@ class SkeletonWriter(BlockWriter):
     def timed(
         self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
-        """Add a task whose work depends on the tokens that a rank has of the first input; `beside` is not used."""
+        """Add a task whose work follows from a rank's number of tokens of `ins[0]`; `beside` is not used."""
         del beside
         per_sequence = self._elements_per_sequence(ins[0]) // self._size(ins[0], len(ins[0].sides) - 1)
         self._do(lane, lambda size: work_of(size * per_sequence), ins, outs)
@@ -276,12 +276,12 @@ class SkeletonWriter(BlockWriter):
         self._add_product(name, problem, ops)
 
     def add(self, out: Stored, term: Stored) -> None:
-        """Add the task of out += term for the current chunk."""
+        """Add the task of out += term for each chunk."""
         per_sequence = self._elements_per_sequence(out)
         self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype, "add"), (term, out), (out,))
 
     def zero(self, out: Stored) -> None:
-        """Add the task that zeroes a buffer: for the current chunk, or without tokens once before the loop."""
+        """Add the task that zeroes a buffer: for each chunk, or once before the loop if it has no tokens."""
         count, has_tokens = self._elements_per_sequence(out), out.has_tokens
         op = Pending(
             COMPUTE,
@@ -295,15 +295,16 @@ class SkeletonWriter(BlockWriter):
             self._add_task(op, op.work_of(1), 0)
 
     def copy(self, out: Stored, src: Stored) -> None:
-        """Add the task of out = src for the current chunk."""
+        """Add the task of out = src for each chunk."""
         per_sequence = self._elements_per_sequence(out)
         self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype), (src,), (out,))
 
     def turns(self, count: int) -> Iterator[Index]:
-        """Yield the number of each turn; of many turns the first one, and groups that stand for the others.
+        """Yield the number of each turn; of more than 32 turns, yield the first and then groups of the others.
 
-        A group ends before the next one begins to need its results, which is within 1 % of the time turn by
-        turn. The number of groups is even if that of turns is, because turns alternate between two slots.
+        A task that is added for a group counts once for each of its turns. A group waits for all of the group
+        before; the time is within 1 % of that turn by turn. The first turn and the groups are even in number if
+        the turns are, because turns alternate between two slots.
         """
         groups = count if count <= _MOST_TURNS else _MOST_TURNS - count % 2
         for number in range(groups):
@@ -315,7 +316,7 @@ class SkeletonWriter(BlockWriter):
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
         """Add the task of a shift along a mesh axis: `src` goes to the rank before, `out` comes from the next.
 
-        In iterations of the loop of `turns` where the condition `when` holds; 1 for all.
+        It is added only if `when` is true, a condition on the turn in the loop of `turns`; 1 for every turn.
         """
         if not when:
             return

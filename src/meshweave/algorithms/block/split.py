@@ -39,8 +39,8 @@ def split_backward(parts: BlockParts) -> SplitBackward:
     """Return the backward program of a piece as two: gradients of inputs, then gradients of weights.
 
     Raises:
-        UnsupportedError: the second part reads scratch that no call of the first writes, or changes what it
-            reads.
+        UnsupportedError: the second part reads scratch that no call of the first writes, or writes to a buffer
+            that the first passes on to it.
     """
     whole = parts.backward
     (on,) = whole.body

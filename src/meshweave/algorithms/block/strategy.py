@@ -50,7 +50,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return len(self.roles) == 2 and self.roles[1] is IDLE
 
     def roles_of(self, problem: BlockProblem) -> Roles:
-        """Return the roles of the axes of a problem's mesh: those of a single rank are idle."""
+        """Return the role of each axis of a problem's mesh; an axis of a single rank is idle."""
         pairs = zip(self.roles, problem.mesh_shape, strict=True)
         return Roles(tuple(role if size > 1 else IDLE for role, size in pairs))
 
@@ -170,7 +170,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
     def random_inputs(self, problem: BlockProblem, seed: int = 0) -> dict[str, Array]:
         """Return random inputs by name, in global shapes: small integers if `exact`, else normal, deviation 0.5.
 
-        Tokens and targets are drawn from the vocabulary; positions and numbers of tokens count from 0.
+        Tokens and targets are drawn from the vocabulary; POSITIONS, IDS_IN and IDS_OUT are 0, 1, 2, ...
         """
         inputs = super().random_inputs(problem, seed)
         draw = np.random.default_rng(seed)

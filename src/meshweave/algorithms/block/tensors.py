@@ -48,14 +48,17 @@ class BlockTensors:
         return Side("batch", batch), Side("sequence", sequence)
 
     def sides(self, features: Features) -> Sides:
-        """Return the sides of an activation: those of tokens, then these features."""
+        """Return the sides of an activation: batch and sequence, one side if tokens are flat, and features."""
         return *self._token_sides, side_of(features)
 
     def _residual_sides(self) -> Sides:
         return *self._token_sides, Side("hidden", self.problem.hidden)
 
     def dims(self, at: NodePlace[LayerNode], features: Features) -> AxisDims:
-        """Return the layout of an activation of a node: the residual's, or that of its group's inner features."""
+        """Return the layout of an activation of a node: that of the residual, or of inner features of its half.
+
+        It is that of the residual for "hidden" features and those of `WITH_TOKENS`.
+        """
         return (
             self.roles.residual
             if features.dim in ("hidden", *WITH_TOKENS)
@@ -153,7 +156,7 @@ class BlockTensors:
         return self.stored[tensor]
 
     def weight(self, at: NodePlace[Linear]) -> Stored:
-        """Return the weight of a product as it is multiplied: all-gathered, if ranks store shards of it."""
+        """Return the weight of a product as it is multiplied; write its all-gather if ranks store shards."""
         return self._gathered(at.node.weight, at.layer, self.roles.weight(at.node.enters))
 
     def _gathered(self, weight: str, layer: LayerPlace, used: AxisDims) -> Stored:
@@ -172,14 +175,14 @@ class BlockTensors:
         )
 
     def landing(self, tensor: str, sides: Sides, natural: AxisDims, final: AxisDims) -> tuple[Stored, Stored]:
-        """Return where a product writes its result before it is moved, and where it lies after that.
+        """Return the buffers of the result of a product: before communication, and after it.
 
-        They are the same buffer if nothing moves but all-reduces, which are in place.
+        They are one buffer in two layouts if the communication is all-reduces alone, which are in place.
 
         Args:
-            tensor: its name; a buffer declared for it before is used.
-            natural: the layout of the product as its operands give it, with partial sums.
-            final: the layout after the move.
+            tensor: the name of the result; a buffer that was declared for it before is used.
+            natural: the layout in which the product leaves its result, "partial" along some axes.
+            final: the layout after the communication.
         """
         out = self.new(tensor, sides, final)
         if all(

@@ -149,10 +149,10 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def extent(self, side: Side, dims: AxisDims) -> Index:
-        """Return the elements of a side on a rank; of the batch, those of the current chunk."""
+        """Return how many elements of a side a rank has; of the batch, those of the current chunk."""
 
     def extent_of(self, stored: Stored, number: int) -> Index:
-        """Return the elements of dim `number` of a buffer, in the current chunk and its window, if any."""
+        """Return the size of dim `number` of a buffer in the current chunk and in its window, if it has one."""
         side, window = stored.sides[number], stored.window
         if window is not None and side.dim == "sequence":
             return self._extent_in(side, window)
@@ -162,7 +162,7 @@ class BlockWriter(ABC):
     def _extent_in(self, side: Side, window: SequenceWindow) -> Index: ...
 
     def elements(self, stored: Stored) -> Index:
-        """Return the elements of a rank's part of a buffer that belong to one chunk."""
+        """Return how many elements of a rank's part of a buffer belong to one chunk."""
         total: Index = 1
         for number in range(len(stored.sides)):
             total = total * self.extent_of(stored, number)
@@ -191,13 +191,13 @@ class BlockWriter(ABC):
     def call(
         self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
-        """Write a call of function `fn` for the current chunk; `work`, `part` and `shape` say how it is priced."""
+        """Write a call of `fn` for the current chunk, priced as `work` (`CALL_DIMS`) with sizes `shape`."""
 
     @abstractmethod
     def timed(
         self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
-        """Write work without values that depends on the tokens that a rank has of the first input.
+        """Write an op of known work but without values; its work follows from a rank's tokens of `ins[0]`.
 
         Args:
             lane: the lane of the op, or the name of the mesh of experts for their exchanges.
@@ -248,7 +248,7 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def zero(self, out: Stored) -> None:
-        """Write an op that zeroes a buffer: for the current chunk, or without tokens once before the loop."""
+        """Write an op that zeroes a buffer: for the current chunk; once before the loop if it has no tokens."""
 
     @abstractmethod
     def copy(self, out: Stored, src: Stored) -> None:
@@ -260,11 +260,11 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
-        """Write a shift along a mesh axis: `src` goes to the rank before this one, `out` comes from the next.
+        """Write a shift along a mesh axis: `src` is sent to the rank before this one, `out` comes from the next.
 
         Args:
             lane: ends the name of the lane, which begins with the axis.
-            when: in which iterations of the loop of `turns` there is one, as a condition; 1 for all.
+            when: a condition on the turn of the loop of `turns`: where it is 0, nothing is sent; 1 is all turns.
         """
 
     # --- moving -------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class BlockWriter(ABC):
         Args:
             suffix: the end of names of new buffers.
             lane: ends the names of lanes, after that of the mesh axis; "" for the lane of the axis itself.
-            into: the buffer of the result where a step is no all-reduce, else unused; None for a new one.
+            into: the buffer of the result, None for a new one; unused if all-reduces are enough.
             op: the reduction of partial values, as "sum".
         """
         axes = _order(src.dims, dims)

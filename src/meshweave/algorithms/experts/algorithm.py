@@ -32,7 +32,7 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
     `validate` proves the first; packing has no equation, so a run is compared with the reference.
 
     Attributes:
-        is_one_sided: whether rows are stored in the memory of other ranks.
+        is_one_sided: whether ranks put rows into the memory of other ranks, instead of sending messages.
         shares_nics: whether all ranks of a host send messages of their own over its NICs at once.
     """
 

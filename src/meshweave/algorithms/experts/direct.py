@@ -15,7 +15,7 @@ from meshweave.algorithms.fused.product import NoChoice
 
 
 class DirectAllToAll(UnchosenExperts):
-    """All rows of two ranks in one message of an all-to-all."""
+    """All rows of one rank for another in one message of an all-to-all."""
 
     name = "experts_direct"
     title = "Experts by all-to-all"

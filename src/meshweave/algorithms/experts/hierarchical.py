@@ -208,7 +208,10 @@ class HierarchicalExperts(UnchosenExperts):
     source = "Zhao et al., DeepSeek-V3, arXiv 2412.19437, section 3.2.2; Zhuang et al., AlpaComm, MLSys '23"
 
     def refusal(self, problem: ExpertsProblem) -> str | None:
-        """Return why a problem does not fit: a mesh without hosts, or an exchange alone; None if it fits."""
+        """Return why a problem does not fit; None if it fits.
+
+        A mesh of one axis does not fit, nor does a combine or a weighted dispatch without the rest of the layer.
+        """
         if len(problem.mesh.shape) != 2:
             return "it takes a mesh of hosts and their ranks"
         if problem.part not in ("layer", "training", "dispatch"):
@@ -222,7 +225,7 @@ class HierarchicalExperts(UnchosenExperts):
     def counts(
         self, problem: ExpertsProblem, config: NoChoice, choices: Array | None = None
     ) -> dict[str, Array]:
-        """Return the values of the program's counts, by name; sources by rank in the host, then by host."""
+        """Return the values of the program's counts, by name; source ranks are ordered as by `source_order`."""
         values = problem.counts_of(problem.choices if choices is None else choices)
         shape = (problem.hosts, problem.local_ranks)
         return {

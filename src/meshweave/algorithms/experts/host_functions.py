@@ -1,7 +1,7 @@
 """What calls of a layer of experts over hosts do: a token goes once to each host that has experts of it.
 
-A host has `per_host` consecutive experts. Rows for hosts stand by host, and for one host in the order of
-tokens; with each row travel the choices and gates of its token. On the host, rows are packed by expert as on a
+A host has `per_host` consecutive experts. Rows for hosts are ordered by host, and for one host by token; the
+choices and gates of a token are sent with its row. On host number `host`, rows are packed by expert as on a
 source. There `choices`, `gates` and rows by token are in the order in which these rows arrived.
 """
 
@@ -85,7 +85,12 @@ def fan_in_sum(rows: Array, choices: Array, host: int, per_host: int) -> Array:
 
 
 def fan_gradient(rows: Array, arriving: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return the gradient of the gates, (1, tokens, top_k), 0 for experts of other hosts."""
+    """Return the gradient of the gates, (1, tokens, top_k), 0 for experts of other hosts.
+
+    Args:
+        rows: the outputs of this host's experts, in packed order.
+        arriving: the gradient with respect to the sum of each token, as `fan_in` returns it.
+    """
     return gate_gradient(rows, _flat(arriving), _on_host(choices, host, per_host))[None]
 
 

@@ -1,8 +1,9 @@
 """Writes a layer of experts around an exchange: packed rows go to experts, grouped products, and rows come back.
 
-On `ep`, a mesh of one axis `x`, tensor P (experts, sources, hidden) has the packed rows of each cell on their
-source, and Q the same rows on the rank of the expert: a dispatch is a reshard of cells from S(1) to S(0), a
-combine the reverse. Cells of slice i are counted by table `n{i}`; a slice is a part of each rank's tokens.
+A cell is the rows of one source rank for one expert. On `ep`, a mesh of one axis `x`, tensor P (experts,
+sources, hidden) has the packed rows of each cell on their source, and Q the same rows on the rank of the expert:
+a dispatch is a reshard of cells from S(1) to S(0), a combine the reverse. Table `n{i}` has the number of rows of
+each cell in slice i, a part of each rank's tokens.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ class RowExchange(Protocol):
     """How an algorithm moves rows of tokens to experts and back, as statements of the text form."""
 
     def dispatch(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield the statements that move packed rows in `src` to their experts, into `dst`.
+        """Yield the statements that move packed rows in buffer `src` to their experts, into buffer `dst`.
 
-        `tensor` is that of `dst`.
+        `tensor` is the name of the tensor in `dst`.
         """
 
     def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield the statements that move rows of experts in `src` back to their source ranks, into `dst`.
+        """Yield the statements that move rows of experts in buffer `src` back to their sources, into `dst`.
 
-        `tensor` is that of `src`.
+        `tensor` is the name of the tensor in `src`.
         """
 
     def temps(self, layer: LayerText, tensor: str, use: str) -> Iterator[str]:
         """Yield the declarations of the buffers that an exchange needs besides its source and destination.
 
-        `tensor` is that of the rows on the ranks of experts; `use` is "dispatch" or "combine".
+        `tensor` is the name of the tensor of rows on the ranks of experts; `use` is "dispatch" or "combine".
         """
 
 
@@ -73,7 +74,7 @@ class LayerText:
         return self.problem.local_experts
 
     def peer(self, step: str) -> str:
-        """Return an expression for the mesh position `step` places after this rank's."""
+        """Return an expression for the mesh position `step`, an expression too, places after this rank's."""
         return f"((ep.x + {step}) % {self.count})"
 
     def rank_of(self, position: str) -> str:
@@ -84,12 +85,12 @@ class LayerText:
         return f"{ranks}[{position}]"
 
     def packed(self, buffer: str, position: str) -> str:
-        """Return an expression for the rows of expert `e` of the rank at a position, in packed rows."""
+        """Return the view of a buffer of packed rows that goes to expert `e` of the rank at a position."""
         first = f"{self.own} * {position} + e"
         return f"{buffer}[{first}:{first} + 1, :, :]"
 
     def received(self, buffer: str, position: str) -> str:
-        """Return an expression for the rows of expert `e` from the source at a position, in received rows."""
+        """Return the view of a buffer of received rows for own expert `e` from the source at a position."""
         return f"{buffer}[e:e + 1, {position}:{position} + 1, :]"
 
     def slice_size(self, number: int) -> int:
@@ -296,7 +297,10 @@ class LayerText:
 
 
 def call_text(name: str, out: str, *ins: str, args: tuple[int | str, ...] = ()) -> str:
-    """Return a call of function `name` in the text form; `args` are integers that the function takes as well."""
+    """Return a call of function `name` in the text form.
+
+    `args` are further arguments of the function: integers, or expressions for integers.
+    """
     tail = "," if len(ins) == 1 else ""
     more = ', work="elementwise"' if name.startswith("activate") else ""
     more += f", args=({', '.join(map(str, args))})" if args else ""

@@ -1,7 +1,8 @@
-"""Dispatch and combine in rounds: in round r a rank sends to the one r places on, and hears the one r back.
+"""Dispatch and combine in rounds: in round r a rank sends to the one r places on, and receives from that r back.
 
-A message has the rows of one cell, so rows arrive where the products of their expert read them and nothing is
-copied. No two messages of a round share a sender or a receiver (Thakur and Gropp, EuroPVM/MPI '03, section 4.3).
+A message has the rows of one source rank for one expert, a cell, so that they arrive where the products of the
+expert read them and nothing is copied. No two messages of a round share a sender or a receiver (Thakur and
+Gropp, EuroPVM/MPI '03, section 4.3).
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class PairwiseExchange:
 
 
 def own_cells(layer: LayerText, out: str, src: str) -> Iterator[str]:
-    """Yield the statements that copy the rows that stay on their rank."""
+    """Yield the loop over a rank's experts `e` that copies rows that stay on the rank, view `src` to `out`."""
     yield f"for e in range({layer.own}):"
     yield f"    copy({out}, {src}, lane=compute)"
 
 
 def other_cells(layer: LayerText, statement: str) -> Iterator[str]:
-    """Yield the statements that repeat one for each expert `e` and each other rank, `r` + 1 places on."""
+    """Yield the loops of `statement` over all other ranks, `r` + 1 places on, and over a rank's experts `e`."""
     if layer.count > 1:
         yield f"for r in range({layer.count - 1}):"
         yield f"    for e in range({layer.own}):"

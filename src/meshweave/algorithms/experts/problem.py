@@ -115,8 +115,8 @@ class ExpertsProblem:
     def counts_of(self, choices: NDArray[Any], slices: int = 1) -> dict[str, NDArray[Any]]:
         """Return the counts of rows for choices (ranks * tokens, top_k), by name.
 
-        Table `n0`, ... of each slice of tokens is (experts, source ranks); table `m` is (hosts, source
-        ranks), the tokens that each host needs.
+        "n0", "n1", ..., one for each slice of a rank's tokens, are (experts, source ranks): the rows of a rank
+        for an expert. "m" is (hosts, source ranks): the tokens of a rank that have an expert on a host.
         """
         by_rank = choices.reshape(self.num_ranks, self.tokens, self.top_k)
         size = -(-self.tokens // slices)

@@ -46,8 +46,8 @@ class Routing:
     def draw(self, num_tokens: int, top_k: int, num_experts: int) -> NDArray[np.int32]:
         """Return `top_k` different experts for each token, (tokens, top_k).
 
-        A token takes experts without replacement in proportion to their weights (Gumbel's greatest ones: Kool
-        et al., ICML '19).
+        Balanced routing takes experts in turn. Of other kinds a token takes experts without replacement in
+        proportion to their weights (the greatest after Gumbel noise: Kool et al., ICML '19).
 
         Raises:
             LayoutError: the table has weights for another number of experts.
@@ -86,11 +86,17 @@ def within_capacity(
 
 
 def cell_counts(choices: NDArray[Any], num_experts: int) -> NDArray[np.int64]:
-    """Return the rows of each expert by source rank, (experts, ranks); choices are (ranks, tokens, top_k)."""
+    """Return how many rows each source rank has for each expert, (experts, ranks).
+
+    `choices` are (ranks, tokens, top_k), -1 for a dropped one.
+    """
     return np.stack([np.bincount(each[each >= 0], minlength=num_experts) for each in choices], axis=1)
 
 
 def host_counts(choices: NDArray[Any], num_experts: int, hosts: int) -> NDArray[np.int64]:
-    """Return the tokens that each host needs of each rank, (hosts, ranks); choices are (ranks, tokens, top_k)."""
+    """Return how many tokens of each rank have an expert on each host, (hosts, ranks).
+
+    `choices` are (ranks, tokens, top_k), -1 for a dropped one.
+    """
     host = np.where(choices >= 0, choices // (num_experts // hosts), -1)
     return np.stack([(host == each).any(axis=2).sum(axis=1) for each in range(hosts)])

@@ -43,7 +43,7 @@ class Parts:
 
     @property
     def size(self) -> int:
-        """Return the elements of the largest parts: of all but the last, unless some are empty."""
+        """Return the size of the largest parts: of all but the last, unless some are empty."""
         return -(-self.total // self.count)
 
     @property
@@ -80,7 +80,7 @@ class FusedProduct(AnyLayoutProduct[ConfigT]):
     Attributes:
         accepted: the placements of A, B and C that it takes.
         wants: `accepted` in words.
-        cut_dims: the dims of (m, n, k) whose parts it communicates.
+        cut_dims: the numbers of the dims of (m, n, k) that are cut into a part for each rank.
     """
 
     accepted: ClassVar[tuple[Placements, ...]]
@@ -191,12 +191,15 @@ def rank_of(problem: UniversalProblem, member: str) -> str:
 
 
 def each_region(region: str, count: int) -> str:
-    """Return the argument that maps a region over s = 0 .. count - 1, with a trailing comma; "" for no region."""
+    """Return the argument that repeats `region` for s = 0 .. count - 1, with a trailing comma; "" for none."""
     return f"*({region} for s in range({count})), " if count > 0 else ""
 
 
 def end_of_sums(problem: UniversalProblem, parts: Parts, reduced: str) -> str:
-    """Return the op after a reduce-scatter: an all-gather of `reduced` if C is replicated, else a copy to C."""
+    """Return the op after a reduce-scatter: an all-gather if C is replicated, else a copy to C.
+
+    `reduced` is the view of the rank's reduced part, `parts` are the parts of the rows of C.
+    """
     if isinstance(problem.c.placements[0], Replicate):
         return f'all_gather(c, {reduced}, over="tp.x", dim=0{parts.sizes}, lane=compute)'
     return f"copy(c, {reduced}, lane=compute)"

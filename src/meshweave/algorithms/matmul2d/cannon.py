@@ -191,7 +191,7 @@ class _CannonProgramBuilder:
 def build(
     problem: Matmul2dProblem, steps: CannonSteps, name: str, placements: Placements | None = None
 ) -> Program:
-    """Return the program called `name`. If meshes share the steps, C is reduced and scattered over `depth`.
+    """Return a program, called `name`, of these steps. If meshes share them, C is reduce-scattered over `depth`.
 
     Args:
         placements: of the operands; None for `two_d_placements`.
@@ -222,7 +222,7 @@ def build(
 
 
 def build_skeleton(problem: Matmul2dProblem, steps: CannonSteps) -> Skeleton:
-    """Return the skeleton of `build`, with skew and unskew of the row and column that go farthest around.
+    """Return the skeleton of `build`, with skew and unskew of the row and column with the most hops.
 
     Every duration is the largest of any chip, so its time is an upper bound. It is attained on even shards, by the
     chip in that row and column. On uneven shards a chain of moves attains it, too, since it may follow the largest

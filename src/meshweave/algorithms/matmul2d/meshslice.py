@@ -140,7 +140,7 @@ def _copy_name(moving: MovingMatrix) -> str:
 def build(
     problem: Matmul2dProblem, slices: Slices, name: str, placements: Placements | None = None
 ) -> Program:
-    """Return the program called `name` for slices of any widths; with one slice it is Collective.
+    """Return a program, called `name`, for slices of any widths; with one slice it is Collective's.
 
     Args:
         placements: of the operands; they may shard the dims that are not sliced over further axes. None for
@@ -305,7 +305,7 @@ class MeshSlice(Matmul2d):
         return build_skeleton(problem, slices_of(problem, config))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank communicates, by "mesh.axis"; the same for all slices."""
+        """Return the bytes that a rank communicates, by "mesh.axis"; the same for every number of slices."""
         return problem.traffic_bytes(rank)
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:

@@ -336,7 +336,7 @@ class Summa(Matmul2d):
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
         # All panels that a rank does not own are what its shard lacks: each matrix crosses its axis once.
-        """Return the bytes that a rank communicates, by "mesh.axis": its part of each panel's chain."""
+        """Return the bytes that a rank communicates, by "mesh.axis"; the same for all steps and packets."""
         return problem.traffic_bytes(rank)
 
 

@@ -48,7 +48,7 @@ class Wang(RingAlgorithm):
                 yield Matmul2dConfig((1,) * count, overlap=overlap)
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
-        """Return a skeleton for each axis of the ring; the fastest takes no longer than any candidate."""
+        """Yield a skeleton for each axis of the ring; the fastest takes no longer than any candidate."""
         return (lower_bound(self.ring(problem, Matmul2dConfig(overlap=overlap))) for overlap in OVERLAPS)
 
 

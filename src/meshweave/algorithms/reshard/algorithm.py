@@ -70,7 +70,7 @@ class Reshard(Algorithm[ReshardProblem, ReshardConfig]):
         yield ReshardProblem((move, other))
 
     def candidates(self, problem: ReshardProblem, cluster: Cluster | None = None) -> Iterator[ReshardConfig]:
-        """Yield configs by order of multicasts, the best one first. Without a cluster each rank is a host."""
+        """Yield one config for each order but "exact", "best" first. Without a cluster each rank is a host."""
         count = problem.ranks[-1] + 1
         if cluster is None:
             network = HostTopology(

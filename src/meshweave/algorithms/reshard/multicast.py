@@ -91,7 +91,7 @@ class Strategy(Protocol):
         """Return into how many messages to cut the bytes that cross each link."""
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
-        """Return the seconds by the formulas above, plus latency and packing of each message."""
+        """Return the seconds by the formulas of the module, plus latency and packing of each message."""
 
     def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
         """Return for each host the hop by which the multicast enters it, in the order of hosts; () if it is local.

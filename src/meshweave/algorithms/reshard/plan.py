@@ -119,7 +119,7 @@ class ReshardPlan:
         return total
 
     def local_bytes(self, rank: int) -> int:
-        """Return the bytes of a rank's shards before and after the reshard, both counted."""
+        """Return the bytes of a rank's shards of all tensors, source shards and destination shards together."""
         return sum(
             math.prod(layout.local_shape(move.shape, rank)) * move.element_bytes
             for move in self.problem.moves

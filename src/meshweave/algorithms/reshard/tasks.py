@@ -185,7 +185,7 @@ def kinds_of_chunks(
 
     Args:
         count: a chunk has at most a `count`-th of all bytes, or one element.
-        tail: the most bytes of the last part, where the last chunk is cut as by `with_tail`.
+        tail: the `most` with which the last chunk is cut by `with_tail`; None to leave it whole.
     """
     share = _chunk_bytes(pieces, count)
     for number, piece in enumerate(pieces, 1):
@@ -215,7 +215,10 @@ def _chunk_bytes(pieces: Sequence[TensorPiece], count: int) -> int:
 
 
 def with_tail(chunks: Iterable[TensorPiece], most: int) -> Iterator[TensorPiece]:
-    """Yield the chunks; the last one is cut so that its own last part has at most `most` bytes or is one row."""
+    """Yield the chunks, a last one of more than 2 x `most` bytes in parts.
+
+    The last of these parts has at most `most` bytes or is one element.
+    """
     last: TensorPiece | None = None
     for chunk in chunks:
         if last is not None:

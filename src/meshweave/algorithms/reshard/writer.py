@@ -45,9 +45,9 @@ class MessageSink(Protocol):
     ) -> Iterator[TensorPiece]:
         """Yield pieces in chunks of at most a `count`-th of all bytes.
 
-        The caller writes all messages of a chunk before it asks for the next. The last chunk is cut so that its
-        last part has at most `tail` bytes, unless that is None. A sink that only counts may yield one chunk for
-        many of equal shape.
+        The caller writes all messages of a chunk before it asks for the next. Unless `tail` is None, a last
+        chunk of more than 2 x `tail` bytes is cut, so that its last part has at most `tail` bytes. A sink that
+        only counts may yield one chunk for many of equal shape.
         """
 
     def message(

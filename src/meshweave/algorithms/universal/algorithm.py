@@ -136,7 +136,10 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
         )
 
     def program(self, problem: UniversalProblem, config: UniversalConfig) -> Program:
-        """Return the program with one-sided reads and updates of other ranks' memory, not yet messages."""
+        """Return the program with one-sided reads and updates of other ranks' memory, not yet messages.
+
+        Raises LayoutError and UnsupportedError as `universal_program` does.
+        """
         return universal_program(problem, config)
 
     def estimate(self, problem: UniversalProblem, config: UniversalConfig, machine: Machine) -> Estimate:

@@ -81,7 +81,7 @@ def replica_groups(problem: UniversalProblem, redundant_axes: tuple[int, ...]) -
 
 
 def check_config(problem: UniversalProblem, config: UniversalConfig) -> None:
-    """Raise LayoutError where a config names what there is not, or does not fit the problem."""
+    """Raise LayoutError where a field of a config has no valid value, or does not fit the problem."""
     for name, kinds in (
         ("stationary", OPERANDS),
         ("split", get_args(SplitRule)),
@@ -125,9 +125,9 @@ def summed_layouts(
 ) -> list[Layout | None]:
     """Return the layouts to which operand "a" or "b" may be reduced before it is multiplied; None is as it is.
 
-    An operand that is not partial stays as it is. A partial one may only where it or C is stationary. Where the
-    operand is stationary, each group of ranks that computes a copy of C must hold all of it: where no layout does
-    that, the list is empty.
+    An operand that is not partial stays as it is. A partial one may stay as it is only where it or C is
+    stationary. Where the operand is stationary, each group of ranks that computes a copy of C must hold all of
+    it: where no layout does that, the list is empty.
 
     Args:
         variant: of which the stationary matrix and the redundant axes count.

@@ -87,7 +87,7 @@ def needs_no_accumulate(slicing: Slicing) -> bool:
 
 
 def remote_panels(steps: Sequence[ProductStep], rank: int) -> tuple[PanelKey, ...]:
-    """Return the panels of A and B that a rank needs scratch for, in the order of steps."""
+    """Return the panels of A and B that a rank needs scratch for, each as (number of its step, "a" or "b")."""
     return tuple(
         (number, operand)
         for number, step in enumerate(steps)
@@ -127,7 +127,7 @@ def schedule_graph(slicing: Slicing, rank: int, rates: RankRates, *, duplex: boo
 
 
 def direct_order(steps: Sequence[ProductStep], rank: int) -> IssueOrder:
-    """Return the order of direct execution (section 4.2): steps as they are listed."""
+    """Return the order of direct execution (section 4.2): that of the steps, for all three lanes."""
     numbers = tuple(range(len(steps)))
     return IssueOrder(tuple(range(len(remote_panels(steps, rank)))), numbers, numbers)
 

@@ -69,7 +69,7 @@ class DimTable:
         return num_indices(self.classes[number])
 
     def split(self, intervals: Iterable[tuple[int, int]]) -> list[ClassSegment]:
-        """Return a list of indices, cut where the class or the place in memory changes."""
+        """Return the indices of `intervals`, each [start, stop), cut where class or place in memory changes."""
         out: list[ClassSegment] = []
         list_start = 0
         for start, stop in intervals:
@@ -104,7 +104,7 @@ class OwnerMap:
 
     Attributes:
         rows, columns: the classes of the two dims.
-        block_of: the block of each rank.
+        block_of: the block of each rank, as (row class, column class, term).
         num_terms: how many terms a partial matrix has; 1 where it is not partial.
     """
 
@@ -115,7 +115,7 @@ class OwnerMap:
 
     @property
     def dims(self) -> tuple[DimTable, DimTable]:
-        """Return the classes of rows and of columns, in which all elements have the same owners."""
+        """Return the tables of row classes and of column classes, in the order of the dims of the matrix."""
         return self.rows, self.columns
 
     @cached_property
@@ -227,7 +227,7 @@ class CommonRun:
 
 
 def common_runs(left: DimTable, right: DimTable, total: int) -> dict[ClassPair, tuple[CommonRun, ...]]:
-    """Return all `total` indices of a dim by their classes in two matrices, as runs.
+    """Return all `total` indices of a dim as runs, by their (class in `left`, class in `right`) in two matrices.
 
     A sum may run over the indices in any order. Sorted by class, a block-cyclic dim falls into as few runs as a
     block one, wherever the two matrices are cut alike.
@@ -250,8 +250,8 @@ def common_runs(left: DimTable, right: DimTable, total: int) -> dict[ClassPair, 
 
 
 def nearest_holder(ranks: Sequence[int], rank: int, position: Callable[[int], int], count: int) -> int:
-    """Return the holder in `ranks` that `rank` takes a block from: itself, or the next of `count` positions.
+    """Return the holder in `ranks` that `rank` takes a block from: itself, or the next one after it.
 
-    Different ranks so prefer different holders.
+    Different ranks so prefer different holders. `position` returns the place of a rank in a cycle of `count`.
     """
     return min(ranks, key=lambda holder: (position(holder) - position(rank)) % count)

@@ -40,11 +40,12 @@ def universal_program(
     """Return C = A B as a program of get, put and accumulate; buffers "a", "b" and "c" hold the matrices.
 
     Args:
-        config: one that fits the problem, as `universal_configs` yields them; this is not checked.
+        config: one that fits the problem, as `universal_configs` yields them.
         orders: for each rank the order in which it fetches, multiplies and accumulates, instead of the
             config's schedule. Fetches are numbered as in `issue_order.remote_panels`. None for the schedule.
 
     Raises:
+        LayoutError: the config does not fit the problem (`check_config`).
         UnsupportedError: the schedule is not "direct", the config has no rates, and no `orders` are given.
     """
     check_config(problem, config)

@@ -121,7 +121,7 @@ def replicas_of(slicing: Slicing, rank: int) -> tuple[int, ...]:
 
 
 def owned_share(slicing: Slicing, rank: int) -> tuple[Span, Span]:
-    """Return the rows and columns, in its memory, of the part of a block of C that a rank owns among replicas."""
+    """Return the spans of rows and of columns of a rank's shard of C that it owns among its replicas."""
     c = slicing.matrices["c"]
     rows, columns = c.shape(rank)
     spans = [(0, rows), (0, columns)]

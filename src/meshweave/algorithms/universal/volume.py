@@ -13,7 +13,7 @@ from meshweave.ir.volume import PhaseVolume, RankVolume, Volume
 
 
 def volume(slicing: Slicing, num_slices: int | None = None) -> Volume:
-    """Return the exact counts of what the program of a slicing computes and moves, rank by rank.
+    """Return the exact FLOPs, bytes and messages of each rank in the program of a slicing, by phase.
 
     Args:
         num_slices: the number of slices to count with; None for the config's.

@@ -24,12 +24,12 @@ from meshweave.ir.program.meanings import Function, Meaning, Same, TensorPart
 class CallRecord(NodeRecord[AnyNode]):
     """A node with one function of its input, and perhaps of parameters.
 
-    A rank holds a parameter whole, such as the gain that all heads share. A parameter with features of the
-    edge, such as a gain per feature, is sharded as these features are, and functions get the rank's shard.
+    A parameter that all units share, such as the gain of all heads, is whole on every rank. A parameter with
+    features of the edge, such as a gain per feature, is sharded as these are, and functions get a rank's shard.
 
     Attributes:
-        fn: the name of the function; that of its gradient ends in "_grad", that by parameters in
-            "_weight_grad".
+        fn: the name of the function; the name of its gradient with respect to the input ends in "_grad", that
+            with respect to parameters in "_weight_grad".
         work: how it is priced: "elementwise", or "norm" of rows.
         view: the suffix of the names of its edges seen by units.
     """
@@ -121,7 +121,7 @@ class CallRecord(NodeRecord[AnyNode]):
             known[f"D{name}"] = functions[at.fn(f"{self.fn}_weight_grad")](*ins, 0 * known[name])
 
     def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield on the first rank the function, which reads its input and writes its result, and its gradient."""
+        """Yield the first rank's kernels of the function and of its gradient with respect to the input."""
         node, core = at.node, roles.core(at.node.group == "attention")
         if node.makes.dim == "hidden":
             core = roles.residual

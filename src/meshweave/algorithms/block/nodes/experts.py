@@ -7,7 +7,8 @@ tensor), a rank has E / expert of them, and of each f / tensor features:
     dispatch    copies side by side by expert: T h read, T k h written, where a library sends each of them; the
                 exchange; what arrives sorted by expert, where a rank has several, or copied for each of its
                 experts, where a library sends it once to a rank; gathered over the ranks that share an expert
-    experts     grouped products over T k tensor load rows; or a product for each expert, and passes between
+    experts     grouped products over T x k x tensor x load rows (`ExpertRanks.load`); or a product for each
+                expert, and passes between
     combine     the same way back, with sums for dispatch's copies
 
 Backward, combine is a dispatch of gradients and dispatch a combine.
@@ -186,5 +187,5 @@ class SharedGateRecord(TimedRecord[SharedGate]):
     def works(
         self, node: SharedGate, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield (lane, work): one elementwise pass over both operands and the result, for one rank's `tokens`."""
+        """Yield (lane, work) of the gate for a rank's `tokens`: one pass over 3 activations, backward over 6."""
         yield streamed(problem, (3 if part == "forward" else 6) * tokens * node.hidden)

@@ -31,7 +31,7 @@ class Kernel:
     """A kernel of the first rank, which has the largest shards.
 
     Attributes:
-        part: the part of the layer that it belongs to.
+        part: the part of the layer that it belongs to, "forward" or "backward".
         times: how often it runs.
         sliced: of a product, the number (0, 1 or 2) of the dim among m, n and k that has the features of its
             forward operand; 0 of other kernels.
@@ -51,19 +51,19 @@ class RankSizes:
         self._batch, self._sequence = Side("batch", problem.batch), Side("sequence", problem.sequence)
 
     def batch(self, dims: AxisDims) -> int:
-        """Return the sequences of a rank, for a tensor that lies on the mesh as `dims` says."""
+        """Return how many sequences the rank has of a tensor in layout `dims`."""
         return largest_extent(self._mesh, self._batch, dims)
 
     def sequence(self, dims: AxisDims) -> int:
-        """Return the positions of each sequence that a rank has."""
+        """Return how many positions of each sequence the rank has in layout `dims`."""
         return largest_extent(self._mesh, self._sequence, dims)
 
     def tokens(self, dims: AxisDims) -> int:
-        """Return the tokens of a rank: its sequences times its positions of each."""
+        """Return how many tokens the rank has in layout `dims`: its sequences times its positions of each."""
         return self.batch(dims) * self.sequence(dims)
 
     def features(self, features: Features, dims: AxisDims) -> int:
-        """Return the features of a rank, which are divided in whole units."""
+        """Return how many of these features the rank has in layout `dims`; they are divided in whole units."""
         return largest_extent(self._mesh, side_of(features), dims)
 
     def ring(self, roles: Roles) -> int:
@@ -73,9 +73,10 @@ class RankSizes:
     def streamed(
         self, call: str, shape: tuple[int, ...], passes: int, part: PassPart, name: str = ""
     ) -> Kernel:
-        """Return a kernel limited by memory: a call that moves an array of `shape` `passes` times.
+        """Return a kernel limited by memory: a call that reads or writes an array of `shape` `passes` times.
 
         Args:
+            call: the kind of work, a key of `CALL_DIMS`.
             part: the part of the layer that it belongs to.
             name: its `Compute.part`.
         """

@@ -81,7 +81,7 @@ class NormRecord(NodeRecord[Norm]):
         known[f"D{at.own(at.node.gain)}"] = functions[at.fn("norm_weight_grad")](*ins, 0 * gain)
 
     def kernels(self, at: NodePlace[Norm], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield on the first rank the kernels of the norm, its gradients, and separate sums over features."""
+        """Yield the first rank's kernels of the norm and its gradients, and in two steps of the sums apart."""
         shape = sizes.tokens(roles.residual), sizes.features(at.node.features, roles.residual)
         for (part, name), passes in zip(PARTS, (2, 3), strict=True):
             yield sizes.streamed("norm", shape, passes, part, name)
@@ -182,7 +182,7 @@ class RealNorm(NormFunctions):
     """A norm as models compute it.
 
     Whole rows are centred before they are summed. In two steps a variance is the mean square less the squared
-    mean, and at least 0: where that is far greater it is off by some of its last digits.
+    mean, and at least 0: where the squared mean is far greater than the variance, last digits are lost.
     """
 
     def norm(self, x: Values, gain: Values) -> Values:

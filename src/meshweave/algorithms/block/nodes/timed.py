@@ -62,12 +62,12 @@ class TimedRecord(NodeRecord[AnyNode]):
                     yield Kernel(work, part)
 
     def write(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the works of the forward part as ops without values."""
+        """Write the forward part as ops without values, one for each work that `works` yields."""
         ins = tuple(writer.edge(at, number) for number in range(len(at.node.ins)))
         self._write(at, writer, "forward", ins, (writer.out(at),))
 
     def write_gradient(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the works of the backward part as ops without values."""
+        """Write the backward part as ops without values, one for each work that `works` yields."""
         writer.end_site()
         outs = tuple(writer.contribution(at, edge) for edge in at.node.ins)
         arriving = writer.arriving(at)

@@ -41,8 +41,8 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
     Attributes:
         dataflows: the dataflows for which the algorithm has programs. A plan needs those of its layers,
             forward and backward, and so in general all three; an algorithm that lacks one is left out of it.
-        own_stationary: the matrix that stays put in successive layers of a block, over and over, for an algorithm
-            with a layout of its own; empty where phase 1 of the tuner chooses it by size.
+        own_stationary: the stationary matrices ("y", "x" or "w") of successive layers of a block, repeated, for
+            an algorithm that fixes them; () for one whose stationary matrix the tuner chooses by sizes.
     """
 
     problem_type = Matmul2dProblem
@@ -82,7 +82,7 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
         return None
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton] | None:
-        """Return skeletons, of which the fastest takes no longer than any candidate; None if none are known."""
+        """Return skeletons of which the fastest takes no longer than any candidate; None if none are known."""
         return None
 
     def placements(self, problem: Matmul2dProblem) -> dict[str, Layout]:

@@ -38,7 +38,7 @@ def largest_extent(problem: Matmul2dProblem, placements: Placements, operand: st
 
 
 def product_task(problem: Matmul2dProblem, placements: Placements, width: int) -> Task:
-    """Return the task of a product of the largest stationary shard with a slice of `width`."""
+    """Return the task of a product of the largest stationary shard with `width` elements of the sliced dim."""
     first, second = (largest_extent(problem, placements, problem.stationary, dim) for dim in (0, 1))
     dims = {"os": (first, second, width), "ls": (first, width, second), "rs": (width, second, first)}
     return Task("matmul", "compute", matmul_work(*dims[problem.dataflow], problem.dtype))

@@ -13,7 +13,12 @@ from meshweave.ir.program.views import View
 
 
 def local_product(dataflow: Dataflow, operand: Mapping[str, View], accumulate: Index) -> Matmul:
-    """Return the product of views of A and B, stored as a dataflow says, into one of C; views by "a", "b", "c"."""
+    """Return the op that multiplies views of A and B, stored as the dataflow says, into a view of C.
+
+    Args:
+        operand: the views, by "a", "b" and "c".
+        accumulate: 1 to add to C, 0 to overwrite it; it may be an expression.
+    """
     return Matmul(
         out=operand["c"],
         a=operand["a"],

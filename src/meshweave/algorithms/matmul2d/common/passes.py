@@ -60,7 +60,7 @@ _TRANSPOSED: dict[Dataflow, Dataflow] = {"os": "os", "ls": "rs", "rs": "ls"}
 
 
 def pass_rule(stationary: Stationary, name: PassName, transposed: bool = False) -> PassRule:
-    """Return the row of Table 1 for one pass, or its transposed version."""
+    """Return the entry of Table 1 for a stationary matrix and a pass, or its transposed version."""
     rule = TABLE[stationary][name]
     if not transposed:
         return rule
@@ -79,10 +79,11 @@ def pass_problem(
     ranks: tuple[int, ...] | None = None,
     transposed: bool = False,
 ) -> Matmul2dProblem:
-    """Return the product of one pass of a linear layer, or its transposed version.
+    """Return the product of one pass of a linear layer.
 
     Args:
         ranks: global ranks of the mesh in row-major order; None means 0, 1, 2, ...
+        transposed: whether all matrices are stored transposed; see the module docstring.
 
     Raises:
         LayoutError: sizes, mesh or dtype fit no `Matmul2dProblem`.

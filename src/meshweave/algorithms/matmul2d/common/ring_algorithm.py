@@ -19,7 +19,7 @@ class RingAlgorithm(Matmul2d):
 
     @abstractmethod
     def ring(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> RingProduct:
-        """Return the ring: which matrix travels along which axis, and how many products its parts share."""
+        """Return the ring: which matrix travels along which axis, and into how many products it is cut."""
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
         """Return the program of the ring, with one collective before or after it where another matrix moves."""

@@ -234,8 +234,10 @@ def _local_bytes(ring: RingProduct, operand: str, whole: MovingMatrix | None) ->
 
 
 def iteration_counts(parts: int) -> list[int]:
-    """Return numbers of iterations worth trying on a ring: all small ones, then every 4/3 or 3/2 times the one
-    before, and one ring step per iteration."""
+    """Return numbers of iterations worth trying on a ring of `parts` ranks, ascending.
+
+    They are 2 to 8, then each 4/3 or 3/2 times the one before, and last the most: one ring step per iteration.
+    """
     most = parts // 2 + 1
     wanted = [2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     return sorted({count for count in wanted if count < most} | {most})

@@ -45,9 +45,10 @@ class Slices:
         return (position // self.period) * width + rest
 
     def part(self, axis_size: int, coordinate: Index, start: Index, width: Index) -> tuple[Index, Selector]:
-        """Return (size, local selector) of the slice [start, start + width) of the period on one shard.
+        """Return what one shard holds of the slice [start, start + width) of the period.
 
-        The shard is the one at `coordinate` of a mesh axis of `axis_size` chips.
+        It is (number of elements, selector of them among the shard's elements). The shard is the one at
+        `coordinate` of a mesh axis of `axis_size` chips.
         """
         each = -(-self.size // axis_size)
         if self.size % (axis_size * self.period) == 0:
@@ -92,7 +93,7 @@ class Slices:
         return periods * width + min(max(rest - start, 0), width)
 
     def total(self, number: int) -> int:
-        """Return the elements of slice `number` in the whole dim, over all shards."""
+        """Return how many elements slice `number` has in the whole dim, over all shards."""
         start, stop = self.bounds(number)
         return self.num_below(self.size, start, stop - start)
 

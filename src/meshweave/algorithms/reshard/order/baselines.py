@@ -6,14 +6,14 @@ from meshweave.algorithms.reshard.order.jobs import JobSchedule, JobSet, schedul
 
 
 def naive(jobs: JobSet) -> JobSchedule:
-    """Return the schedule that runs the jobs one after another as given, each by its first route."""
+    """Return the schedule that runs the jobs one after another in the given order, each by its first route."""
     return schedule_in_order(
         jobs, [0] * len(jobs.jobs), range(len(jobs.jobs)), serial=True, algorithm="naive"
     )
 
 
 def in_order(jobs: JobSet) -> JobSchedule:
-    """Return the schedule in which each resource serves its jobs as given, as soon as it can, by first routes."""
+    """Return the schedule in which each resource serves its jobs in the given order, by their first routes."""
     return schedule_in_order(jobs, [0] * len(jobs.jobs), range(len(jobs.jobs)), algorithm="in_order")
 
 

@@ -42,7 +42,7 @@ class ResourceLoad:
 
     @property
     def lower_bound(self) -> int:
-        """Return the least time for which the busiest of the resources is occupied, in the unit of durations."""
+        """Return the least time for which the busiest of the set is occupied, in the unit of durations."""
         return -(-self.total // self.size)
 
 

@@ -36,9 +36,9 @@ def dfs(
 ) -> JobSchedule:
     """Return the best schedule found by depth-first search, `proven` if nothing better is left.
 
-    It visits about `max_nodes` states, and with `budget_s` stops after so many seconds; with such a limit
-    ranks can differ in their results. It starts from `known`, by default the better one of `balance` and a
-    first greedy pass.
+    It visits about `max_nodes` states at most. With `budget_s` it stops after so many seconds, and ranks can
+    differ in their results. It starts from `known`, by default the better one of `balance` and a first greedy
+    pass.
     """
     stop = None if budget_s is None else time.monotonic() + budget_s
     loads = resource_loads(jobs)

@@ -24,7 +24,7 @@ def improve(jobs: JobSet, schedule: JobSchedule, rounds: int, seed: int = 0, goa
     Args:
         rounds: the most rounds of taking a few jobs out and putting them back.
         seed: of the random choices.
-        goal: a makespan at which to stop, in the unit of durations.
+        goal: a makespan, in the unit of durations; the search stops when the best one is no longer.
     """
     rng = random.Random(seed)
     line = _JobSequence(jobs, schedule)

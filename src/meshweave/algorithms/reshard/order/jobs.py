@@ -31,7 +31,7 @@ class TransferJob:
 
 @dataclass(frozen=True)
 class JobSet:
-    """The jobs of one reshard, and for each resource its class ("a sending NIC", "a NIC of receiving host 3").
+    """The jobs of one reshard, and for each resource the number of its class, such as the NICs of one host.
 
     Bounds use the classes: a job loads a class if each of its routes occupies some resource of that class.
     """
@@ -87,10 +87,16 @@ def schedule_in_order(
 
 
 def route_masks(jobs: JobSet) -> list[list[int]]:
-    """Return the resources of each job's routes as bits; routes with a bit in common exclude each other."""
+    """Return for each job and each of its routes the resources, as set bits of an integer.
+
+    Jobs whose routes have a bit in common exclude each other.
+    """
     return [[sum(1 << r for r in route) for route in job.routes] for job in jobs.jobs]
 
 
 def by_start(starts: Sequence[int]) -> list[int]:
-    """Return job numbers sorted by start. In this order no job of a valid schedule starts later than before."""
+    """Return job numbers sorted by start.
+
+    Scheduled in this order (`schedule_in_order`), no job of a valid schedule starts later than in `starts`.
+    """
     return sorted(range(len(starts)), key=lambda j: (starts[j], j))

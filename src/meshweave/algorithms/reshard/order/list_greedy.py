@@ -25,8 +25,11 @@ PASS_WORK = 3_000
 def greedy(jobs: JobSet, rounds: int | None = None, seed: int = 0, bound: int | None = None) -> JobSchedule:
     """Return the best schedule of at most `rounds` passes of list scheduling, of which the first is not random.
 
-    It ends early where a pass meets `bound`, which no makespan is below, in the unit of durations: the schedule is
-    then `proven`. By default that is `exclusive_bound`. `seed` is that of the random choices.
+    Args:
+        rounds: None for up to 32, fewer the more routes the jobs have (`PASS_WORK`).
+        seed: of the random choices.
+        bound: a lower bound of the makespan, in the unit of durations; None for `exclusive_bound`. A pass that
+            meets it ends the search, and the schedule is `proven`.
     """
     bound = exclusive_bound(jobs) if bound is None else bound
     if rounds is None:
