@@ -29,16 +29,9 @@ CHIP = Chip("chip", (("float32", 1e12),), 1e12, 1 << 30, 1e12)
 PACKS = replace(CHIP, pack_launch_s=LAUNCH_S, pack_bytes_per_s=PACK_RATE)
 
 
-def on_hosts(chip: Chip, program: Program) -> Machine:
-    link = NetworkAxis("link", LINK_RATE)
-    return Machine(Cluster("box", chip, HostsNetwork(2, 1, link, 1, link), "a test"), program.meshes)
-
-
-def message(source: str, target: str, more: str = "") -> Program:
-    """Part of 4 x 6 or 4 x 8 elements of a byte each goes from rank 0 to rank 1."""
-    return parse(f"""
+MESSAGE = """
 program("message")
-tp = mesh((2,), ("x",))
+tp = mesh(({ranks},), ("x",))
 s = scratch((4, 6), "int8", on=tp, slots=2{more})
 t = scratch((4, 8), "int8", on=tp)
 x = lane()
@@ -46,7 +39,17 @@ with ranks(0):
     send({source}, peer=1, lane=x)
 with ranks(1):
     recv({target}, peer=0, lane=x)
-""")
+"""
+
+
+def on_hosts(chip: Chip, program: Program) -> Machine:
+    link = NetworkAxis("link", LINK_RATE)
+    return Machine(Cluster("box", chip, HostsNetwork(2, 1, link, 1, link), "a test"), program.meshes)
+
+
+def message(source: str, target: str, more: str = "") -> Program:
+    """Part of 4 x 6 or 4 x 8 elements of a byte each goes from rank 0 to rank 1."""
+    return parse(MESSAGE.format(source=source, target=target, more=more, ranks=2))
 
 
 def selectors(extent: int) -> st.SearchStrategy[Selector]:
@@ -76,7 +79,7 @@ def test_a_view_is_strided_where_its_addresses_have_gaps(data: st.DataObject, sh
 def test_parts_of_a_message_are_those_of_its_route() -> None:
     """Inside a host a message takes the fast link, and so do its parts."""
     fast, slow = NetworkAxis("inside", 100 * LINK_RATE), NetworkAxis("nic", LINK_RATE, 1e-3)
-    program = message("s[:, :]", "t[:, 0:6]")
+    program = parse(MESSAGE.format(source="s[:, :]", target="t[:, 0:6]", more="", ranks=4))
     pair = Machine(Cluster("box", CHIP, HostsNetwork(2, 2, fast, 1, slow), "a test"), program.meshes)
     made = estimate(program, pair)
     parts = made.launch_s + made.sync_s + made.transfer_s
