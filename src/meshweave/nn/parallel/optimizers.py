@@ -162,7 +162,7 @@ class GradientProbe:
             self._before = self._own(parameter.grad).to(torch.float64, copy=True)
 
     def compare(self, agreement: StepAgreement) -> None:
-        """Raise LayoutError, on all ranks, where some scale gradients as a whole by other factors. Collective.
+        """Raise LayoutError, on all ranks, where ranks scaled the gradient by different factors. Collective.
 
         A rank whose factors differ within the gradient, as after clipping by value, is left out. It is for one
         call: gradients are not watched any more after it.
