@@ -31,8 +31,8 @@ class LayerReplacements:
     Args:
         parts: what a trace shows of the layer.
         where: its name in the model.
-        new: `plan` adds the replacements, by the names of the modules in the model.
-        then: `plan` adds what else is to be changed once modules are replaced.
+        new: `plan` adds the replacements to it, by the names of the modules in the model.
+        then: `plan` adds functions to it that make further changes once the modules are replaced.
         model: the model, for its configuration.
     """
 

@@ -110,7 +110,7 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
 
 
 def option_words(optimizer: Optimizer) -> dict[str, str]:
-    """Return the settings of an optimizer's groups, and which rank's part its state is, as text by name."""
+    """Return the settings of an optimizer's groups, and of which rank its state is a part, as text by name."""
     words = {"its state": _whose_state(optimizer)}
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
