@@ -170,7 +170,7 @@ class MatmulPlan:
 
 
 def as_dtensor(local: Tensor, shape: tuple[int, ...], spec: compat.DTensorSpec) -> DTensor:
-    """Return the DTensor of a local matrix whose rows are all dims of the local `shape` but the last."""
+    """Return the DTensor of a local matrix, whose rows are all dims but the last of the local part's `shape`."""
     if len(shape) != 2:
         local = local.view(shape)
     return compat.from_spec(local, spec)

@@ -316,7 +316,7 @@ def program_of(
 ) -> Program:
     """Return the program of `moves`: move number i is from buffer xi to buffer yi.
 
-    Collective at the first of a kind.
+    Collective at the first of a kind, and at every call with `digests`.
 
     Args:
         extra_bytes: the most scratch memory of a rank, in bytes; None for no limit.

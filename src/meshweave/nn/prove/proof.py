@@ -108,6 +108,7 @@ def prove(
     Raises:
         UnsupportedError: the original does not run by itself, is on the meta device or has DTensors, or inputs
             cannot be generated for it.
+        LayoutError: `inputs` are empty, or have fewer rows than there are data-parallel ranks.
         BindError: there is no process group.
         RankLostError, DeadlineError: a rank is gone, or does not call this.
     """
