@@ -117,8 +117,8 @@ class DTensorMove:
     Attributes:
         name: for errors, such as its key in a state dict; "" for none.
         shape: the global shape.
-        src: where it lies once its sums are made (`summed_spec`), so partial along no axis.
-        dst: where it goes; partial along no axis.
+        src: its layout at the source, once partial sums are made (`summed_spec`): partial along no axis.
+        dst: its layout at the destination; partial along no axis.
     """
 
     name: str

@@ -26,7 +26,7 @@ from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
 
 class LayerReplacements:
-    """Plans what stands for the modules of a layer.
+    """Plans the modules that take the places of a layer's own.
 
     Args:
         parts: what a trace shows of the layer.

@@ -42,9 +42,9 @@ class KeptParameter:
     """How a parameter is kept, used and summed.
 
     Attributes:
-        layout: how it is kept.
-        used: how it lies where it is used: gathered along axes that shard it.
-        terms: how its gradient lies where it is computed: "partial" along axes whose ranks have terms.
+        layout: that in which ranks keep it.
+        used: its layout where it is used: "" along axes along which it is gathered.
+        terms: the layout of its gradient where that is computed: "partial" along axes whose ranks have terms.
     """
 
     strategy: LayerStrategy
@@ -150,7 +150,7 @@ class ParameterBucket:
         return self.kept[0].strategy
 
     def only(self, places: tuple[int, ...]) -> ParameterBucket:
-        """Return a bucket of the parameters at some places of `kept`; the same object for equal places."""
+        """Return a bucket of the parameters at the indices `places` of `kept`; one object for equal places."""
         if len(places) == len(self.kept):
             return self
         return _some_of(self, places)
@@ -178,7 +178,7 @@ class ParameterBucket:
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether sums of gradients lie where their terms were: nothing is gathered."""
+        """Return whether gradients are summed in place, since nothing is gathered."""
         return not self.kept[0].gathered
 
     @cached_property

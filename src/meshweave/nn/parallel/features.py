@@ -66,7 +66,7 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 def refuse_features(module: nn.Module, layers: str, runs_own_code: bool, offered: Iterable[str] = ()) -> None:
     """Replace methods that would compute on whole weights, of a module and of those in it: they raise then.
 
-    DDP, adapters of PEFT and `load_state_dict` of parameters that lie otherwise are refused as well.
+    DDP, adapters of PEFT and `load_state_dict` of parameters with other placements are refused as well.
 
     Args:
         layers: the name of its list of layers.

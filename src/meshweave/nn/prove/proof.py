@@ -41,7 +41,7 @@ class Proof:
         num_tensors: how many tensors were compared on each rank.
         dtype: the dtype in which the models were run.
         ranks: the ranks that were compared: those of the meshes of parameters and of the data.
-        num_ranks: how many ranks there are.
+        num_ranks: the number of ranks of the world.
     """
 
     difference: Difference | None

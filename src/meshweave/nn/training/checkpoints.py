@@ -342,7 +342,7 @@ class Checkpoints:
 
         Args:
             casts: whether a tensor of one floating-point dtype may be loaded into another.
-            extra: whether the checkpoint may have tensors that no rank gives; or a function that says it by name.
+            extra: whether the checkpoint may have tensors that no rank gives; or a function of its name.
 
         Raises:
             CheckpointError: on all ranks, and no tensor was touched: it is not whole, a file has other bytes
