@@ -105,7 +105,7 @@ def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return `vocab_size` of a model's configuration, or the rows of its first embedding; 0 without either."""
+    """Return `vocab_size` of a model's configuration, or the rows of its first embedding; 0 if it has none."""
     table = next((child for child in model.modules() if isinstance(child, nn.Embedding)), None)
     if table is None:
         return 0
