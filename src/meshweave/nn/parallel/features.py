@@ -64,7 +64,7 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 
 
 def refuse_features(module: nn.Module, layers: str, runs_own_code: bool, offered: Iterable[str] = ()) -> None:
-    """Replace methods that would compute on whole weights, of a module and of those in it: they raise then.
+    """Replace methods that would compute on whole weights, of a module and of those in it, by ones that raise.
 
     DDP, adapters of PEFT and `load_state_dict` of parameters with other placements are refused as well.
 

@@ -91,8 +91,8 @@ class MeasuredStep:
             group: half of what tensor parallelism adds to forward and backward of two linear layers, which have
             two such sums; all groups run at once. The group sizes are the smallest divisor from 2 on of the
             number of ranks, and that number. Empty for one rank.
-        ring_s: for two sizes in bytes, seconds that a ring all-reduce over all ranks adds to a product. Empty
-            for one rank.
+        ring_s: for two sizes in bytes, seconds that a ring all-reduce over all ranks adds to a product, or takes
+            by itself if that is more. Empty for one rank.
         gradients_s: seconds of one collective that sums all gradients over replicas. 0 for one rank.
         agreed_s: seconds that one all-reduce of 4 KiB over all ranks adds to a product, as ranks compare what
             they give a call. 0 for one rank.
