@@ -193,7 +193,7 @@ _NUMBERS: dict[Hashable, int] = {}
 
 
 def number_of(value: Hashable) -> int:
-    """Return the integer that stands for a value in the arguments of ops; equal values have one.
+    """Return the integer that stands for a value in the arguments of ops; it is the same for equal values.
 
     Ops take it for what a module knows when it is made, such as a product at its site. A compiled graph holds
     the integers. A value is kept as long as the process lives.
@@ -214,8 +214,8 @@ def value_of(number: int, kind: type[Value]) -> Value:
 def refuse_second_derivative(what: str) -> None:
     """Raise UnsupportedError in a backward pass that is itself to be differentiated (`create_graph=True`).
 
-    `what` names the function in the error. torch's `once_differentiable` lets that pass, and drops terms,
-    where the incoming gradient needs no gradient.
+    `what` names the function in the error. torch's `once_differentiable` does not raise where the incoming
+    gradient requires no gradient: terms are missing then. Nothing is raised while a compiler traces.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UnsupportedError(f"{what} is differentiable once, and create_graph=True asks for more")

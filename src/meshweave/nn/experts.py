@@ -106,7 +106,7 @@ class ExpertExchange:
         self._is_agreed = False
 
     def dispatch(self, x: Tensor, choices: Tensor) -> tuple[Tensor, DispatchHandle]:
-        """Return the rows of this rank's experts, (rows, hidden), by expert, source and token, and the handle.
+        """Return (rows, handle): rows (rows, hidden) of this rank's experts, by expert, source rank and token.
 
         Collective among the ranks; it waits for the counts of all on the host, once.
 
@@ -243,10 +243,10 @@ class ExpertExchange:
         return out
 
     def padded_rows(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
-        """Return the rows (rows, features) of this rank's experts in a new buffer (1, most, features) of zeros.
+        """Return the rows (rows, features) of this rank's experts, padded with zeros to (1, most, features).
 
-        Nothing travels, and no gradient passes. `most`, of `handle`, is the greatest number of rows that any rank
-        has for its experts.
+        Nothing is communicated, and no gradient passes. `most` is the greatest number of rows that any rank has
+        for its experts, by `handle`.
         """
         most = int(handle.counts.reshape(len(self.mesh.ranks), -1).sum(axis=1).max())
         out = rows.new_zeros((1, most, rows.shape[1]))

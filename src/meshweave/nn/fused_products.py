@@ -31,7 +31,7 @@ class FusedOptions:
 
     Attributes:
         algorithm: its name in `ALGORITHMS`.
-        tiles: for algorithms that have them.
+        tiles: sizes and order of tiles, for algorithms that have tiles.
         products: "tracked", one kernel that counts its tiles; "library", a call of torch for each tile; "auto",
             tracked on CUDA where kernels have the dtype.
     """

@@ -62,7 +62,7 @@ def matmul(
     algorithm: str | None = None,
     slices: Slices = 4,
 ) -> DTensor:
-    """C = A B of DTensors with any placements; every rank of their meshes calls it.
+    """Return C = A B of DTensors with any placements; every rank of their meshes calls it.
 
     Under `torch.autocast` operands are cast as for `torch.matmul`. In a graph of
     `torch.compile` a call is one op of local tensors, forward and backward each.

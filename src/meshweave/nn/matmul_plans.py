@@ -52,7 +52,7 @@ class MatmulOptions:
     Attributes:
         stationary: the operand that is not moved in the forward pass; None leaves that to the tuner.
         rates: those of the cluster that the caller names, or None.
-        default_rates: what decides among equals where there is no cluster.
+        default_rates: the rates that decide between products that move equally many bytes, without a cluster.
         schedule, limits: in which order ranks issue their steps, and how many at once.
         overlap: "fused" is refused where no fused product takes the operands, unless `is_lenient`.
         cluster: what the caller names, by which fused products are simulated.
@@ -170,7 +170,7 @@ class MatmulPlan:
 
 
 def as_dtensor(local: Tensor, shape: tuple[int, ...], spec: compat.DTensorSpec) -> DTensor:
-    """Return the DTensor of a local matrix whose rows are all dims of the local `shape` but the last."""
+    """Return the DTensor of a local matrix, whose rows are all dims but the last of the local part's `shape`."""
     if len(shape) != 2:
         local = local.view(shape)
     return compat.from_spec(local, spec)

@@ -39,8 +39,10 @@ Order = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Matrix:
-    """An operand as a product sees it: a layout, global (rows, columns), and its dims from outermost to innermost
-    in memory where these are not in order."""
+    """An operand as a product sees it: its layout, and its global (rows, columns).
+
+    `order` has its dims from the outermost to the innermost in memory: (1, 0), or None for row-major.
+    """
 
     layout: Layout
     shape: tuple[int, int]
@@ -130,7 +132,7 @@ def prepare(
 ) -> LocalProduct:
     """Bind a product and return it as a function of this rank's shards; see `prepare_cached`, which `matmul` uses.
 
-    The context counts what is returned as used at this call only, so it may bind the product again later.
+    The context's cache counts it as used at this call only, and may drop it: a later call then binds it again.
     """
     return prepare_cached(problem, tuned, rank, transport, context).value
 

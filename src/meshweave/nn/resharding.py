@@ -117,8 +117,8 @@ class DTensorMove:
     Attributes:
         name: for errors, such as its key in a state dict; "" for none.
         shape: the global shape.
-        src: where it lies once its sums are made (`summed_spec`), so partial along no axis.
-        dst: where it goes; partial along no axis.
+        src: its layout at the source, once partial sums are made (`summed_spec`): partial along no axis.
+        dst: its layout at the destination; partial along no axis.
     """
 
     name: str
@@ -316,7 +316,7 @@ def program_of(
 ) -> Program:
     """Return the program of `moves`: move number i is from buffer xi to buffer yi.
 
-    Collective at the first of a kind.
+    Collective at the first of a kind, and at every call with `digests`.
 
     Args:
         extra_bytes: the most scratch memory of a rank, in bytes; None for no limit.

@@ -49,7 +49,7 @@ class WatchRow:
         kind: "link" for transfers of one op along an axis, "products" for those of a rank, "late" for how long
             others waited for a rank.
         op: the name of the op in its program; in rows of a rank, the op that lost most.
-        where: the mesh axis, or the rank.
+        where: the mesh axis of a link, as "axis x", or its ranks, as "ranks 0, 3"; else the rank, as "rank 3".
     """
 
     kind: Kind
@@ -129,8 +129,8 @@ class StepWatch:
         cluster: what is predicted for, described or named as in the catalog; rank r is its chip r.
         every: how many steps there are from one recorded step to the next. The first is the step `every`, since
             programs are bound in the first ones.
-        share: how much above the prediction is behind, as a share of it.
-        steps: in how many recorded steps on end something must be behind before a warning is given.
+        share: the share of the prediction by which a measured time must exceed it to be behind.
+        steps: in how many consecutive recorded steps something must be behind before a warning is given.
         context: whose programs are recorded; by default those of the default process group.
     """
 

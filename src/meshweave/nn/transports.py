@@ -67,7 +67,7 @@ class _ResolvedTransports(dict[tuple[int, ...], Resolved]):
 
 
 def resolve(transport: Transport, ranks: tuple[int, ...], context: TorchContext) -> Resolved:
-    """Return the transport that `ranks` use; collective among them at the first "auto" of a context.
+    """Return the transport that `ranks` use; collective among them at their first "auto" in a context.
 
     Raises:
         UnsupportedError: there is no such transport.

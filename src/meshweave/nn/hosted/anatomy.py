@@ -121,7 +121,7 @@ class AnatomyReader:
 
     Attributes:
         layers: the parts of each of the `count` layers of the model that was traced.
-        norms: the norms outside of layers, by path.
+        norms: for norms outside of layers, by path, what they compute, or why that is not known.
         tables: the embeddings beside that of tokens, such as learned positions.
         scale: what the embedding of tokens is multiplied by.
         residual: the paths of modules whose results have the features of the residual.

@@ -21,8 +21,8 @@ class HeadColumns:
         heads: how many heads of queries there are.
         groups: how many groups of equally many consecutive heads share keys and values.
         width: features of a head after attention.
-        of: per linear layer, and per head, the columns that it reads, in order.
-        features: per linear layer all of its columns.
+        of: per linear layer, and per head of queries, the columns that it reads, ascending.
+        features: per linear layer the number of its columns.
     """
 
     heads: int
@@ -44,13 +44,13 @@ def head_columns(operand: Tensor, points: Mapping[str, Tensor | None], heads: in
     """Return which columns of the linear layers before attention each head reads.
 
     Args:
-        operand: (batch, sequence, features) after attention, of which each head has a run.
-        points: per linear layer its result, or what a norm of whole rows makes of it.
-        heads: how many there are.
+        operand: (batch, sequence, features) after attention; each head has equally many consecutive features.
+        points: per linear layer its result, or what a norm of whole rows makes of it, in the graph of `operand`.
+        heads: how many heads of queries there are.
         where: the name of the module of attention, for errors.
 
     Raises UnsupportedError where heads that share keys are not neighbours, groups are unequal, heads read
-    different numbers of columns of a layer, or none, or no head reads a column.
+    different numbers of columns of a layer, or none, or a column is read by no head.
     """
     width = operand.shape[-1] // heads
     of_points: dict[str, list[Columns]] = {name: [] for name in points}
@@ -89,6 +89,10 @@ def feature_parts(
     operand: Tensor, points: Mapping[str, Tensor | None], where: str
 ) -> dict[str, tuple[int, int]]:
     """Return how the inner features of a feed-forward part lie in the columns of the linear layers before it.
+
+    Args:
+        operand: (..., inner features), what the linear layer after them is given.
+        points: as for `head_columns`.
 
     Returns:
         Per linear layer (parts, unit): how many matrices lie side by side, and how many columns a feature has

@@ -27,7 +27,7 @@ class RankDropout(TorchFunctionMode):  # type: ignore[misc]
     random numbers, later ones with the same probabilities are not intercepted.
 
     Args:
-        tokens: says how the tensor that is computed now lies on ranks.
+        tokens: its `place` is the layout of the tensor that is computed now.
         sources: where the model's probabilities are set, as `sources_of` returns it.
     """
 

@@ -26,8 +26,9 @@ class InnerForm:
     """Where inner features lie in a parameter of experts.
 
     Attributes:
-        dim: which of its dims they are.
-        parts, unit: matrices side by side, and elements of a feature that follow each other.
+        dim: the index of the dim along which they lie.
+        parts, unit: how many matrices lie side by side along it, and how many consecutive elements a feature has
+            in each.
     """
 
     dim: int
@@ -35,7 +36,7 @@ class InnerForm:
     unit: int = 1
 
     def columns(self, features: range, inner: int) -> Tensor:
-        """Return the positions of inner features `features`, of `inner` in all, along `dim`."""
+        """Return the positions along `dim` of the inner features `features`, where there are `inner` in all."""
         own = [
             part * inner * self.unit + feature * self.unit + at
             for part in range(self.parts)
@@ -66,9 +67,9 @@ class ExpertsPart:
     order: tuple[str, ...]
 
     def sides(self, key: str, shape: Sequence[int]) -> tuple[Sides, int]:
-        """Return the dims of parameter `key`, of this shape, as sides: experts, then hidden or inner features.
+        """Return (sides, parts) of the parameter `key`, whose global shape is `shape`.
 
-        Also returns how many matrices lie side by side in it.
+        Sides are its dims: experts, then hidden or inner features. Parts are how many matrices lie side by side.
         """
         form, sides = self.forms.get(key), [Side("expert", self.count)]
         for dim, size in enumerate(shape[1:], 1):
@@ -113,7 +114,7 @@ def own_call(
     index: Tensor,
     gates: Tensor,
 ) -> Tensor:
-    """Return the result of a module of experts, by its own code, with other parameters than it has.
+    """Return the result of a module of experts, by its own code, with `parameters` in place of its own.
 
     Args:
         own: the module, without parameters; its attributes are changed during the call.

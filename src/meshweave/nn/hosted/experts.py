@@ -157,7 +157,7 @@ def _check(strategy: LayerStrategy, name: str, kind: str, part: ExpertsPart) -> 
 def kept_of(part: ExpertsPart, key: str, shape: Sequence[int], strategy: LayerStrategy) -> KeptParameter:
     """Return how a parameter of experts is sharded, gathered for use, and its gradient summed.
 
-    The gradient is summed over the ranks that have copies of these experts alone.
+    The gradient is summed only along axes whose ranks have copies of this part of the parameter.
 
     Args:
         key: the name of the parameter in the module of experts.

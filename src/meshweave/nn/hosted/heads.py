@@ -31,8 +31,8 @@ def take_heads(
     The function changes attributes of the module and its `forward`, and gives it a copy of its configuration.
 
     Args:
-        columns: all heads.
-        units: into how many equal runs of consecutive heads they fall, which ranks do not divide.
+        columns: those of all heads.
+        units: the number of equal runs of consecutive heads; a rank has whole runs.
     """
     first, end = local_heads(columns, units, tokens)
     if end - first == columns.heads:

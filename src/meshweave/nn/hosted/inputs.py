@@ -111,7 +111,7 @@ class HostedArguments(ForwardArguments):
             )
 
     def made(self, tokens: Tensor, targets: Tensor | None, taken: Mapping[str, Any]) -> CallInputs:
-        """Return what a call computes with, of targets and of the arguments `taken` that it takes, by name.
+        """Return what a call computes with: `targets`, and `taken`, the arguments that it takes, by name.
 
         Raises LayoutError where a mask is not of all tokens, UnsupportedError for `logits_to_keep` with targets.
         """
@@ -151,10 +151,10 @@ class HostedArguments(ForwardArguments):
         }
 
     def joins_documents(self, taken: Mapping[str, Any]) -> bool:
-        """Return whether tokens see those before them whose positions are of another document.
+        """Return whether tokens attend to those before them of other documents, whose positions count anew.
 
-        transformers makes masks of documents where there is neither a mask nor a cache. On one process there is
-        mostly a cache, which ranks do not make: they are to have a mask that leaves out nothing.
+        transformers masks other documents where a call has neither a mask nor a cache. On one process it mostly
+        makes a cache, which ranks do not: there they need a mask that leaves out nothing.
 
         Args:
             taken: `CallInputs.named`.

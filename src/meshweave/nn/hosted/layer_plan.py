@@ -26,13 +26,13 @@ from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
 
 class LayerReplacements:
-    """Plans what stands for the modules of a layer.
+    """Plans the modules that take the places of a layer's own.
 
     Args:
         parts: what a trace shows of the layer.
         where: its name in the model.
-        new: `plan` adds the replacements, by the names of the modules in the model.
-        then: `plan` adds what else is to be changed once modules are replaced.
+        new: `plan` adds the replacements to it, by the names of the modules in the model.
+        then: `plan` adds functions to it that make further changes once the modules are replaced.
         model: the model, for its configuration.
     """
 

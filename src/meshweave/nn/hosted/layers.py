@@ -23,8 +23,8 @@ class LayerSpan:
     """Which layers run.
 
     Attributes:
-        end: the number after that of the last; 0 to stop before the first layer.
-        first: that of the first, which is given `Tokens.given` as the residual where that is set.
+        end: the number after that of the last that runs; 0 to stop before the first layer.
+        first: the number of the first that runs; its residual is `Tokens.given` where that is set.
         stops: whether the forward pass ends with the last one, and not with the head.
     """
 

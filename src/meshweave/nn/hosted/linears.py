@@ -36,7 +36,7 @@ class HostedLinear(ParallelLinear):
         self._lands = roles.core(self.site.is_attention) if self.site.is_first else roles.residual
 
     def join(self, group: HostedGroup) -> None:
-        """Let calls compute the product of a group of layers that this one is in."""
+        """Set the group of layers, this one among them, whose joint product calls compute."""
         object.__setattr__(self, "group", group)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -60,7 +60,7 @@ class HostedLinear(ParallelLinear):
         return None if bool((order == torch.arange(len(order))).all()) else order
 
     def bias_rows(self) -> Tensor:
-        """Return the columns of the layer that this rank has, unit by unit, in the order of its table of units."""
+        """Return the indices of the layer's columns that this rank has, in the order of `FeatureUnits.table`."""
         assert self.table is not None
         side, dims = self.bias_placement()
         start, stop = (end // side.unit for end in self.layer_strategy.span(side, dims))
@@ -107,10 +107,10 @@ class HostedGroup:
 
 
 def units_of(columns: HeadColumns, strategy: LayerStrategy, where: str) -> int:
-    """Return into how many units of consecutive heads attention falls, which ranks do not divide.
+    """Return the number of units of attention: equal runs of consecutive heads, of which a rank has whole ones.
 
-    These are the groups that share keys and values. Where the ranks cannot share these evenly, but smaller runs of
-    equally many heads, it is those.
+    Units are the groups of heads that share keys and values; where ranks cannot share these evenly, but smaller
+    runs, those.
 
     Raises LayoutError where a rank would have no heads: the model's own code does not run without.
     """
@@ -131,7 +131,7 @@ def units_of(columns: HeadColumns, strategy: LayerStrategy, where: str) -> int:
 
 
 def attention_units(columns: HeadColumns, name: str, units: int) -> FeatureUnits:
-    """Return how the columns of linear layer `name`, before attention, fall into `units` units of heads."""
+    """Return how the columns of linear layer `name`, before attention, fall into `units` equal runs of heads."""
     of_units = columns.of_units(name, units)
     features, width = columns.features[name], len(of_units[0])
     runs = [tuple(range(unit * width, (unit + 1) * width)) for unit in range(units)]

@@ -279,7 +279,7 @@ class HostedModel(ParallelModel):
         return self._drops.around() if self._drops is not None and self.module.training else nullcontext()
 
     def prune(self, first: int, end: int) -> None:
-        """Take what other stages have out of the module, which keeps layers `first` to before `end`.
+        """Replace the modules of other pipeline stages by stand-ins; layers `first` to `end` - 1 stay.
 
         Names of the rest stay. Raises UnsupportedError, for a part of the layers, where a norm is called twice, or
         the configuration asks for an auxiliary loss.

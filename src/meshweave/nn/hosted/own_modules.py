@@ -36,7 +36,10 @@ def without_parameters(module: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]
 
 
 def kept_whole(strategy: LayerStrategy, whole: Tensor, dims: AxisDims) -> KeptParameter:
-    """Return a parameter that every rank keeps whole; its gradient is summed over the axes that split `dims`."""
+    """Return how `whole` is kept: whole on every rank, its gradient summed along axes that split `dims`.
+
+    `dims` is the layout of what it is computed with.
+    """
     nowhere = strategy.roles.nowhere
     layout = ParameterLayout(tuple(Side("", int(size)) for size in whole.shape), nowhere)
     return KeptParameter(strategy, layout, nowhere, terms(dims, _SPLITS))
@@ -48,8 +51,8 @@ class OwnModule(nn.Module):  # type: ignore[misc]
     Args:
         module: the module.
         name: that of the module in the model.
-        dims: how what it is given lies; gradients are summed over the axes that split it.
-        rows: per parameter the rows that this rank's heads take, where there is one for each head.
+        dims: the layout of what it is given; gradients are summed along the axes that split it.
+        rows: by parameter the indices of the rows of this rank's heads, where there is one for each head.
 
     Raises UnsupportedError where the module has modules in it.
     """
@@ -97,12 +100,11 @@ class OwnModule(nn.Module):  # type: ignore[misc]
 
 
 class OwnParameters:
-    """Parameters of a module that has others in it, which its code gets for the time of a call.
+    """Own parameters of a module that has other modules in it, which its code gets for the time of a call.
 
     Args:
-        dims: by name of a parameter, how what it is computed with lies; gradients are summed over axes that split
-            it.
-        rows: per parameter the rows that this rank's heads take, where there is one for each head.
+        dims: by parameter the layout of what it is computed with; gradients are summed along axes that split it.
+        rows: by parameter the indices of the rows of this rank's heads, where there is one for each head.
     """
 
     def __init__(
@@ -200,7 +202,7 @@ class HostedNorm(ParallelNorm):
 def hosted_norm(
     norm: nn.Module, tokens: Tokens, name: str, kind: NormKind | str, dims: AxisDims, side: Side
 ) -> nn.Module:
-    """Return what stands for a norm of rows.
+    """Return the module that takes the place of a norm of rows.
 
     Where a rank has whole rows, norms of classes of torch and unknown ones run by their own code, others by one
     kernel of torch.
@@ -208,8 +210,8 @@ def hosted_norm(
     Args:
         name: that of the norm in the model.
         kind: what it computes, or a message why that is not known.
-        dims: how rows lie.
-        side: their features.
+        dims: the layout of the rows.
+        side: the dim of their features.
 
     Raises:
         UnsupportedError: rows lie on several ranks, and it is no norm that is known; or it has modules in it.

@@ -42,7 +42,7 @@ def buffers_of(
 
 
 def shifts_labels(model: nn.Module, tokens: Tensor) -> bool:
-    """Return whether the model's own loss is not the cross entropy of each position with its own label.
+    """Return whether a model's loss is another than the cross entropy of each position with its own label.
 
     Runs one forward pass without gradients. True too for a model that takes no labels.
     """
@@ -84,7 +84,8 @@ def kind_of(call: ModuleCall) -> NormKind | str:
 def spans(inner: ModuleCall, leaving: ModuleCall) -> bool:
     """Return whether `inner` is a norm over all inner features, just before the linear layer `leaving`.
 
-    That layer then reads its result, and its weight has an element for each feature of that layer's operand.
+    It is where `leaving` reads its result, and its weight has an element for each feature of the operand of
+    `leaving`.
     """
     weight = getattr(inner.module, "weight", None)
     return (

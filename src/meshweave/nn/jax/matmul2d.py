@@ -82,7 +82,9 @@ def matmul2d(
         loops: "rolled" writes equal slices as a `lax.fori_loop`: it compiles in less time, and overlaps nothing.
 
     Raises:
-        LayoutError: shapes do not fit each other or `dataflow`, or the mesh is not 2D.
+        LayoutError: shapes do not fit each other or `dataflow`, the mesh is not 2D, or the algorithm shards
+            otherwise.
+        UnsupportedError: there is no such algorithm.
         BindError: an option has no such value, or no program has the dtype.
     """
     if len(mesh.axis_names) != 2:

@@ -125,7 +125,7 @@ class AttentionCore:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return heads x (batch, sequence, heads, width) rotated by their positions (RoPE), halves of a head as pairs.
+    """Return x (batch, sequence, heads, width) rotated by position (RoPE); feature i pairs with i + width / 2.
 
     `cos` and `sin` are those of this rank's positions: (1, sequence, 1, width).
     """

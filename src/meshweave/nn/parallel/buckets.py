@@ -42,9 +42,9 @@ class KeptParameter:
     """How a parameter is kept, used and summed.
 
     Attributes:
-        layout: how it is kept.
-        used: how it lies where it is used: gathered along axes that shard it.
-        terms: how its gradient lies where it is computed: "partial" along axes whose ranks have terms.
+        layout: that in which ranks keep it.
+        used: its layout where it is used: "" along axes along which it is gathered.
+        terms: the layout of its gradient where that is computed: "partial" along axes whose ranks have terms.
     """
 
     strategy: LayerStrategy
@@ -78,7 +78,7 @@ class KeptParameter:
 
     @cached_property
     def alone(self) -> GradientSum | Mover | None:
-        """Return what gathers it alone, or only sums its gradient, where a compiler traces; None for neither."""
+        """Return the move that gathers it alone or sums its gradient, for compiled graphs; None for neither."""
         parts, kept = self.layout.parts, self.layout.dims
         sides = tuple(
             Side(s.dim, s.count * parts, s.unit) if s.dim == "inner" else s for s in self.layout.sides
@@ -90,7 +90,7 @@ class KeptParameter:
 
     @cached_property
     def most(self) -> int:
-        """Return the greatest number of elements that a rank keeps."""
+        """Return the greatest number of its elements that any rank keeps."""
         counts = (
             math.prod(sum(b - a for a, b in spans) for spans in self._spans(self.layout.dims, at))
             for at in map(self.strategy.mesh.coords, self.strategy.mesh.ranks)
@@ -109,7 +109,7 @@ class KeptParameter:
 
     @cached_property
     def parts(self) -> tuple[int, list[list[tuple[int, int]]]]:
-        """Return the gathered dim, and for each rank along the gathered axes the (start, stop) that it keeps."""
+        """Return (gathered dim, for each rank along the gathered axes the (start, stop) ranges it keeps)."""
         (name,), here = {self.layout.dims[axis] for axis in self.gathered}, self.strategy.coordinates
         dim = [side.dim for side in self.layout.sides].index(name)
         ranges = [
@@ -119,7 +119,7 @@ class KeptParameter:
         return dim, [self._spans(self.layout.dims, at)[dim] for at in itertools.product(*ranges)]
 
     def pairs(self, used: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of views of equal shape: of `used`, the parameter as used, and of its values in a bucket.
+        """Return pairs of views of equal shape: (a part of `used`, the parameter as used; that part in `rows`).
 
         Args:
             rows: (ranks, elements): what each rank along the gathered axes keeps, in the order of `parts`.
@@ -150,7 +150,7 @@ class ParameterBucket:
         return self.kept[0].strategy
 
     def only(self, places: tuple[int, ...]) -> ParameterBucket:
-        """Return a bucket of the parameters at some places of `kept`; the same object for equal places."""
+        """Return a bucket of the parameters at the indices `places` of `kept`; one object for equal places."""
         if len(places) == len(self.kept):
             return self
         return _some_of(self, places)
@@ -178,7 +178,7 @@ class ParameterBucket:
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether sums of gradients lie where their terms were: nothing is gathered."""
+        """Return whether gradients are summed in place, since nothing is gathered."""
         return not self.kept[0].gathered
 
     @cached_property
@@ -222,7 +222,7 @@ class ParameterBucket:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def fill(self, views: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        """Gather what ranks keep (`kept`), and write the parameters as they are used to `views`. Collective."""
+        """Gather the parameters, of which this rank keeps `kept`, and write them to `views`. Collective."""
         bound = self.gather.bound(views[0].device)
         (row,) = bound.inputs["x"]
         *places, last = row.split(self.sizes)
@@ -240,13 +240,13 @@ class ParameterBucket:
     def begin_sum(
         self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size]
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begin to sum gradients; return memory for those of what this rank keeps, and what waits for its values.
+        """Begin to sum gradients; return (this rank's part of each sum, a function that waits for the values).
 
-        All ranks call both. On a CPU the sum runs beside what the caller does until then.
+        All ranks call this and that function. On a CPU the sum runs beside what the caller does until then.
 
         Args:
-            grads: those of the parameters as they are used, terms of sums; None for zeros, but not for all.
-            shapes: those of what this rank keeps.
+            grads: this rank's terms, in the shapes of the parameters as used; None for zeros, but not for all.
+            shapes: those of this rank's parts of the parameters.
         """
         first, *others = self._reductions(next(grad.device for grad in grads if grad is not None))
         # Which one it is is each rank's own affair: they are twins, one call with the same bytes.
@@ -258,7 +258,7 @@ class BoundReduction:
     """The program that reduces the gradients of a bucket, on its memory of this rank.
 
     Args:
-        lends: whether the sums stay in its memory, as gradients, and it is not free for as long as they live.
+        lends: whether `begin` returns the sums in its own memory, not free while they live; else copies.
     """
 
     def __init__(self, bucket: ParameterBucket, bound: BoundProgram, *, lends: bool) -> None:
@@ -286,7 +286,7 @@ class BoundReduction:
     def begin(
         self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size]
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Do what `ParameterBucket.begin_sum` says."""
+        """Begin the sum in this memory; arguments and result are those of `ParameterBucket.begin_sum`."""
         bound = self.bound
         bound.end_begun()
         self._put(grads)

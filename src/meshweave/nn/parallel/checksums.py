@@ -18,7 +18,7 @@ _HALVES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return the number of `bits_number` as a tensor (), on the device of the tensor that it is of."""
+    """Return `bits_number` of a tensor as an int64 tensor () on the same device."""
     number = bits_number(tensor)
     return torch.tensor(number, device="cpu") if isinstance(number, int) else number
 

@@ -18,12 +18,13 @@ PlanAxis = tuple[Degree, int, int]
 
 
 def with_experts(p: Parallelism, axes: list[PlanAxis]) -> tuple[list[PlanAxis], AxisDims]:
-    """Return the axes, cut such that each has one role for experts, and these roles; see `Roles.experts`.
+    """Return (axes, roles): the mesh axes of a plan, and what each does for experts, as `Roles.experts` has it.
 
-    Axes keep their order. One of data parallelism may become two, the outer one first.
+    Axes keep their order. An axis of data parallelism inside which a group of ranks ends, with one expert or
+    with all experts, is cut in two, the outer one first.
 
-    Raises LayoutError where a group of ranks with one expert, or with all experts, ends inside an axis of another
-    degree, or does not divide that of data.
+    Raises LayoutError where such a group ends inside an axis of another degree, or cuts an axis unevenly, or
+    where both groups end inside one axis.
     """
     within: dict[PlanAxis, int] = {}
     for axis in sorted(axes, key=lambda axis: axis[2]):

@@ -64,9 +64,9 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 
 
 def refuse_features(module: nn.Module, layers: str, runs_own_code: bool, offered: Iterable[str] = ()) -> None:
-    """Let methods that would compute on whole weights refuse, on a parallelised module and on those in it.
+    """Replace methods that would compute on whole weights, of a module and of those in it, by ones that raise.
 
-    DDP, adapters of PEFT and `load_state_dict` of parameters that lie otherwise are refused as well.
+    DDP, adapters of PEFT and `load_state_dict` of parameters with other placements are refused as well.
 
     Args:
         layers: the name of its list of layers.
@@ -309,10 +309,10 @@ class CallInputs:
 
 
 class ForwardArguments:
-    """The arguments of a module's own forward pass, as users of the module before give them.
+    """The arguments of a module's own forward pass, which callers still give once it is parallelised.
 
     Args:
-        forward: the forward of its class.
+        module: the module; the arguments are those of the `forward` of its class.
         has_shift: whether labels are shifted by one to make targets.
     """
 
@@ -370,14 +370,14 @@ class ForwardArguments:
         return _ARGUMENTS.get(name, "forward does not take it")
 
     def takes(self, name: str, value: Any, tokens: Tensor) -> bool:
-        """Return whether a call computes with an argument: here with none.
+        """Return whether a call computes with the argument `name`: here False for all.
 
-        Subclasses that take it raise MeshweaveError for a value that is not computed.
+        Subclasses raise MeshweaveError for a value that is not computed of an argument that is.
         """
         return False
 
     def made(self, tokens: Tensor, targets: Tensor | None, taken: Mapping[str, Any]) -> CallInputs:
-        """Return what a call computes with: targets, and the arguments `taken` that it takes, by name."""
+        """Return what a call computes with: `targets`, and `taken`, the arguments that it takes, by name."""
         return CallInputs(targets, taken)
 
     def _changes_nothing(

@@ -48,15 +48,17 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         strategy: the name of a strategy, or one on its ranks.
         device_mesh: a mesh with a dim for each axis of a strategy that is given by its name; else ignored.
         place: whether it takes the residual to inner features, or these back.
-        units: what of the inner features is never divided, and how the weight has it.
+        units: the groups of inner features that ranks never divide, such as heads, and how the weight has them.
         is_attention: whether it is next to attention, or in the feed-forward part.
-        stored: how the weight is kept on the axes of the strategy, None as the strategy says.
+        stored: for each mesh axis the dim of the weight that it shards where it is stored; None as the strategy
+            says.
         config: chunks and slices of a strategy that is given by its name; else ignored.
         name: that of the layer, for errors.
 
     Raises:
         LayoutError: the strategy or the sizes do not fit the mesh.
-        UnsupportedError: there is no such strategy, or an axis around it keeps weights in parts of parts.
+        UnsupportedError: there is no such strategy, or two axes would shard one dim of the weight, of which only
+            the outer one is gathered before the product.
     """
 
     def __init__(
@@ -141,8 +143,8 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         return terms(roles.core(own.is_attention) if own.is_first else roles.residual, TOKENS)
 
     def bias_placement(self) -> tuple[Side, AxisDims]:
-        """Return (side, dims): the features that the bias is over, and by mesh axis what it divides of them,
-        "" for none.
+        """Return (side, dims): the features of the bias, and for each mesh axis the dim that it splits, "" for
+        none.
         """
         own, roles = self.site, self.layer_strategy.roles
         if not own.is_first:

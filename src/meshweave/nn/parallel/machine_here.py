@@ -71,7 +71,7 @@ _GUESS_FLOPS_PER_S, _GUESS_LAUNCH_S, _LEAST_FLOP_S = 1e10, 1e-5, 1e-16
 
 
 class TimedMove(NamedTuple):
-    """What moving so many bytes among ranks takes."""
+    """The bytes of one move among ranks, and the seconds that it takes."""
 
     num_bytes: int
     seconds: float
@@ -85,22 +85,22 @@ class MeasuredStep:
     """Seconds of the parts of a step of a model, on the slowest rank while all ranks run theirs.
 
     Attributes:
-        compute_s: for each number of rows of a micro-batch, seconds of its forward and backward part on one rank.
-        optimizer_s: of a step of AdamW on all parameters.
-        sums: by size of a group of ranks, a sum of the activations of a layer for all rows of the group: half of
-            what sharing two linear layers adds to their forward and backward part, which then has two sums; all
-            groups run at once. The sizes are the smallest divisor of all ranks from 2 on, and all ranks. Empty for
-            one rank.
-        ring_s: by bytes, of two sizes, seconds that a sum over all ranks by a ring adds to products. Empty for one
-            rank.
-        gradients_s: of a sum of all gradients by one collective, as replicas sum them. 0 for one rank.
-        agreed_s: seconds that a sum of 4 KiB over all ranks by one collective adds to products, as ranks compare
-            what they give a call. 0 for one rank.
+        compute_s: by the number of sequences of a micro-batch, seconds of its forward and backward on one rank.
+        optimizer_s: seconds of a step of AdamW on all parameters.
+        sums: by the number of ranks in a group, one all-reduce of a layer's activations for all sequences of the
+            group: half of what tensor parallelism adds to forward and backward of two linear layers, which have
+            two such sums; all groups run at once. The group sizes are the smallest divisor from 2 on of the
+            number of ranks, and that number. Empty for one rank.
+        ring_s: for two sizes in bytes, seconds that a ring all-reduce over all ranks adds to a product, or takes
+            by itself if that is more. Empty for one rank.
+        gradients_s: seconds of one collective that sums all gradients over replicas. 0 for one rank.
+        agreed_s: seconds that one all-reduce of 4 KiB over all ranks adds to a product, as ranks compare what
+            they give a call. 0 for one rank.
         num_parameters: all of the model, each of which is trained.
-        num_ranks: all that measured together.
+        num_ranks: the number of ranks that measured together.
         sharing: how many times as fast a rank computes while the others wait, as it gets their cores; 1 or more.
-        gather: of weights as large as a layer's, of which all ranks have parts: a quarter of what that adds to two
-            linear layers, which gather two weights and scatter two gradients. Nothing for one rank.
+        gather: one all-gather of weights as large as a layer's, sharded over all ranks: a quarter of what ZeRO-3
+            adds to two linear layers, with two gathers and two reduce-scatters. (0, 0) for one rank.
     """
 
     compute_s: Mapping[int, float]
@@ -126,10 +126,10 @@ def measure_step(
     """Measure the seconds of the parts of a training step on this machine. Collective over all ranks of the world.
 
     Args:
-        compute: runs forward and backward of so many rows, on this rank alone.
+        compute: runs forward and backward of so many sequences, on this rank alone.
         optimize: makes a step of AdamW on whole parameters in fp32.
-        rows: the sizes of a micro-batch, one or two. The larger is to be the rows of a rank by data
-            parallelism alone, by which `measured_problem` finds what of its sums is hidden.
+        rows: one or two sizes of a micro-batch, in sequences. The larger is to be that of a rank in data
+            parallelism alone, for which `measured_problem` fits how much of the gradient sums is hidden.
         model: what is measured, of which each parameter is trained.
         sequence: tokens of a sequence.
         context: deadline and liveness of waits; default: that of the default process group.
@@ -251,9 +251,9 @@ def measured_problem(
 ) -> StepProblem:
     """Return the problem of a step on this machine, in fp32, whose predicted times are those measured.
 
-    On one rank `step_of` then predicts what was measured. For data parallelism alone with the larger number of
-    rows that was measured, `overlap` of the stack is fitted, from 0 to 1, to compute, optimizer and one sum of all
-    gradients. With other rows of a rank `overlap` is 0.
+    On one rank `step_of` then predicts what was measured. For data parallelism alone, where each rank has the
+    larger number of sequences that was measured, `overlap` of the stack is fitted, from 0 to 1, to compute,
+    optimizer and one sum of all gradients. For other batches `overlap` is 0.
 
     Args:
         model: whose parts were measured.

@@ -318,7 +318,7 @@ class ParallelModel(AroundModule):
         return self._output(loss=None, logits=self.vocabulary.whole_logits(logits, *input_ids.shape))
 
     def prune(self, first: int, end: int) -> None:
-        """Take what other stages have out of the module, which keeps layers `first` to before `end`.
+        """Remove the modules of other pipeline stages from the module, which keeps layers `first` to `end` - 1.
 
         Names of the rest stay.
         """

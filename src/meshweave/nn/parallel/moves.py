@@ -21,9 +21,9 @@ OF_SHARED_LAYERS = "a layer that ranks share"
 
 
 def keep_order(op: Any) -> None:
-    """Make a compiler that traces an op keep the order of its calls, which must be the same on all ranks.
+    """Make a compiler that traces `op` keep the order of its calls, which must be the same on all ranks.
 
-    Callers give sizes of tokens as `int`, since programs are of one size: the graph then is too.
+    Callers pass batch and sequence as plain `int`: a program is of one size, and so is then the graph.
     """
     compat.keep_in_inductor(op.default)
 
@@ -33,9 +33,10 @@ class PlacedMove:
     """A move of tensors by a strategy, for any number of tokens.
 
     Attributes:
-        sides: those of the tensor, after batch and sequence where it `has_tokens`.
-        before, after: how it lies; before it may be terms of a sum.
-        op: how terms are combined: "sum" or "max".
+        sides: the dims of the tensor, those after batch and sequence where it `has_tokens`.
+        before, after: its layouts before and after the move; `before` may be "partial" along some axes.
+        has_tokens: whether its first two dims are batch and sequence, whose sizes `sized` gives.
+        op: how partial values are combined: "sum" or "max".
     """
 
     strategy: LayerStrategy

@@ -20,7 +20,8 @@ class NormKind(NamedTuple):
     """What a norm computes.
 
     Attributes:
-        is_layer_norm: whether rows are centred.
+        is_layer_norm: whether it subtracts the mean of each row; else it is a root-mean-square norm.
+        eps: what is added to the variance or mean square.
         offset: what is added to the weight before rows are multiplied by it.
     """
 
@@ -34,7 +35,7 @@ EPSILON = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 
 
 def be_instance_of(made: nn.Module, replaced: nn.Module) -> None:
-    """Make a module an instance of the class, too, of the one that it replaces; it keeps its own methods.
+    """Make `made` an instance also of the class of the module that it replaces; its own methods come first.
 
     Code that groups parameters, such as those without weight decay, asks modules for their class.
     """
@@ -52,8 +53,8 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
         norm: an `nn.LayerNorm`, an `nn.RMSNorm`, or a norm that computes what that does with an epsilon and its
             `weight`, which is tried where it has memory. It stays as it is.
         name: that of the norm, for errors.
-        dims: how rows lie; None as the residual does.
-        side: the features; None for those of the residual.
+        dims: for each mesh axis the dim that it splits of what the norm is given; None as of the residual.
+        side: the dim of the features; None for that of the residual.
         kind: what it computes, where that was tried before; None to try it.
 
     Raises:

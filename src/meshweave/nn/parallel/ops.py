@@ -28,7 +28,7 @@ class SiteProduct:
     """A product at its site, by a strategy, with weights that lie side by side.
 
     Attributes:
-        widths: how many of the columns of a unit of inner features are those of each weight.
+        widths: for each weight the number of its columns in one unit of inner features.
     """
 
     site: ProductSite
@@ -49,8 +49,9 @@ class SiteProduct:
         return any((x == "inner") != (y == "inner") for x, y in zip(before, after, strict=True))
 
     def pieces(self, fused: Tensor, dim: int) -> list[Tensor]:
-        """Return a view for each weight of a tensor fused along `dim`; shaped (..., units, width, ...) if
-        interleaved.
+        """Return for each weight the view of its part of `fused`, a tensor in which all lie along `dim`.
+
+        If interleaved, the views have shape (..., units, width, ...).
         """
         if len(self.widths) == 1:
             return [fused]
@@ -236,8 +237,9 @@ class _EagerProduct(torch.autograd.Function):  # type: ignore[misc]
 
 
 def multiply(x: Tensor, weights: Sequence[Tensor], number: int, batch: int, sequence: int) -> list[Tensor]:
-    """Return this rank's shards of the products of x with weights alone, differentiably; arguments as for
-    `block_product`.
+    """Return this rank's shards of the products of x with each weight, differentiably. Collective.
+
+    Arguments are those of `block_product`.
     """
     if torch.compiler.is_compiling():
         return list(block_product(x, list(weights), number, batch, sequence)[: len(weights)])

@@ -110,7 +110,7 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
 
 
 def option_words(optimizer: Optimizer) -> dict[str, str]:
-    """Return the settings of an optimizer's groups, and which rank's part its state is, as text by name."""
+    """Return the settings of an optimizer's groups, and of which rank its state is a part, as text by name."""
     words = {"its state": _whose_state(optimizer)}
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -162,7 +162,7 @@ class GradientProbe:
             self._before = self._own(parameter.grad).to(torch.float64, copy=True)
 
     def compare(self, agreement: StepAgreement) -> None:
-        """Raise LayoutError, on all ranks, where some scale gradients as a whole by other factors. Collective.
+        """Raise LayoutError, on all ranks, where ranks scaled the gradient by different factors. Collective.
 
         A rank whose factors differ within the gradient, as after clipping by value, is left out. It is for one
         call: gradients are not watched any more after it.

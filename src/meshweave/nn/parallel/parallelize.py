@@ -92,7 +92,8 @@ def parallelize(
         PlanError: the plan counts on overlap that is not obtained here, or no plan of `trials` could be run.
         DescriptionError: a plan file is wrong.
         ProofError: the model is not what it was taken for; it is as it was.
-        RankLostError, DeadlineError, BindError: other ranks are missing, late, or in another call.
+        RankLostError, DeadlineError: other ranks are missing or late.
+        BindError: other ranks are in another call, or there is no process group.
     """
     if not isinstance(module, nn.Module):
         raise LayoutError(

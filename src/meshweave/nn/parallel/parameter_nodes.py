@@ -30,7 +30,7 @@ class GatheredBucket:
     own: tuple[Tensor, ...]
 
     def fill_again(self, flat: Tensor) -> None:
-        """Gather it again into `flat`, its memory, if that was given back; all ranks call it."""
+        """Gather the bucket again into `flat`, if the memory of that was freed; all ranks call it."""
         storage = flat.untyped_storage()
         if not storage.size():
             storage.resize_(flat.numel() * flat.element_size())
@@ -43,10 +43,11 @@ Sums = list[Callable[[], None]]
 
 
 class OwnParts(torch.autograd.Function):  # type: ignore[misc]
-    """What a rank keeps of parameters; once their gradients are summed, these lie as the parameters do.
+    """An autograd node from parameters to this rank's parts of them; its backward part ends the gradient sums.
 
-    The last of the parameters may be those of a bucket that is used as it is kept: the sum of their gradients, the
-    last one of a backward pass, begins here.
+    `sums` has the functions that end the sums which have begun. `last` is a bucket of the last of the parameters
+    that are used as they are kept: the sum of their gradients, the last of a backward pass, begins here. None if
+    there is no such bucket.
     """
 
     @staticmethod
@@ -102,10 +103,11 @@ def _begun(
 
 
 class UsedTogether(torch.autograd.Function):  # type: ignore[misc]
-    """Parameters of a bucket as they are used, of what `OwnParts` has made: their gradients are summed together.
+    """An autograd node from a bucket's parts, which `OwnParts` has made, to its parameters as they are used.
 
-    The sums end in the backward part of `OwnParts`, which comes last. Until then the gradients between the two
-    are memory without values, that nobody else has: `OwnParts` gives each parameter to one bucket alone.
+    Its backward part begins the sum of their gradients, which ends in that of `OwnParts`, the last to run. Until
+    then the gradients between the two nodes are memory without values, which no other code reads: `OwnParts`
+    gives each parameter to one bucket alone.
     """
 
     @staticmethod

@@ -30,8 +30,8 @@ class ParameterLayout:
     """How a parameter lies on the ranks of a strategy.
 
     Attributes:
-        sides: its dims, as torch has them. A side is that of one of the matrices that are fused.
-        dims: how it lies on the axes of the strategy.
+        sides: its dims, in torch's order; of a fused parameter those of one of its matrices.
+        dims: for each mesh axis of the strategy the dim that it shards, "" for none.
         parts: how many matrices lie side by side along the dim of inner features.
     """
 
@@ -53,10 +53,10 @@ class ParameterLayout:
         dims: AxisDims | None = None,
         coordinates: tuple[int, ...] | None = None,
     ) -> list[list[tuple[int, int]]]:
-        """Return for each dim the (start, stop) that a rank has of it, one for each fused matrix.
+        """Return for each dim the (start, stop) ranges that a rank has: one, or of "inner" one for each matrix.
 
         Args:
-            dims: another layout than that in which the parameter is kept; None for that one.
+            dims: the layout; None for that in which the parameter is kept.
             coordinates: those of the rank in the mesh, by default of this one.
         """
         ranges = []
@@ -66,7 +66,7 @@ class ParameterLayout:
         return ranges
 
     def local(self, whole: Tensor, strategy: LayerStrategy) -> Tensor:
-        """Return this rank's shard of a whole tensor, as memory of its own."""
+        """Return this rank's shard of a whole tensor, in new memory."""
         for dim, ranges in enumerate(self.ranges(strategy)):
             pieces = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
             whole = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]

@@ -157,8 +157,9 @@ class SizedMove:
     """The program of a move for one dtype.
 
     Attributes:
-        is_whole: whether it is one message of the transport's own, and not rings of its parts. Ranks do not meet
-            before it: its data say which program and call they are of. Sums then lie where their terms were.
+        is_whole: whether it is one collective of the backend, and not lowered to rings. Ranks then exchange no
+            message before it (`meets` of `bind`): an element of its data says which program and call it is of. A
+            sum is made in place.
     """
 
     site: MoveSite

@@ -61,9 +61,9 @@ def put_gradients(
 
 
 def lying_as(parameter: DTensor, grad: Tensor) -> Tensor:
-    """Return a local gradient with the strides of the parameter's local part, as autograd gives those of tensors.
+    """Return a local gradient with the strides of the parameter's local part, as autograd does for plain ones.
 
-    Fused optimizers take both as if they lay alike, and so do not see that they do not.
+    Fused optimizers assume equal strides of both, and do not check them.
     """
     strides = compat.local_tensor(parameter).stride()
     if grad.stride() == strides or not grad.numel():

@@ -12,7 +12,7 @@ class ModelSettings:
     """How a model is put on ranks, whatever runs it.
 
     Attributes:
-        title: what it is taken for.
+        title: what the model was recognised as, for reports and errors.
         recompute: whether layers are computed again for gradients.
         proved: a phrase on what was proved of it, for its report.
         debug_every: as of `parallelize`.

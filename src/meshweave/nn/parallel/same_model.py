@@ -41,7 +41,7 @@ def require_same_model(
     """Make sure that all ranks of a mesh have the same model, arguments, versions and settings. Collective.
 
     Args:
-        arguments: the other ones of `parallelize`, by name.
+        arguments: the other arguments of `parallelize`, by name.
         broadcast_weights: whether ranks take the weights of the first one instead of comparing them.
 
     Raises:

@@ -255,9 +255,9 @@ class StepAgreement:
 class JointMessage:
     """What a call compares, sent with the terms of its loss, as nothing else travels before.
 
-    It is the sum over ranks of two numbers in float64, for the rounds of an all-reduce grow with what it has: the
-    term, and some bits of what is compared. Where these are alike, their sum is that of this rank times the ranks;
-    where not, each rank sees another one, but for chances of one in 2^40.
+    It is one all-reduce of two numbers in float64: the term, and some bits of what is compared. Where these bits
+    are equal on all ranks, their sum is those of this rank times the number of ranks; where not, each rank sees
+    another sum, but for chances of one in 2^40.
 
     It is sent without a term where another call comes first, or the call ends without a loss; its lowest bit then
     differs from that of ranks with a term. Where it was sent with a term, it is waited for where the sum is read,

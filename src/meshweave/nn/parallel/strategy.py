@@ -30,7 +30,7 @@ class LayerStrategy:
     Attributes:
         name: that of the strategy.
         roles: what each mesh axis does.
-        mesh: the ranks in the axes of the strategy; of those that a device mesh lacks there is one rank each.
+        mesh: the ranks along the axes of the strategy; an axis that the device mesh lacks has size 1.
         config: chunks and slices of products.
         device_mesh: where parameters lie.
         rank: the global rank of this process.

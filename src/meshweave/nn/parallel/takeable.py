@@ -54,9 +54,9 @@ def check_unaltered(module: nn.Module) -> None:
 
 
 def forget_recorders(module: nn.Module) -> None:
-    """Take out of a model what transformers has put in to record outputs, as hidden states, in an earlier call.
+    """Remove the hooks by which transformers records outputs, such as hidden states, left from an earlier call.
 
-    It does nothing but in calls that record, and the first of these puts it in anew: into what then stands there.
+    The next call that records puts them on again, on the modules that are there by then.
     """
     for child in module.modules():
         vars(child).pop("_output_capturing_hooks_installed", None)

@@ -33,7 +33,7 @@ class TokenLimits:
     def problem(self, tokens: Tensor | None, targets: Tensor | None) -> str:
         """Return in words why the model does not take tokens (batch, sequence), or targets; "" where it does.
 
-        Where all are words of the model it takes one reduction of each, and one copy to the host.
+        Where all are in the vocabulary, each of the two takes one reduction and one copy to the host.
         """
         if tokens is not None:
             if problem := self._kind_problem("tokens", tokens, (torch.int64, torch.int32)):

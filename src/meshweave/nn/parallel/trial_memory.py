@@ -16,7 +16,7 @@ _MEMORY = Path("/proc/meminfo")
 
 
 def available_bytes() -> float:
-    """Return the free bytes of memory for a rank: of its GPU, or this rank's share of the host's.
+    """Return the free bytes of memory for a rank: of its GPU, or those of the host over the ranks of the world.
 
     It is infinity where the host does not say.
     """

@@ -60,7 +60,7 @@ class Trial:
     Attributes:
         plan: what `parallelize` takes.
         words: what it is called.
-        kind: which of its times correct those of others: "data", "zero", "tensor" or "pipeline".
+        kind: "data", "zero", "tensor" or "pipeline": measured times of a kind correct predictions of that kind.
         predicted_s: the seconds that a planner predicts of a step; None without a prediction.
         factor: the median ratio of measured to predicted times of earlier trials of its kind; 1 without any.
         measured_s: the median seconds of a step, each on its slowest rank; None where it was not run.
@@ -126,10 +126,10 @@ class Trials:
 
     Attributes:
         tokens, targets: a batch as `ParallelModel.loss` takes it, to make steps with.
-        plans: pairs of a plan and its predicted seconds, or None: what is tried beside data parallelism and
-            ZeRO-3, of which given ones say the predicted seconds. A plan is degrees, or the name of a strategy of
-            one mesh axis. None for those that the planner ranks first, with constants of this machine that it
-            measures before.
+        plans: pairs (plan, its predicted seconds or None) to try beside data parallelism and ZeRO-3. A pair of
+            one of these two, which are tried in any case, gives its predicted seconds. A plan is degrees, or the
+            name of a strategy of one mesh axis. None for the plans that the planner ranks first, with constants
+            of this machine that it measures before.
         most: the most trials.
         seconds: after so many no trial begins. Measurements for the planner count, up to half of them.
         steps: the counted steps of a trial, after one that is not counted; with 0 that one counts.

@@ -26,9 +26,9 @@ class FeatureUnits:
     """The units into which the inner features of a linear layer fall, which are never divided: heads, or features.
 
     Attributes:
-        count: how many there are, in each of the parts; None for one a feature, or a row of the table.
-        weight_count: how many the weight has, each for count / weight_count consecutive units: heads of keys and
-            values that several ranks have copies of. None for `count`.
+        count: how many there are, in each of the parts; None for one per feature, or per entry of the table.
+        weight_count: how many the weight stores, each for count / weight_count consecutive units: heads of keys
+            and values that several ranks have copies of. None for `count`.
         parts: how many weights are fused side by side: 3 of queries, keys and values in one.
         table: per unit the columns that it takes, where units do not lie one after the other, as those of queries,
             keys and values side by side with fewer keys; such a weight is kept whole. None where they do.
@@ -50,12 +50,13 @@ class FeatureUnits:
 
 
 class UnitChoice:
-    """What a rank multiplies by of a parameter that it keeps, also where ranks do not share its units evenly.
+    """Chooses the part of a parameter that a rank multiplies by, also where ranks cannot share its units evenly.
 
     Args:
         sides: the dims of one of the matrices that are fused in the parameter, in units as they are multiplied.
-        dims: how these lie where they are multiplied, or kept for it.
-        real_units: the units that the parameter has; each stands for equally many consecutive ones of `sides`.
+        dims: for each mesh axis the dim of these that it splits in the product, or where they are stored for it.
+        real_units: the number of units that the parameter stores, each for equally many consecutive units of
+            `sides`.
         parts: how many matrices are fused.
         table: per unit the rows of the parameter that it takes, where units do not lie one after the other; None
             where they do.
@@ -98,8 +99,7 @@ class UnitChoice:
         self.rows = (units[:, None] * inner.unit + torch.arange(inner.unit)).flatten()
 
     def terms(self, dims: AxisDims) -> AxisDims:
-        """Return the layout of the parameter's gradient, given the layout `dims` of the gradient of what a
-        rank takes.
+        """Return the layout of the parameter's gradient from `dims`, that of the gradient of the chosen part.
 
         Axes that divide inner features become partial where the parameter is kept whole there.
         """

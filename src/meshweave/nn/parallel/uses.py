@@ -29,8 +29,8 @@ class KeepsParameters(Protocol):
     """A module whose parameters are kept by a strategy.
 
     Attributes:
-        kept: how each is, by name.
-        opened: the parameters as they are used, by name: those that are open.
+        kept: how each parameter is kept, by name.
+        opened: by name the parameters that are open, as they are used.
     """
 
     kept: dict[str, KeptParameter]
@@ -48,7 +48,7 @@ _Later = tuple[int, list[int], ParameterBucket | None]
 
 
 def entries_of(modules: Sequence[KeepsParameters]) -> list[Entry]:
-    """Return all parameters that modules keep."""
+    """Return (module, name) of each parameter that modules keep."""
     return [(module, name) for module in modules for name in module.kept]
 
 
@@ -56,8 +56,8 @@ class ParameterUse:
     """Parameters of some modules, used by one call.
 
     Args:
-        units: parameters that are used together, in the order in which their gradients come. A bucket has whole
-            units.
+        units: groups of parameters that are used together, in the order in which their gradients come. Of those
+            that move alike, a group is never split between two buckets.
         most_bytes: a bucket that has as many bytes or more gets no further unit; None for no limit.
     """
 
@@ -345,9 +345,10 @@ def run_with(use: ParameterUse, run: Callable[[], Any], *, frees: bool, frees_no
     """Return what `run` returns, a tensor or several, with parameters open; if all are open, it just runs.
 
     Args:
-        frees: whether the backward pass gathers again, where memory was freed, what was gathered here.
-        frees_now: whether `frees` frees that memory after `run`: not where the backward pass comes next. Inside of
-            a backward pass, which computes something again, nothing is freed.
+        frees: whether memory of what was gathered here may be freed after `run`: the backward pass then gathers
+            again what was.
+        frees_now: whether, with `frees`, it is freed at once; False where the backward pass comes next. Nothing
+            is freed inside of a backward pass that computes `run` again.
     """
     if use.is_open:
         return run()

@@ -29,12 +29,12 @@ def num_loss_elements(dtype: torch.dtype, ranks: int) -> int:
 class LossSum:
     """The sum of losses at the end of a vector of gradients, which data-parallel ranks add up in its dtype.
 
-    Where that has 16 bits, each rank has elements there to which the others add 0: parts of its losses, which
-    make them in single precision.
+    Where that has 16 bits, each rank has three elements of its own there, to which the others add 0. The three
+    add up to its losses in single precision.
 
     Args:
         elements: the last `num_loss_elements` of the vector.
-        index: which of the ranks this is.
+        index: which of the data-parallel ranks this is, from 0.
     """
 
     def __init__(self, elements: Tensor, index: int) -> None:

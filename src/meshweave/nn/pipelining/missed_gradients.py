@@ -16,7 +16,7 @@ from meshweave.base.errors import UnsupportedError
 
 
 def reached_parameters(module: nn.Module, outputs: Sequence[Tensor]) -> dict[Any, str]:
-    """Return the names of parameters that the graph of outputs leads to, by the node that adds up the gradient."""
+    """Return the names of parameters that the graph of outputs leads to, by their `AccumulateGrad` nodes."""
     named = {
         get_gradient_edge(parameter).node: name
         for name, parameter in module.named_parameters()
@@ -33,7 +33,12 @@ def reached_parameters(module: nn.Module, outputs: Sequence[Tensor]) -> dict[Any
 
 
 def require_all(reached: Mapping[Any, str], groups: Sequence[Mapping[str, Any]], number: int) -> None:
-    """Raise UnsupportedError where a parameter of stage `number` is in none of torch's groups of parameters."""
+    """Raise UnsupportedError where a parameter of stage `number` is in none of torch's groups of parameters.
+
+    Args:
+        reached: what `reached_parameters` has returned.
+        groups: what torch's `stage_backward_input` has returned for the weight gradients.
+    """
     known = {node for group in groups for node in group["params"]}
     for node, name in reached.items():
         if node not in known:

@@ -34,14 +34,14 @@ class StageProfile:
     Attributes:
         outs: what it passes on, for each stage after it that reads something.
         flops: of the forward, the input gradient and the weight gradient.
-        bytes: of parameters, inputs and outputs, which each of these reads or writes at least.
+        bytes: of parameters, inputs and outputs: each of these three reads or writes as many at least.
         kept_bytes: what is kept after the forward, and what after the input gradient.
         recomputed_bytes: what the forward keeps if the stage recomputes: its inputs; 0 at the first stage.
         num_parameters: elements of the parameters that require gradients; of a DTensor those of its largest shard.
-        dtype: of these; "" if there are several, or none.
-        missed_gradient: one whose gradient a backward in two parts misses; "" if there is none. torch looks for
-            parameters where their graph meets that of inputs, so it misses those whose results depend on no
-            input.
+        dtype: of these parameters; "" if there are several, or none.
+        missed_gradient: the name of a parameter whose gradient a backward in two parts misses; "" if there is
+            none. torch looks for parameters where their graph meets that of inputs, so it misses those whose
+            results depend on no input.
     """
 
     outs: tuple[TensorKind, ...]

@@ -154,7 +154,7 @@ class StageFunctions:
         """Run the module on a micro-batch; return the tensors for other stages, and keep the graph in `stash`.
 
         The last stage returns zeros (rows, 1); with signals the others return one byte for each tensor.
-        `operands` are the tensors that arrived, a token of order, and the micro-batch's number.
+        `operands` are the tensors that arrived, a token that only orders calls, and the micro-batch's number.
         """
         *arrived, token, micro_batch = operands
         inputs = self._inputs(arrived[: len(self.shape.ins)], micro_batch)

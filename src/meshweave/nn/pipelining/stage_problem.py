@@ -148,7 +148,7 @@ class PipelineData:
 
     @property
     def num_rows(self) -> int:
-        """Return the rows of a micro-batch, over all ranks of a stage."""
+        """Return the rows of a micro-batch, over all ranks of a stage; on ranks of the first stage alone."""
         return self.batch[0].shape[0]
 
 

@@ -33,8 +33,8 @@ class Difference:
         what: the tensor, such as "gradient of model.norm.weight".
         rank: the first rank that has it wrong.
         shard: which part of the tensor that rank has, as ranges of positions along each dim.
-        error: the norm of the difference over that of what would be right; nan where one is missing, only copies
-            differ from each other, or a model does not run.
+        error: the norm of the difference over that of what would be right; infinite where shapes differ, or
+            ranks compare other tensors; nan where one is missing, only copies differ, or a model does not run.
         allowed: the error that rounding explains.
         cause: the likely cause, in words.
     """

@@ -105,7 +105,7 @@ def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return `vocab_size` of a model's configuration, or the rows of its first embedding; 0 without either."""
+    """Return `vocab_size` of a model's configuration, or the rows of its first embedding; 0 if it has none."""
     table = next((child for child in model.modules() if isinstance(child, nn.Embedding)), None)
     if table is None:
         return 0
@@ -114,10 +114,9 @@ def vocabulary_of(model: nn.Module) -> int:
 
 
 def outputs_of(module: nn.Module, given: Given) -> dict[str, Tensor]:
-    """Return the results of a module by name: "logits" or "output", "loss", and its own "loss of labels"
-    or "loss of targets".
+    """Return the results of a module by name: "logits", or "output" where `given` has no targets; and "loss".
 
-    It is "logits" with targets. The last is there where the module takes labels or targets and returns a loss.
+    Where the module takes labels or targets and returns a loss, that is "loss of labels" or "loss of targets".
     With `given.loss` there is "loss" alone. Of DTensors the whole is returned, which is collective.
     """
     if given.loss is not None:
@@ -141,7 +140,7 @@ _OWN = {"labels": "loss of labels", "targets": "loss of targets"}
 
 
 def without_ignored(targets: Tensor) -> Tensor:
-    """Return targets that are all tokens: loops such as nanoGPT's mark those without a loss by another number."""
+    """Return targets with negative ones replaced by token 0: nanoGPT's loss ignores another number than -100."""
     return targets.clamp(min=0)
 
 
@@ -175,7 +174,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def loss_of(out: Tensor, targets: Tensor | None) -> Tensor:
-    """Return the cross entropy of logits, or a sum of outputs in which each has another weight."""
+    """Return the cross entropy of logits `out`; without targets for them a weighted mean of its elements."""
     if targets is not None and out.shape[:-1] == targets.shape:
         logits = out if out.dtype == torch.float64 else out.float()
         return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)

@@ -41,7 +41,7 @@ class Proof:
         num_tensors: how many tensors were compared on each rank.
         dtype: the dtype in which the models were run.
         ranks: the ranks that were compared: those of the meshes of parameters and of the data.
-        num_ranks: how many ranks there are.
+        num_ranks: the number of ranks of the world.
     """
 
     difference: Difference | None
@@ -108,6 +108,7 @@ def prove(
     Raises:
         UnsupportedError: the original does not run by itself, is on the meta device or has DTensors, or inputs
             cannot be generated for it.
+        LayoutError: `inputs` are empty, or have fewer rows than there are data-parallel ranks.
         BindError: there is no process group.
         RankLostError, DeadlineError: a rank is gone, or does not call this.
     """

@@ -108,7 +108,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on all ranks, where one of them gives what cannot be saved, another job saves
                 into the folder, or the save before this one failed, see `wait`.
-            RankLostError, DeadlineError: of the save before this one too.
+            RankLostError, DeadlineError: other ranks are missing or late, also in the save before this one.
         """
         self.wait()
         pieces: dict[str, ShardPieces] = {}
@@ -297,8 +297,8 @@ class Checkpoints:
 
         Args:
             fits: a function of the manifest that returns a dict: with "wrong", in words, where this rank cannot
-                take the checkpoint, else with "unused", the indices of tensors that it does not take. None for
-                no such test.
+                take the checkpoint, else with "unused", the indices in `Manifest.tensors` of those that it does
+                not take. None for no such test.
 
         Raises CheckpointError on all ranks where it is not whole, one of them cannot take it, or all leave the
         same tensor unused; and what `wait` raises.
@@ -342,7 +342,7 @@ class Checkpoints:
 
         Args:
             casts: whether a tensor of one floating-point dtype may be loaded into another.
-            extra: whether the checkpoint may have tensors that no rank gives; or a function that says it by name.
+            extra: whether the checkpoint may have tensors that no rank gives; or a function of its name.
 
         Raises:
             CheckpointError: on all ranks, and no tensor was touched: it is not whole, a file has other bytes

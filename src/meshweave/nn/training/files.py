@@ -112,7 +112,7 @@ def write_synced(
 
 
 def check_bytes(folder: int, manifest: Manifest, share: int, num_shares: int, tick: Tick) -> None:
-    """Check the CRC-32 of this rank's share of a checkpoint's files: number `share` of `num_shares`.
+    """Check the CRC-32 of this rank's share of a checkpoint's files: number `share`, from 0, of `num_shares`.
 
     Args:
         folder: a descriptor of the folder.

@@ -49,7 +49,9 @@ class FoundCheckpoint:
     """A folder with the name of a whole checkpoint.
 
     Attributes:
-        manifest: what it should have; None where that cannot be told.
+        step: the step that its name says.
+        name: the name of the folder.
+        manifest: None where it cannot be read.
         wrong: why it is not whole, by the names and sizes of its files; "" where it is.
     """
 
@@ -147,7 +149,7 @@ def _named(folder: Path) -> Iterator[tuple[int, str, Path]]:
 
 
 def sweep(folder: Path) -> None:
-    """Clear a folder after killed writers: give whole checkpoints their names, remove what is not whole.
+    """Clear a folder after killed writers: rename whole `.new` folders, remove all others that have a suffix.
 
     Raises OSError where that fails.
     """

@@ -160,7 +160,7 @@ class Manifest:
 
 
 def checked_step(step: int) -> int:
-    """Return `step`. Raises CheckpointError where it is no integer that may number a checkpoint."""
+    """Return `step` as an int. Raises CheckpointError where it is no integer that may number a checkpoint."""
     try:
         if isinstance(step, bool):
             raise TypeError

@@ -114,7 +114,7 @@ def pieces_of(name: str, value: Saved) -> ShardPieces:
 
 
 def share_out(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, WrittenTensor], list[list[SavedBox]]]:
-    """Return all tensors, and for each rank the boxes that it writes.
+    """Return (all tensors by name, for each rank the boxes that it writes).
 
     A box that several ranks have goes to the one of them that has fewest bytes to write so far.
 

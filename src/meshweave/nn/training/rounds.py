@@ -121,7 +121,7 @@ class AgreementRound:
         return now - seen[rank][1] < within_s
 
     def is_at_work(self, within_s: float, seen: dict[int, tuple[int, float]]) -> bool:
-        """Return whether a rank that has yet to write has made progress in the last `within_s` seconds.
+        """Return whether any other rank that has yet to write has made progress in the last `within_s` seconds.
 
         Args:
             seen: what earlier calls have seen, by rank; empty at first, and updated.

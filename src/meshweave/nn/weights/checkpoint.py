@@ -43,7 +43,7 @@ class Checkpoint:
         return tuple(self._part(name).get_shape())
 
     def read(self, name: str, block: Block) -> Tensor:
-        """Return the part `block` of a tensor, on the CPU; only its bytes are read. () is the whole tensor.
+        """Return the part `block` of a tensor, on the CPU; only its bytes are read. A block () is all of it.
 
         Raises KeyError where there is none of the name.
         """

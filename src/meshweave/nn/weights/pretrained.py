@@ -95,7 +95,7 @@ class RankSavePretrained:
 
 
 def bytes_of(size: int | str) -> int:
-    """Return the bytes of a size: an integer, or text such as "5GB" or "300MiB". Raises LayoutError for others."""
+    """Return the bytes of a size: an integer from 1 on, or text as "5GB". Raises LayoutError for others."""
     if type(size) is int and size > 0:
         return size
     text = size if isinstance(size, str) else ""
