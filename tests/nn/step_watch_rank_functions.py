@@ -25,14 +25,15 @@ def late_steps(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("row", "col"))
     shared = TorchContext(liveness=context.liveness, deadline_s=30)
     watch = StepWatch("h100-node", every=2, share=0.5, steps=2, context=shared)
-    a, b = torch.ones(8, 4), torch.ones(8, 4)
+    a, b, wide = torch.ones(8, 4), torch.ones(8, 4), torch.ones(128, 64)
     warned_at, words = [], []
     for number in range(6):
         with warnings.catch_warnings(record=True) as caught, watch.step():
             warnings.simplefilter("always")
             if context.rank == 1:
                 time.sleep(0.03)
-            matmul2d(a, b, mesh=mesh, shape=(8, 8, 8), algorithm="collective", ring_ways=0, context=shared)
+            for x, y, shape in ((a, b, (8, 8, 8)), (wide, wide, (128, 128, 128))):
+                matmul2d(x, y, mesh=mesh, shape=shape, algorithm="collective", ring_ways=0, context=shared)
             if number == 0:
                 assert shared.recorder is None
         if caught:
@@ -44,8 +45,16 @@ def late_steps(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
         (one.kind, one.label) == (other.kind, other.label)
         for one, other in zip(comparison.measured.spans, comparison.predicted.spans, strict=True)
     ]
+    products = [span for span in comparison.predicted.spans if span.kind == "matmul"]
+    sizes = len({span.end_ps - span.start_ps for span in products})
     rows = [(row.kind, row.where, row.measured_s) for row in comparison.rows]
-    return {"warned_at": warned_at, "words": words, "rows": rows, "same": all(same_ops) and bool(same_ops)}
+    return {
+        "warned_at": warned_at,
+        "words": words,
+        "rows": rows,
+        "same": all(same_ops) and bool(same_ops),
+        "sizes": sizes,
+    }
 
 
 def lost_in_exchange(context: Any, payload: Mapping[str, Any]) -> None:

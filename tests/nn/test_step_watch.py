@@ -28,6 +28,7 @@ def test_a_late_rank_and_slow_links_are_named_after_several_steps() -> None:
     assert late["rank 1"] > 0.02 > late["rank 0"]
     assert any(kind == "link" and where == "axis col" for kind, where, _ in first["rows"])
     assert first["same"] and second["same"]
+    assert first["sizes"] == 2  # of two products of one name, each beside its own prediction
 
 
 @pytest.mark.gloo

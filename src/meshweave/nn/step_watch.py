@@ -149,7 +149,7 @@ class StepWatch:
         self.latest: StepComparison | None = None
         self._number = 0
         self._behind: Counter[tuple[str, str, str]] = Counter()
-        self._predicted: dict[tuple[str, tuple[int, ...]], _SimulatedRun] = {}
+        self._predicted: dict[Program, _SimulatedRun] = {}
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -205,10 +205,9 @@ class StepWatch:
         return [json.loads(said[rank]) for rank in sorted(said)]
 
     def _prediction(self, program: Program) -> _SimulatedRun:
-        key = program.name, program.ranks
-        if key not in self._predicted:
-            self._predicted[key] = _SimulatedRun.of(program, self.cluster)
-        return self._predicted[key]
+        if program not in self._predicted:  # not its name: products of several sizes share one
+            self._predicted[program] = _SimulatedRun.of(program, self.cluster)
+        return self._predicted[program]
 
     def _warn(self, comparison: StepComparison) -> None:
         behind: dict[tuple[str, str, str], WatchRow] = {

@@ -1,4 +1,4 @@
-"""What a block computes: layers of a transformer, forward and backward, on a mesh of two to four axes."""
+"""What a block computes: layers of a transformer, forward and backward, on a mesh of two to five axes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshweave.describe.model.workload import Workload
 Family = Literal["gpt", "llama"]
 
 MESH = "tp"
-AXES = ("replica", "depth", "row", "col")
+AXES = ("outer", "replica", "depth", "row", "col")
 """Names of the mesh axes; a mesh of fewer axes has the last ones."""
 
 _FAMILIES = ("gpt", "llama")
@@ -106,7 +106,7 @@ class BlockProblem:
         experts: where the experts are of a layer that has some; None for all on each rank.
 
     Raises:
-        LayoutError: a size is under 1, `vocabulary` is negative, the mesh has not two to four axes, `kv_heads`
+        LayoutError: a size is under 1, `vocabulary` is negative, the mesh has not two to five axes, `kv_heads`
             does not divide `heads`, `graph` does not take `hidden` features, or family or dtype is unknown.
     """
 
@@ -130,9 +130,9 @@ class BlockProblem:
     experts: ExpertRanks | None = None
 
     def __post_init__(self) -> None:
-        if len(self.mesh_shape) not in (2, 3, 4) or min(self.mesh_shape) < 1:
+        if len(self.mesh_shape) not in (2, 3, 4, 5) or min(self.mesh_shape) < 1:
             raise LayoutError(
-                f"block: mesh_shape is {self.mesh_shape}; give (rows, columns) or (depth, rows, columns)"
+                f"block: mesh_shape is {self.mesh_shape}; give 2 to 5 sizes, the last two (rows, columns)"
             )
         for name in ("batch", "sequence", "hidden", "heads", "kv_heads", "head_dim", "ffn", "layers"):
             if getattr(self, name) < 1:

@@ -184,7 +184,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return inputs
 
 
-AXIS_SIZES = ("depth", "rows", "columns")
+AXIS_SIZES = ("outer", "replicas", "depth", "rows", "columns")
 """What the sizes of a mesh are called."""
 
 _EXAMPLES = (

@@ -64,22 +64,26 @@ def routes_of(
         senders = [(tuple(sender_of), tuple(sender_of.values()))]
     if not strategy.one_gateway:
         every = tuple(nic for rank_of in gateways for nic in rank_of)
-        return [MulticastRoute(replace(multicast, senders=ranks), nics, every) for nics, ranks in senders]
+        routes = [MulticastRoute(replace(multicast, senders=ranks), nics, every) for nics, ranks in senders]
+        return [routes[at] for at in _kept(len(routes), number)]
     entries = [
         [list(rank_of.items())[shift % len(rank_of)] for rank_of in gateways]
         for shift in range(max(map(len, gateways)))
     ]
     choices = [(sender, entry) for sender in senders for entry in entries]
-    if len(choices) > MAX_ROUTES:
-        choices = [
-            choices[(number + step * len(choices) // MAX_ROUTES) % len(choices)] for step in range(MAX_ROUTES)
-        ]
     routes = []
-    for (nics, ranks), entry in choices:
+    for (nics, ranks), entry in (choices[at] for at in _kept(len(choices), number)):
         hosts = tuple(map(_gateway_first, multicast.hosts, (rank for _, rank in entry)))
         into = tuple(nic for nic, _ in entry)
         routes.append(MulticastRoute(replace(multicast, senders=ranks, hosts=hosts), nics, into, into[:-1]))
     return routes
+
+
+def _kept(count: int, number: int) -> Sequence[int]:
+    """Return which of `count` choices to keep: at most `MAX_ROUTES`, evenly spread; `number` shifts them."""
+    if count <= MAX_ROUTES:
+        return range(count)
+    return [(number + step * count // MAX_ROUTES) % count for step in range(MAX_ROUTES)]
 
 
 def _first_rank_by_nic(ranks: Sequence[int], network: HostTopology) -> dict[Nic, int]:

@@ -14,7 +14,6 @@ from math import prod
 
 from meshweave.algorithms.block.nodes import is_timed
 from meshweave.algorithms.block.nodes.timed import REFUSAL
-from meshweave.algorithms.block.problem import AXES
 from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
 from meshweave.algorithms.pipeline.boundary import Boundary
 from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Stage
@@ -25,7 +24,7 @@ from meshweave.algorithms.step.memory import residual_is_whole
 from meshweave.algorithms.step.pipeline import schedule_of
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.program_host import program_host
-from meshweave.algorithms.step.program_ranks import REPLICAS, ProgramRanks, replica_copies
+from meshweave.algorithms.step.program_ranks import REPLICAS, STAGE_AXES, ProgramRanks, replica_copies
 from meshweave.algorithms.step.stage_settings import StageSettings
 from meshweave.algorithms.step.stages import Stages
 from meshweave.algorithms.step.units import Unit, local_shape
@@ -273,7 +272,7 @@ class _StepWriter:
         forward, backward = max(to_ps(time.forward_s), 1), max(to_ps(time.backward_s), 2)
         mesh = self.ranks.mesh(self.step.stage_ranks[number])
         costs = PartCost(forward), PartCost(backward // 2), PartCost(backward - backward // 2)
-        return Stage(mesh, *costs, data_axes=(AXES[0],), dtype=self.problem.dtype)
+        return Stage(mesh, *costs, data_axes=(STAGE_AXES[0],), dtype=self.problem.dtype)
 
     def _residual(self) -> tuple[int, ...]:
         """Return the shape of a rank's part of the residual."""
@@ -288,9 +287,7 @@ class _StepWriter:
             if shape[0] % self.p.tensor_size:
                 raise UnsupportedError(f"{self.p.tensor_size} tensor-parallel ranks do not divide {shape[0]}")
             own = Shard(1)
-        placements = tuple(
-            Shard(0) if axis == AXES[0] else own if axis == AXES[2] else Replicate() for axis in AXES
-        )
+        placements: tuple[Placement, ...] = Shard(0), Replicate(), own, Replicate()
         return Edge(source, source + 1, shape, placements, placements, self.problem.dtype)
 
     def _schedule(self, problem: PipelineProblem) -> Schedule:

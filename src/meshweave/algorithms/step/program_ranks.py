@@ -24,6 +24,8 @@ from meshweave.algorithms.step.stages import Stages
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.network import HostsNetwork
 
+STAGE_AXES = AXES[-4:]
+"""The mesh axes of a stage: ranks of data parallelism, of the sequence, and two of tensor parallelism."""
 REPLICAS, EXPERTS = "r", "e"
 """What the names of meshes of replicas begin with, and of experts, before the pipeline rank."""
 
@@ -72,7 +74,7 @@ class ProgramRanks:
             p.stride("tensor"),
         )
         shape = p.data, p.context, *p.tensor_mesh
-        return _strided(f"p{rank}", shape, AXES, strides, rank * p.stride("pipeline"))
+        return _strided(f"p{rank}", shape, STAGE_AXES, strides, rank * p.stride("pipeline"))
 
     def replica_mesh(self, rank: int) -> Mesh:
         """Return the mesh of a pipeline rank with an axis for each group of replicas and one of tensor ranks."""

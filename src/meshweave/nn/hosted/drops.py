@@ -68,11 +68,11 @@ class RankDropout(TorchFunctionMode):  # type: ignore[misc]
         if func is nn.functional.dropout:
             return self._dropped(*args, **named)
         if func is nn.functional.scaled_dot_product_attention:
-            p = named.pop("dropout_p", args[4] if len(args) > 4 else 0.0)
+            named |= zip(("dropout_p", "is_causal"), args[4:], strict=False)
+            p, args = named.pop("dropout_p", 0.0), args[:4]
             if p:
-                return self._attention(p, *args[:4], *args[5:6], **named)
+                return self._attention(p, *args, **named)
             named["dropout_p"] = 0.0
-            args = args[:4]
         return func(*args, **named)
 
     def _dropped(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

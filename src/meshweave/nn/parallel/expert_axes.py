@@ -7,6 +7,7 @@ experts. Which degrees of parallelism these ranks are of otherwise makes no diff
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from meshweave.algorithms.block.roles import AxisDims, Dim
 from meshweave.algorithms.step import Parallelism
@@ -21,10 +22,9 @@ def with_experts(p: Parallelism, axes: list[PlanAxis]) -> tuple[list[PlanAxis], 
     """Return (axes, roles): the mesh axes of a plan, and what each does for experts, as `Roles.experts` has it.
 
     Axes keep their order. An axis of data parallelism inside which a group of ranks ends, with one expert or
-    with all experts, is cut in two, the outer one first.
+    with all experts, is cut in two there, the outer one first; in three where both groups end inside it.
 
-    Raises LayoutError where such a group ends inside an axis of another degree, or cuts an axis unevenly, or
-    where both groups end inside one axis.
+    Raises LayoutError where such a group ends inside an axis of another degree, or cuts an axis unevenly.
     """
     within: dict[PlanAxis, int] = {}
     for axis in sorted(axes, key=lambda axis: axis[2]):
@@ -35,17 +35,16 @@ def with_experts(p: Parallelism, axes: list[PlanAxis]) -> tuple[list[PlanAxis], 
         degree, size, stride = axis
         first, last = within[axis], within[axis] * size
         cuts = [cut for cut in (p.expert_tensor, p.expert_tensor * p.expert) if first < cut < last]
-        if cuts and (degree != "data" or len(cuts) > 1 or cuts[0] % first or last % cuts[0]):
+        ends = [first, *dict.fromkeys(cuts), last]
+        if cuts and (degree != "data" or any(end % start for start, end in pairwise(ends))):
             raise LayoutError(
                 f"parallelism: expert {p.expert} x expert_tensor {p.expert_tensor} divides {size} ranks of "
                 f"{degree}, of which {first} neighbours are one; give a product that these divide, "
                 "or that divides data"
             )
-        inside = cuts[0] // first if cuts else size
-        parts = [(inside, first)] + ([(size // inside, first * inside)] if cuts else [])
-        for ranks, start in reversed(parts):
-            out.append((degree, ranks, stride * (start // first)))
-            roles.append(_role(p, start, ranks))
+        for start, end in reversed(list(pairwise(ends))):
+            out.append((degree, end // start, stride * (start // first)))
+            roles.append(_role(p, start, end // start))
     return out, tuple(roles)
 
 

@@ -43,13 +43,15 @@ class RouterRecord(TimedRecord[Router]):
     def works(
         self, node: Router, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield (lane, work): the product with the router's weight, or its two gradients; passes over scores.
+        """Yield (lane, work): the product with the router's weight, or its two gradients; then passes over
+        scores.
 
         `tokens` are those of one rank.
         """
-        sizes = tokens, node.experts, node.hidden
-        yield COMPUTE, matmul_work(*sizes, problem.dtype)
-        if part == "backward":
+        if part == "forward":
+            yield COMPUTE, matmul_work(tokens, node.experts, node.hidden, problem.dtype)
+        else:
+            yield COMPUTE, matmul_work(tokens, node.hidden, node.experts, problem.dtype)
             yield COMPUTE, matmul_work(node.hidden, node.experts, tokens, problem.dtype)
         yield streamed(problem, _SCORE_PASSES * tokens * node.experts * 4 // dtype_bytes(problem.dtype))
 
