@@ -60,12 +60,24 @@ class AllRanks:
 
         It is the greatest of the medians of all ranks. Collective; all ranks begin each call together.
         """
-        times = []
-        for _ in range(repeat + 1):
-            self.least(0.0)
-            began = time.monotonic()
-            run()
-            if self.context.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.monotonic() - began)
+        times = [self._taken_s(run) for _ in range(repeat + 1)]
         return self.most(statistics.median(times[1:]))
+
+    def median_more_s(self, run: Callable[[], object], than: Callable[[], object], repeat: int) -> float:
+        """Return by how many seconds, in the median, a call of `run` takes longer than one of `than`.
+
+        Each is called `repeat` times by turns, after a call that is not counted: a machine that becomes slower
+        does so for both. It is the least of the medians of all ranks, since what waits for other ranks ends at
+        one time, and on the slowest rank what does not wait takes longest. Collective, as `median_s`.
+        """
+        pairs = [(self._taken_s(run), self._taken_s(than)) for _ in range(repeat + 1)]
+        return self.least(statistics.median(took_s - other_s for took_s, other_s in pairs[1:]))
+
+    def _taken_s(self, run: Callable[[], object]) -> float:
+        """Return the seconds of a call, which all ranks begin together."""
+        self.least(0.0)
+        began = time.monotonic()
+        run()
+        if self.context.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.monotonic() - began

@@ -7,9 +7,9 @@ needs a core again. A sum over P ranks takes launch + 2 (P - 1) latency seconds 
 Optimization of Collective Communication Operations in MPICH, 2005; MeshSlice, ISCA '25, section 3.2.2): groups of
 two sizes give both. These are sums of two linear layers, which together are half a layer of the model: what ranks
 that share them take more than one by itself, as torch runs them, on its part of the tokens. What running such a
-layer adds is in it, and that a rank waits for another. Two ranks exchange sums, more use a ring, as most layers do
-(`lower_small_sums`). Gathers of weights in parts, and scatters of gradients, are timed likewise, each of as many
-weights as a layer's.
+layer adds is in it, and that a rank waits for another where a product before took longer. Two ranks exchange
+sums, more use a ring, as most layers do (`lower_small_sums`). Gathers of weights in parts, and scatters of
+gradients, are timed likewise, each of as many weights as a layer's.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _AGREED_BYTES = 1 << 12
 OPTIMIZER_BYTES = 28
 """AdamW in fp32 reads weight, gradient and two moments, and writes all but the gradient: 7 words a parameter."""
 _ROUNDS, _HALVINGS = 4, 16
-_SUMS, _REPEATS, _MORE_REPEATS, _MOST_BYTES, _LEAST_SHARED_S = 5, 5, 15, 64 << 20, 1e-6
+_SUMS, _REPEATS, _REPEATS_BY_TURNS, _MOST_BYTES, _LEAST_SHARED_S = 5, 5, 15, 64 << 20, 1e-6
 _LEAST_SHARE = 0.1
 """Of a large sum at least so much is its bytes, however near to a small one it was measured."""
 _BETWEEN = 400
@@ -93,7 +93,8 @@ class MeasuredStep:
             number of ranks, and that number. Empty for one rank.
         ring_s: for two sizes in bytes, seconds that a ring all-reduce over all ranks adds to a product, or takes
             by itself if that is more. Empty for one rank.
-        gradients_s: seconds of one collective that sums all gradients over replicas. 0 for one rank.
+        gradients_s: seconds that one collective which sums all gradients over replicas adds to the forward and
+            backward of the larger micro-batch, or takes by itself if that is more. 0 for one rank.
         agreed_s: seconds that one all-reduce of 4 KiB over all ranks adds to a product, as ranks compare what
             they give a call. 0 for one rank.
         num_parameters: all of the model, each of which is trained.
@@ -113,6 +114,11 @@ class MeasuredStep:
     num_ranks: int
     sharing: float = 1.0
     gather: TimedMove = _NOTHING
+
+    @property
+    def replicas_s(self) -> float:
+        """Return the seconds of a step of data parallelism alone, of the larger number of sequences a rank."""
+        return self.compute_s[max(self.compute_s)] + self.optimizer_s + self.gradients_s
 
 
 def measure_step(
@@ -151,7 +157,9 @@ def measure_step(
         ring_s = {size: _added_s(among, _sum(every, size)) for size in SUMMED_BYTES}
         all_bytes = torch.float32.itemsize * model.num_parameters
         summed = _sum(every, min(all_bytes, _MOST_BYTES), is_whole=True)
-        gradients_s = _each_s(among, summed) * max(all_bytes / _MOST_BYTES, 1.0)
+        both_s = among.median_s(lambda: (compute(most), summed()))
+        each_s = _each_s(among, summed)
+        gradients_s = max(both_s - compute_s[most], each_s) + each_s * max(all_bytes / _MOST_BYTES - 1, 0.0)
         agreed_s = max(_added_s(among, _sum(every, _AGREED_BYTES, is_whole=True)), 0.0)
         word, most_words = torch.float32.itemsize, _MOST_MOVED // torch.float32.itemsize
         tokens = max(min(most * sequence, most_words // model.hidden // num_ranks), 1)
@@ -200,15 +208,17 @@ class _TwoLayers:
         up = ParallelLinear(copy.deepcopy(first), shared_by, place="in")
         down = ParallelLinear(copy.deepcopy(second), shared_by, place="out")
         shared, alone = self._run(up, down, tokens), self._run(first, second, self.tokens)
-        return _each_s(self.among, shared, _MORE_REPEATS) - _each_s(self.among, alone, _MORE_REPEATS)
+        return self.among.median_more_s(_several(shared), _several(alone), _REPEATS_BY_TURNS) / _SUMS
 
     def _run(self, up: nn.Module, down: nn.Module, tokens: int) -> Callable[[], object]:
-        """Return what runs two layers forward and backward."""
-        x = torch.ones(1, tokens, self.features, requires_grad=True, device=self.among.context.device)
+        """Return what runs two layers forward and backward, and products that no ranks share after them."""
+        device = self.among.context.device
+        x = torch.ones(1, tokens, self.features, requires_grad=True, device=device)
+        square = torch.ones(_BETWEEN, _BETWEEN, requires_grad=True, device=device)
 
         def run() -> None:
-            up.weight.grad = down.weight.grad = x.grad = None
-            down(up(x)).sum().backward()
+            up.weight.grad = down.weight.grad = x.grad = square.grad = None
+            (down(up(x)).sum() + (square @ square).sum()).backward()
 
         return run
 
@@ -238,12 +248,18 @@ def _added_s(among: AllRanks, run: Callable[[], object]) -> float:
         product()
         run()
 
-    return max(_each_s(among, both) - _each_s(among, product), _each_s(among, run))
+    added_s = among.median_more_s(_several(both), _several(product), _REPEATS) / _SUMS
+    return max(added_s, _each_s(among, run))
 
 
-def _each_s(among: AllRanks, run: Callable[[], object], repeat: int = _REPEATS) -> float:
+def _each_s(among: AllRanks, run: Callable[[], object]) -> float:
     """Return the median seconds of a run, several of which follow each other."""
-    return among.median_s(lambda: [run() for _ in range(_SUMS)], repeat) / _SUMS
+    return among.median_s(_several(run), _REPEATS) / _SUMS
+
+
+def _several(run: Callable[[], object]) -> Callable[[], object]:
+    """Return what runs several times, one after the other."""
+    return lambda: [run() for _ in range(_SUMS)]
 
 
 def measured_problem(
@@ -252,8 +268,9 @@ def measured_problem(
     """Return the problem of a step on this machine, in fp32, whose predicted times are those measured.
 
     On one rank `step_of` then predicts what was measured. For data parallelism alone, where each rank has the
-    larger number of sequences that was measured, `overlap` of the stack is fitted, from 0 to 1, to compute,
-    optimizer and one sum of all gradients. For other batches `overlap` is 0.
+    larger number of sequences that was measured, `overlap` of the stack is fitted, from 0 to 1, to `replicas_s`:
+    sums of layers are then hidden as far as they can be, where one of all gradients takes less. For other batches
+    `overlap` is 0.
 
     Args:
         model: whose parts were measured.
@@ -267,12 +284,11 @@ def measured_problem(
     if measured.num_ranks == 1 or batch != rows * measured.num_ranks:
         return problem
     replicas = Parallelism(data=measured.num_ranks, micro_batch=rows)
-    taken_s = measured.compute_s[rows] + measured.optimizer_s + measured.gradients_s
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         share = (low + high) / 2
         shared = replace(problem, stack=replace(STACK, overlap=share))
-        low, high = (share, high) if step_of(shared, replicas).time_s > taken_s else (low, share)
+        low, high = (share, high) if step_of(shared, replicas).time_s > measured.replicas_s else (low, share)
     return replace(problem, stack=replace(STACK, overlap=(low + high) / 2))
 
 
