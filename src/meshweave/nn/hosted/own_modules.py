@@ -188,7 +188,7 @@ class HostedEmbedding(ParallelEmbedding):
 
 
 def _multiplies_by_number(embedding: nn.Module, scale: float) -> bool:
-    """Return whether an embedding's code multiplies rows by a number, and not by that rounded to the rows' type."""
+    """Return whether an embedding's code multiplies rows by a number, and not by that rounded to their type."""
     weight = embedding.weight
     own, _ = without_parameters(embedding)
     has_memory = not any(buffer is not None and buffer.is_meta for buffer in embedding._buffers.values())
@@ -199,7 +199,8 @@ def _multiplies_by_number(embedding: nn.Module, scale: float) -> bool:
     own.__dict__.update(weight=row, padding_idx=None)
     with torch.no_grad():
         made = type(own).forward(own, torch.zeros(1, dtype=torch.int64, device=device))
-    return torch.equal(made, row * scale) and not torch.equal(made, row * torch.tensor(scale).to(row))
+    rounded = torch.tensor(scale, dtype=row.dtype, device=device)
+    return torch.equal(made, row * scale) and not torch.equal(made, row * rounded)
 
 
 class HostedNorm(ParallelNorm):
