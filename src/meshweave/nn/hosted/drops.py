@@ -93,7 +93,10 @@ class RankDropout(TorchFunctionMode):  # type: ignore[misc]
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Return softmax attention (batch, heads, sequence, width) with weights dropped."""
+        """Return softmax attention (batch, heads, sequence, width) with weights dropped.
+
+        Of a query that sees no key it is 0, as that of torch.
+        """
         if enable_gqa:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -103,7 +106,9 @@ class RankDropout(TorchFunctionMode):  # type: ignore[misc]
         if attn_mask is not None:
             is_bool = attn_mask.dtype == torch.bool
             scores = scores.masked_fill(~attn_mask, float("-inf")) if is_bool else scores + attn_mask
-        return self._dropped(scores.softmax(-1), p).to(v.dtype) @ v
+        sees_some = (scores != float("-inf")).any(-1, keepdim=True)
+        weights = scores.masked_fill(~sees_some, 0.0).softmax(-1) * sees_some
+        return self._dropped(weights, p).to(v.dtype) @ v
 
 
 Source = tuple[Any, str]

@@ -68,7 +68,7 @@ def _changes(attention: nn.Module, columns: HeadColumns, heads: int, keys: int) 
             changes[name] = keys
         elif _COUNT.search(name) and value == columns.heads:
             changes[name] = heads
-        elif name in ("num_key_value_groups", "n_rep"):
+        elif name in ("num_key_value_groups", "n_rep") and value == columns.heads // columns.groups:
             changes[name] = heads // keys
         elif _WIDTH.search(name) and value == columns.heads * columns.width:
             changes[name] = heads * columns.width

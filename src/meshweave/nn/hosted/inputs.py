@@ -35,7 +35,7 @@ class HostedArguments(ForwardArguments):
     ) -> None:
         super().__init__(module, has_shift)
         self.strategy, self.recompute, self.is_whole = strategy, recompute, True
-        self._taken = set(inspect.signature(type(module).forward).parameters)
+        self._taken = taken_by(module)
 
     # --- what is taken --------------------------------------------------------------------------------------
 
@@ -170,6 +170,16 @@ class HostedArguments(ForwardArguments):
         ):
             return False
         return bool((positions.diff(dim=-1) != 1).any())
+
+
+def taken_by(module: nn.Module) -> set[str]:
+    """Return the names of what a model's forward pass takes, `use_cache` too where it hands that on unnamed."""
+    parameters = inspect.signature(type(module).forward).parameters
+    inner: Any = getattr(module, str(getattr(module, "base_model_prefix", "")), None)
+    hands_on = inner is not None and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    if hands_on and "use_cache" in inspect.signature(type(inner).forward).parameters:
+        return {*parameters, "use_cache"}
+    return set(parameters)
 
 
 def lacking_tokens(strategy: LayerStrategy) -> str:

@@ -77,7 +77,7 @@ class LayerReplacements:
         for part in self.parts.inner:
             name, module = self._module(part.path)
             dims = self.roles.core(part.is_attention)
-            if part.is_wide:
+            if part.is_wide and not self._is_of_one_head(part):
                 linear = made[part.columns or part.leaving]
                 side = Side("inner", linear.site.units, linear.site.unit)
                 kind = self.parts.inner_norms[part.path]
@@ -173,6 +173,14 @@ class LayerReplacements:
             features = self.parts.features[part.leaving]
             options["units"] = FeatureUnits(features, parts=part.parts)
         return HostedLinear(linear, self.tokens, name, **options)
+
+    def _is_of_one_head(self, part: InnerPart) -> bool:
+        """Return whether a norm is over the only head of keys: ranks that share heads each have it whole."""
+        if not part.is_attention or not self.shares_heads:
+            return False
+        columns = next(each for each in self.parts.attention if part.leaving == each.leaving).columns
+        read = columns.of.get(part.columns, ())
+        return columns.groups == 1 and any(len(own) == columns.features[part.columns] for own in read)
 
     def _rows(self, module: nn.Module, part: InnerPart) -> dict[str, Tensor]:
         """Return the rows of parameters that have one for each head, or each head of keys."""

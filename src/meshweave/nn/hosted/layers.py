@@ -108,16 +108,17 @@ class HostedLayer:
 
     def _run(self, *given: Any, **named: Any) -> Any:
         """Return what the layer returns, which may be computed again by the model's own means or the plan's."""
-        layer, sizes, own = vars(self._layer), self._model.tokens.sizes, "_gradient_checkpointing_func"
+        layer, own = vars(self._layer), "_gradient_checkpointing_func"
+        held = self._model.tokens.sizes, self._model.tokens.reach
         run = layer.get(own)
         if run is None and not self._model.recompute:
-            return self._again(sizes, self._forward, *given, **named)
+            return self._again(held, self._forward, *given, **named)
         if run is not None:  # transformers' layers call it with their forward
             layer[own] = lambda inner, *args, **kwargs: run(
-                partial(self._again, sizes, inner), *args, **kwargs
+                partial(self._again, held, inner), *args, **kwargs
             )
         try:
-            once = partial(self._again, sizes, self._forward)
+            once = partial(self._again, held, self._forward)
             if self._model.recompute and torch.is_grad_enabled():
                 return checkpoint(once, *given, use_reentrant=False, **named)
             return once(*given, **named)
@@ -125,10 +126,16 @@ class HostedLayer:
             if run is not None:
                 layer[own] = run
 
-    def _again(self, sizes: tuple[int, int], run: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _again(
+        self,
+        held: tuple[tuple[int, int], Tensor | None],
+        run: Callable[..., Any],
+        *given: Any,
+        **named: Any,
+    ) -> Any:
         """Return what the layer's own forward returns, in a forward pass or long after it."""
         model, tokens = self._model, self._model.tokens
-        tokens.held, tokens.place = sizes, model.strategy.roles.residual
+        (tokens.held, tokens.reach), tokens.place = held, model.strategy.roles.residual
         with nullcontext() if tokens.ids is not None else model.dropping():
             if not self.opens or model.strategy.is_alone or torch.compiler.is_compiling():
                 return run(*given, **named)

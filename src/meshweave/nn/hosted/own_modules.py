@@ -137,15 +137,24 @@ class OwnParameters:
 
 
 class OwnTable(OwnModule):
-    """A module that makes rows of the residual by positions, such as learned ones; a rank takes its part."""
+    """A module that makes rows of the residual by positions, such as learned ones; a rank takes its part.
+
+    A call raises LayoutError, with the name, for a position that it has no row for.
+    """
 
     def __init__(self, module: nn.Module, tokens: Tokens, name: str) -> None:
         super().__init__(module, tokens.strategy, name, tokens.strategy.roles.residual)
-        self._tokens = tokens
+        self._tokens, self._name = tokens, name
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Return this rank's part of the rows."""
-        rows: Tensor = super().forward(*given, **named)
+        try:
+            rows: Tensor = super().forward(*given, **named)
+        except IndexError as error:
+            count = next((int(whole.shape[0]) for whole in self.parameters()), 0)
+            raise LayoutError(
+                f"{self._name} has {count} rows, and a position beyond them is asked for; give shorter sequences"
+            ) from error
         tokens, residual = self._tokens, self.layer_strategy.roles.residual
         sequence = int(tokens.running().shape[1])
         first, _ = tokens.core_span(sequence)
@@ -163,6 +172,7 @@ class HostedEmbedding(ParallelEmbedding):
     def __init__(self, embedding: nn.Module, tokens: Tokens, name: str, scale: float) -> None:
         super().__init__(embedding, tokens.strategy, name)
         self._tokens, self.scale = tokens, scale
+        self._by_number = scale != 1 and _multiplies_by_number(embedding, scale)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return this rank's part of the residual of the tokens of the step; `ids` are ignored.
@@ -174,8 +184,25 @@ class HostedEmbedding(ParallelEmbedding):
             return tokens.stand_in()
         rows = super().forward(tokens.running())
         if self.scale != 1:
-            rows = rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
+            rounded = torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
+            rows = rows * (self.scale if self._by_number else rounded)
         return tokens.told(rows)
+
+
+def _multiplies_by_number(embedding: nn.Module, scale: float) -> bool:
+    """Return whether an embedding's code multiplies rows by a number, and not by that rounded to their type."""
+    weight = embedding.weight
+    own, _ = without_parameters(embedding)
+    has_memory = not any(buffer is not None and buffer.is_meta for buffer in embedding._buffers.values())
+    if weight.dtype not in (torch.bfloat16, torch.float16) or not has_memory:
+        return False
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    row = torch.linspace(1, 2, 65, dtype=weight.dtype, device=device)[None]
+    own.__dict__.update(weight=row, padding_idx=None)
+    with torch.no_grad():
+        made = type(own).forward(own, torch.zeros(1, dtype=torch.int64, device=device))
+    rounded = torch.tensor(scale, dtype=row.dtype, device=device)
+    return torch.equal(made, row * scale) and not torch.equal(made, row * rounded)
 
 
 class HostedNorm(ParallelNorm):

@@ -20,6 +20,8 @@ from meshweave.nn.prove.causes import RankSample, likely_cause
 from meshweave.nn.prove.shards import LocalTensor
 
 _SAMPLES = 512
+_MASKED = 1e30
+"""Equal numbers above it, as of logits that are left out, are beyond all norms."""
 _LISTED = 8
 _ENOUGH = 4
 """How many numbers, not all alike, are said to be another parameter's."""
@@ -93,6 +95,8 @@ class Compared:
         if not kind.is_floating_point and not kind.is_complex:
             return float(not torch.equal(self.actual.values, wanted)), 0.0
         actual, wanted = self.actual.values.to(kind), wanted.to(kind)
+        masked = (actual == wanted) & (wanted.abs() > _MASKED)
+        actual, wanted = actual[~masked], wanted[~masked]
         off = float(torch.linalg.vector_norm(actual - wanted)) if actual.numel() else 0.0
         norm = float(torch.linalg.vector_norm(wanted)) if actual.numel() else 0.0
         own = self.allowed * norm + self.floor * math.sqrt(max(actual.numel(), 1))

@@ -30,7 +30,8 @@ class Given:
         targets: for each token the one to predict, or `IGNORED`; None where inputs are no tokens.
         loss: how to get the loss of a module; None for the cross entropy of its logits with `targets`, or a
             weighted sum of its output without.
-        parts: the number of data-parallel ranks, over which the rows are split as by `Tensor.chunk`.
+        parts: the number of data-parallel ranks, over which the rows are split as by
+            `torch.tensor_split`.
         part: which of these parts this rank takes.
     """
 
@@ -44,7 +45,8 @@ class Given:
         """Return the inputs with the rows of part number `part` alone, of `parts`."""
 
         def taken(value: Any) -> Any:
-            return value.chunk(self.parts)[part] if isinstance(value, Tensor) and value.ndim else value
+            is_rows = isinstance(value, Tensor) and value.ndim
+            return value.tensor_split(self.parts)[part] if is_rows else value
 
         targets = None if self.targets is None else taken(self.targets)
         return Given(tuple(map(taken, self.inputs)), targets, self.loss)
@@ -105,12 +107,20 @@ def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return `vocab_size` of a model's configuration, or the rows of its first embedding; 0 if it has none."""
+    """Return `vocab_size` of a model's configuration, or the rows of its first embedding; 0 if it has none.
+
+    It is no more than the table of tokens has rows, where the model says which that is.
+    """
     table = next((child for child in model.modules() if isinstance(child, nn.Embedding)), None)
     if table is None:
         return 0
     said = getattr(getattr(model, "config", None), "vocab_size", None)
-    return said if isinstance(said, int) else int(table.num_embeddings)
+    words = said if isinstance(said, int) else int(table.num_embeddings)
+    try:
+        own = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return words
+    return min(words, int(own.num_embeddings)) if isinstance(own, nn.Embedding) else words
 
 
 def outputs_of(module: nn.Module, given: Given) -> dict[str, Tensor]:

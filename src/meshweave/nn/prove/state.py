@@ -80,6 +80,8 @@ def prepared(
 ) -> Iterator[None]:
     """Run the block with a module without dropout, and without gradients so far; then restore all of it.
 
+    Gradients are computed in it, also under `torch.no_grad()`.
+
     Args:
         dtype: of parameters, buffers and computation; None as they are. Must be None for modules under FSDP2
             and DDP, which keep parameters elsewhere.
@@ -110,7 +112,7 @@ def prepared(
         if getattr(owner, "recompute", False):
             changed.append((owner, "recompute", True))
             owner.recompute = False
-        with torch.random.fork_rng(cuda), wide, keeps:
+        with torch.random.fork_rng(cuda), wide, keeps, torch.enable_grad():
             torch.manual_seed(20)
             yield
     finally:
