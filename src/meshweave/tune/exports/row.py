@@ -125,10 +125,10 @@ class PlannedRow:
 
         Context-parallel ranks take two parts of a sequence each, the first and the last of those left.
         """
-        groups = min(node.groups for node in self.model.layer.attentions)
-        if groups % self.tensor:
+        attentions = [node for _, graph in self.model.runs for node in graph.attentions]
+        if uneven := {node.groups for node in attentions if node.groups % self.tensor}:
             raise UnsupportedError(
-                f"{target} gives each tensor rank as many heads, and {groups} heads of keys and values do not "
+                f"{target} gives each tensor rank as many heads, and {min(uneven)} heads of keys and values do not "
                 f"divide among {self.tensor} ranks"
             )
         context = self.degrees.context
