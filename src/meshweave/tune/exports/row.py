@@ -128,8 +128,8 @@ class PlannedRow:
         attentions = [node for _, graph in self.model.runs for node in graph.attentions]
         if uneven := {node.groups for node in attentions if node.groups % self.tensor}:
             raise UnsupportedError(
-                f"{target} gives each tensor rank as many heads, and {min(uneven)} heads of keys and values do not "
-                f"divide among {self.tensor} ranks"
+                f"{target} gives each tensor rank as many heads, and {min(uneven)} heads of keys and values do "
+                f"not divide among {self.tensor} ranks"
             )
         context = self.degrees.context
         parts = (self.tensor if self.is_sequence_parallel else 1) * (2 * context if context > 1 else 1)
