@@ -210,9 +210,9 @@ def to_chrome(traces: Sequence[Trace]) -> dict[str, Any]:
             )
             events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}})
             events += [
-                {"ph": "M", "name": "thread_name", "pid": pid, "tid": tids[lane, way], "args": {"name": name}}
-                for lane, way in lanes
-                for name in (f"{lane} {way + 1}" if way else lane,)
+                {"ph": "M", "name": "thread_name", "pid": pid, "tid": tids[lane, row], "args": {"name": name}}
+                for lane, row in lanes
+                for name in (f"{lane} {row + 1}" if row else lane,)
             ]
         events += [
             {
@@ -239,9 +239,9 @@ def _threads(spans: Sequence[Span]) -> list[tuple[str, int]]:
     for place in sorted(range(len(spans)), key=lambda at: (spans[at].start_ps, spans[at].end_ps)):
         span = spans[place]
         free = ends.setdefault((span.rank, span.lane), [])
-        way = next((way for way, end in enumerate(free) if end <= span.start_ps), len(free))
-        free[way : way + 1] = [span.end_ps]
-        out[place] = span.lane, way
+        row = next((row for row, end in enumerate(free) if end <= span.start_ps), len(free))
+        free[row : row + 1] = [span.end_ps]
+        out[place] = span.lane, row
     return out
 
 
