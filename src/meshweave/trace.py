@@ -190,11 +190,14 @@ def check_order(trace: Trace, flow: Dataflow) -> int:
 def to_chrome(traces: Sequence[Trace]) -> dict[str, Any]:
     """Return Chrome / Perfetto trace events: one process per (source, rank), one thread per lane, times in us.
 
+    A lane that runs ops at once has more threads: viewers drop an op that begins within another of its thread.
     Counters are counter tracks of their rank's process.
     """
     events: list[dict[str, Any]] = []
     for number, trace in enumerate(traces):
-        lanes = sorted({span.lane for span in trace.spans})
+        placed = _threads(trace.spans)
+        lanes = sorted(set(placed))
+        tids = {lane: tid for tid, lane in enumerate(lanes)}
         for rank in sorted({span.rank for span in trace.spans}):
             pid = rank * len(traces) + number
             events.append(
@@ -207,8 +210,9 @@ def to_chrome(traces: Sequence[Trace]) -> dict[str, Any]:
             )
             events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}})
             events += [
-                {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
-                for tid, lane in enumerate(lanes)
+                {"ph": "M", "name": "thread_name", "pid": pid, "tid": tids[lane, row], "args": {"name": name}}
+                for lane, row in lanes
+                for name in (f"{lane} {row + 1}" if row else lane,)
             ]
         events += [
             {
@@ -216,16 +220,29 @@ def to_chrome(traces: Sequence[Trace]) -> dict[str, Any]:
                 "name": span.label,
                 "cat": span.kind,
                 "pid": span.rank * len(traces) + number,
-                "tid": lanes.index(span.lane),
+                "tid": tids[lane],
                 "ts": span.start_ps / 1e6,
                 "dur": (span.end_ps - span.start_ps) / 1e6,
             }
-            for span in trace.spans
+            for span, lane in zip(trace.spans, placed, strict=True)
         ]
         events += [
             event for counter in trace.counters for event in _counter_events(counter, number, len(traces))
         ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _threads(spans: Sequence[Span]) -> list[tuple[str, int]]:
+    """Return for each span its lane and a number, such that no two of a rank with both alike overlap."""
+    ends: dict[tuple[int, str], list[int]] = {}
+    out: list[tuple[str, int]] = [("", 0)] * len(spans)
+    for place in sorted(range(len(spans)), key=lambda at: (spans[at].start_ps, spans[at].end_ps)):
+        span = spans[place]
+        free = ends.setdefault((span.rank, span.lane), [])
+        row = next((row for row, end in enumerate(free) if end <= span.start_ps), len(free))
+        free[row : row + 1] = [span.end_ps]
+        out[place] = span.lane, row
+    return out
 
 
 def _counter_events(counter: Counter, number: int, num_traces: int) -> Iterator[dict[str, Any]]:

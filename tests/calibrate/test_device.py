@@ -58,6 +58,26 @@ def test_the_command_measures_and_writes(
     assert run_app([*command, "--force", "--dtype", "int4"]) == 2
     with pytest.raises(UnsupportedError, match="cannot use the device 'nowhere'"):
         device.measure_products("nowhere", "float32", [(8, 8, 8)], 1)
+    with pytest.raises(UnsupportedError, match="on cpu and cuda, and not on 'meta'"):
+        device.measure_products("meta", "float32", [(8, 8, 8)], 1)  # torch has it, and no clock sees its work
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--device", "cpu", "--worst-error", "0.1"], "--worst-error changes nothing: --device cpu"),
+        (["--device", "cpu", "--sizes", "1,2"], "--sizes changes nothing"),
+        (["--device", "tpu-v5e", "--repeat", "5"], "--repeat changes nothing"),
+        (["--ranks", "2", "--dtype", "bfloat16"], "--dtype changes nothing"),
+        (["--ranks", "2", "--products", "30"], "--products changes nothing"),
+    ],
+)
+def test_options_of_the_other_kind_are_refused(
+    args: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app(["calibrate", *args, "--out", str(tmp_path / "mine.toml")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {said}") and error.count("\n") == 1
 
 
 def test_operands_are_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,22 @@ def test_without_nominal_links_their_rate_is_the_measured_one(tmp_path):
     assert calibration.cluster.chip.peak_flops_per_s[0][0] == "float32"
 
 
+def test_a_line_through_three_points_is_no_rate_of_a_link(tmp_path):
+    """Operations alone run at three sizes: noise of microseconds makes any rate of them, with small errors."""
+    sweep = plan_sweep(load_cluster("local-cpu").with_chips(3), (1, 3))
+    answers = simulated(sweep, 3)
+    for case, times in zip(sweep.cases, answers[0]["times"], strict=True):
+        if not case.is_busy and case.loops[0].kind == "all_gather":
+            for run in times:
+                run[0][0] = 2e-3 + case.loops[0].amount * 1e-12
+    calibration = fit_calibration(sweep, answers, source="a test", has_nominal_links=False)
+    assert calibration.problems == ()
+    alone = calibration.alone["loopback", "all_gather"]
+    assert alone.num_points == 3 and alone.rate_per_s > 1e10 and alone.worst_error < 0.01
+    link = reloaded(tmp_path, calibration.cluster).network.link
+    assert RATE < link.link_bytes_per_s * 1.01 < 2 * RATE
+
+
 def test_times_that_do_not_grow_with_the_size_are_a_problem_and_no_crash(tmp_path):
     """What a disturbed machine may measure, and `--accept-misfit` writes."""
     sweep = plan_sweep(load_cluster("local-cpu").with_chips(2), (1, 2), [16384, 65536])

@@ -97,6 +97,15 @@ def test_another_mesh_has_slices_of_its_own(capsys: pytest.CaptureFixture[str], 
     )  # no Cannon
 
 
+def test_a_plan_is_one_by_what_it_begins_with(
+    capsys: pytest.CaptureFixture[str], plan: str, tmp_path: Path
+) -> None:
+    named = tmp_path / "planned"
+    named.write_text(Path(plan).read_text())
+    args = ("--pass", "forward", "--algorithm", "collective")
+    assert found(capsys, str(named), *args)[0]["duration_s"] == found(capsys, plan, *args)[0]["duration_s"]
+
+
 def test_the_step_of_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = str(tmp_path / "step.json")
     model = ("llama-2-7b", "--cluster", "dgx-a100:8", "--batch", "16", "--sequence", "512")

@@ -55,6 +55,17 @@ def test_schedules_are_simulated_fastest_first(capsys: pytest.CaptureFixture[str
     assert status == 0 and "direct" in out and "exhaustive  " not in out
 
 
+def test_a_config_that_only_the_cluster_has_is_given_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """`show --config` knows no cluster, by whose rates messages are ordered."""
+    args = ("algorithm", "reshard_send_recv", "--cluster", "dgx-h100:16", "--algorithm", "reshard_send_recv")
+    status, out, _ = called(capsys, *args, "--json")
+    assert status == 0 and {row["number"] for row in json.loads(out)} == {None}
+    status, out, _ = called(capsys, *args)
+    assert status == 0 and " - " in out
+    status, out, _ = called(capsys, "algorithm", "cannon", "--cluster", "dgx-h100:4", "--json")
+    assert all(row["number"] is not None for row in json.loads(out))
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshweave.cli.app import run_app
+from meshweave.report.step_page import _ranking
 from meshweave.tune import load_plan
 
 FIXED = "strategy=megatron_sp,cp=1,micro_batch=1,vp=1,schedule=1f1b,zero=1"
@@ -110,3 +111,15 @@ def test_values_to_sort_by_are_numbers(folder: Path) -> None:
     table = text[text.index(">Configurations<") : text.index(">Memory of the fullest")]
     seconds = [float(value) for value in re.findall(r'data-value="([0-9.e-]+)">[0-9.]+ m?s<', table)]
     assert seconds == [record.step_s for record in steps.ranked]
+
+
+def test_no_bar_is_longer_than_that_of_the_slowest(folder: Path) -> None:
+    """`margin` may put the slower of two configurations first."""
+    steps = load_plan(folder / "plan.json").step
+    slow_first = steps.model_copy(update={"ranked": (steps.ranked[-1], steps.ranked[0])})
+    table = _ranking(slow_first, lambda degrees: degrees.strategy)
+    widths = [
+        sum(map(float, re.findall(r"width:([0-9.]+)%", bar)))
+        for bar in re.findall(r'<div class="stack">(.*?)</div>', table)
+    ]
+    assert len(widths) == 2 and 99 < widths[0] < 101 and widths[1] < widths[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from test_exports import plan_of
 from meshweave.algorithms.step import Parallelism, StepProblem
 from meshweave.algorithms.step.stacks import load_stack
 from meshweave.algorithms.step.stages import stages_of
+from meshweave.base.errors import UnsupportedError
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.tune.exports import LAUNCHERS, export, launch_file
@@ -82,3 +84,18 @@ def test_torchtitan_is_not_told_equal_stages_where_the_price_has_others() -> Non
     made = export(plan_of(degrees, model="llama-3-8b", settings={"stack": "nanotron"}), "torchtitan")
     assert "pipeline_parallel_layers_per_stage" not in made.settings["parallelism"]
     assert any("not shared out evenly" in sentence for sentence in made.left_out)
+
+
+def test_torchtitan_makes_as_many_stages_as_the_plan() -> None:
+    """It makes two a rank where it is told none, and else as many as layers a stage make."""
+    degrees = {"pipeline": 4, "virtual_stages": 4, "schedule": "interleaved-1f1b", "data": 1, "tensor": 2}
+    model = replace(load_model("llama-3-8b"), num_layers=46)
+    made = export(plan_of(degrees, model=model), "torchtitan")
+    each = made.settings["parallelism"]["pipeline_parallel_layers_per_stage"]
+    assert -(-46 // each) == 16
+    theirs = f"torchtitan gives them {', '.join(['3'] * 14 + ['2'] * 2)} unless"
+    assert any(theirs in sentence for sentence in made.left_out)
+    with pytest.raises(UnsupportedError, match="3 of 40 make 14 stages, and not 16"):
+        export(plan_of(degrees, model=replace(model, num_layers=40)), "torchtitan")
+    made = export(plan_of(degrees | {"virtual_stages": 2}, model=replace(model, num_layers=44)), "torchtitan")
+    assert "pipeline_parallel_layers_per_stage" not in made.settings["parallelism"]

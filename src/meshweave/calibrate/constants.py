@@ -111,7 +111,7 @@ def fit_calibration(
         }
         for is_busy in (True, False)
     )
-    cluster = _cluster(sweep, busy, alone, source, has_nominal_links, note)
+    cluster = _cluster(sweep, busy, alone, source, has_nominal_links, note, limits.num_points)
     cluster = replace(cluster, send_buffer_bytes=send_buffer_bytes)
     problems = tuple(
         problem for (_, kind), fit in busy.items() if kind not in CHAINS for problem in fit.problems(limits)
@@ -196,6 +196,7 @@ def _cluster(
     source: str,
     has_nominal_links: bool,
     note: str,
+    num_points: int,
 ) -> Cluster:
     base = sweep.cluster
     chip = base.chip
@@ -225,13 +226,15 @@ def _cluster(
             return axis
         said = "; ".join(f"{kind}: {fit.quality}" for kind, fit in fits.items())
         if not has_nominal_links:
-            rates = [
-                fit.rate_per_s
+            of_link = [
+                fit
                 for fits in (busy, alone)
                 for (name, _), fit in fits.items()
                 if name == axis.name and math.isfinite(fit.rate_per_s)
             ]
-            link = _at_least_one(max(rates, default=math.inf))
+            # A line through two or three points may have any rate, and no error shows it.
+            rates = [fit.rate_per_s for fit in of_link if fit.num_points >= num_points]
+            link = _at_least_one(max(rates or [fit.rate_per_s for fit in of_link], default=math.inf))
             latency_s = _rounded(fits["send_recv"].sync_s)
             axis = replace(axis, link_bytes_per_s=link, link_latency_s=latency_s)
         return replace(axis, constants=constants, source=f"{source}; {said}")

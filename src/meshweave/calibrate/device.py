@@ -107,7 +107,7 @@ def measure_products(
         most_s: no repetition begins after so many seconds; there is always one.
 
     Raises:
-        UnsupportedError: torch is missing, or has no such device.
+        UnsupportedError: torch is missing, or has no such device, or it is neither a CPU nor of CUDA.
     """
     try:
         import torch
@@ -119,6 +119,10 @@ def measure_products(
         raise UnsupportedError(
             f"torch cannot use the device '{device}': {str(error).splitlines()[0]}"
         ) from None
+    if torch.device(device).type not in ("cpu", "cuda"):
+        raise UnsupportedError(
+            f"products are measured on cpu and cuda, and not on '{device}', of which a host's clock says nothing"
+        )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

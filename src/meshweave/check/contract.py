@@ -85,7 +85,8 @@ def _proof(entry: Algorithm[Any, Any], problem: Hashable, config: Any) -> Config
     for seed in ORDER_SEEDS:
         outputs = entry.results(problem, config, run_numpy(program, operands, seed=seed, calls=calls).outputs)
         for name, value in expected.items():
-            error = max(error, float(np.max(np.abs(outputs[name] - value), initial=0.0)))
+            difference = np.nan_to_num(np.abs(outputs[name] - value).astype(float), nan=np.inf)
+            error = max(error, float(difference.max(initial=0.0)))
     failed = f"numbers differ by {error:g}" if error else _wrong_closed_form(entry, problem, config, program)
     if not are_certain:
         failed = failed or replicas

@@ -21,11 +21,16 @@ from meshweave.calibrate.target import (
     local_target,
     torchrun_target,
 )
-from meshweave.cli.option_fields import with_options
+from meshweave.cli.option_fields import refuse_given, with_options
 from meshweave.cli.options import JSON_HELP, print_json, read_mesh
 
 CALIBRATION = "meshweave.calibration"
 """The group of entry points by which the lab gives its ranks."""
+
+
+_OF_DEVICE = ("dtype", "products")
+_OF_RANKS = ("mesh", "flops_per_s", "sizes", "timeout", "median_error", "worst_error", "accept_misfit")
+"""The options that change nothing without --device, and with it."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,7 @@ def calibrate(
             raise DescriptionError("--device calibrates one device; leave out --lab and --ranks")
         _calibrate_device(out, options)
         return
+    refuse_given(options, _OF_DEVICE, "what runs on ranks", "has no --device")
     part_sizes = _read_sizes(options.sizes)
     remarks: list[str] = []
     target = _target(options.lab, options.ranks, options.flops_per_s, remarks)
@@ -142,6 +148,9 @@ def _calibrate_device(out: Path, options: CalibrateOptions) -> None:
 
     device, products, seed = options.device, options.products, options.seed
     is_tpu = device.startswith("tpu")
+    refuse_given(
+        options, _OF_RANKS + ("repeat",) * is_tpu, f"--device {device}", "has no ranks and no such choice"
+    )
     dtype = options.dtype or ("bfloat16" if is_tpu or device.startswith("cuda") else "float32")
     if dtype not in DEVICE_DTYPES:
         raise DescriptionError(f"dtype '{printable(dtype)}': give one of {', '.join(DEVICE_DTYPES)}")

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshweave.base.errors import LayoutError, printable
-from meshweave.cli.options import read_program
+from meshweave.base.limits import PROGRAM_BYTES
+from meshweave.cli.options import is_plan_text, read_program
+from meshweave.describe.files import read_text
 from meshweave.ir.program import Program
 
 if TYPE_CHECKING:
@@ -42,6 +44,14 @@ def is_file(source: str) -> bool:
         return Path(source).exists()
     except (OSError, ValueError):  # longer than the name of a file may be, or not to be encoded
         return False
+
+
+def is_plan_file(source: str) -> bool:
+    """Return whether an argument names the file of a plan, by what it begins with.
+
+    Raises DescriptionError where the file cannot be read.
+    """
+    return source != "-" and is_file(source) and is_plan_text(read_text(source, PROGRAM_BYTES))
 
 
 def read_entry(name: str, settings: list[str]) -> tuple[Algorithm[Any, Any], Any]:

@@ -11,11 +11,17 @@ import typer
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.table import ALGORITHMS, PRODUCTS_2D
 from meshweave.base.errors import LayoutError, ProgramError, printable
-from meshweave.base.limits import CHECKED_STEPS, LISTED_STEPS, PROGRAM_BYTES
-from meshweave.cli.entries import ConfigOption, SettingsOption, is_file, read_program_or_entry
+from meshweave.base.limits import CHECKED_STEPS, LISTED_STEPS
+from meshweave.cli.entries import (
+    ConfigOption,
+    SettingsOption,
+    is_file,
+    is_plan_file,
+    read_program_or_entry,
+)
 from meshweave.cli.option_fields import refuse_given, with_options
-from meshweave.cli.options import JSON_HELP, is_plan_text, print_json, read_mesh, read_plan, read_slices
-from meshweave.describe.files import format_value, read_text
+from meshweave.cli.options import JSON_HELP, print_json, read_mesh, read_plan, read_slices
+from meshweave.describe.files import format_value
 from meshweave.execute.jax.source import jax_source
 from meshweave.ir.analysis.lifetimes import peak_bytes
 from meshweave.ir.analysis.validate import validate
@@ -85,7 +91,7 @@ def show(
              meshweave show 1f1b --set micro_batches=8 --config 1
              meshweave show meshslice --rings 1 --as jax
     """
-    if what != "-" and is_file(what) and is_plan_text(read_text(what, PROGRAM_BYTES)):
+    if is_plan_file(what):
         _show_plan(what, options)
         return
     _check_form(options.form, options.json or options.expand or options.rank is not None)

@@ -14,7 +14,7 @@ from meshweave.base.errors import DescriptionError, LayoutError, ProgramError, U
 from meshweave.base.limits import SIMULATED_RANKS
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s, to_s
-from meshweave.cli.entries import read_program_or_entry
+from meshweave.cli.entries import is_plan_file, read_program_or_entry
 from meshweave.cli.option_fields import refuse_given, with_options
 from meshweave.cli.options import (
     print_json,
@@ -65,7 +65,7 @@ def simulate(
         require_png()
     shown = read_ranks(options.ranks)
     limits = machine.limits
-    if what.endswith(".json"):
+    if what.endswith(".json") or is_plan_file(what):
         limits = False  # sizes of a plan agree with each other
         cases = _plan_cases(what, machine, options)
     else:

@@ -70,7 +70,15 @@ def rank_algorithms(
     for item in map(_ranked_json, ranked):
         times = (format_s(item[key]) for key in ("estimate_s", "exposed_s"))
         amounts = (format_bytes(item[key]) for key in ("traffic_bytes", "peak_bytes"))
-        rows.append((item["algorithm"], item["config"], str(item["number"]), *times, *amounts))
+        rows.append(
+            (
+                item["algorithm"],
+                item["config"],
+                "-" if item["number"] is None else str(item["number"]),
+                *times,
+                *amounts,
+            )
+        )
     print_table(head, rows, num_left=2)
     typer.echo("Moved and peak: on one rank.")
 
@@ -87,7 +95,10 @@ def _ranked_json(ranked: RankedConfig) -> dict[str, Any]:
     }
 
 
-def _number(ranked: RankedConfig) -> int:
-    """Return the place of a config in the algorithm's own order, without the cluster that `show` does not know."""
+def _number(ranked: RankedConfig) -> int | None:
+    """Return the place of a config in the algorithm's own order, without the cluster that `show` does not know.
+
+    Return None for a config that there is with that cluster alone.
+    """
     configs = list(ranked.algorithm.candidates(ranked.problem))
-    return configs.index(ranked.config) if ranked.config in configs else 0
+    return configs.index(ranked.config) if ranked.config in configs else None

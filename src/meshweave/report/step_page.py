@@ -223,7 +223,7 @@ def _table(
 
 def _ranking(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) -> str:
     head = ["configuration", "step", "", "tokens/s/chip", "MFU", "HFU", "memory", "exposed", "bubble"]
-    slowest = steps.ranked[-1].step_s
+    slowest = max(record.step_s for record in steps.ranked)  # `margin` may put a slower one first
     rows: list[Sequence[tuple[str, float | str]]] = []
     for record in steps.ranked:
         exposed = sum(record.parts_s.get(part, 0.0) for part in ("tensor", "context", "transfers", "data"))

@@ -149,6 +149,9 @@ def config_of(model: Transformer) -> tuple[dict[str, Any], set[str]]:
     if own.model_type not in ("", *_CONFIGS):
         return {}, set()
     family = own.model_type if own.model_type in _CONFIGS else "llama"
+    scaling = json.loads(own.rotary_scaling or "{}")
+    if "type" in scaling:  # its name in transformers 4; the default of rope_type would go before it
+        scaling = {"rope_type": scaling["type"]} | scaling
     rotary = {"rope_theta": own.rotary_base, "rope_type": "default"}
     config = {
         "model_type": family,
@@ -164,7 +167,7 @@ def config_of(model: Transformer) -> tuple[dict[str, Any], set[str]]:
         "rms_norm_eps": own.norm_eps if own.norm == "rms" else None,
         "max_position_embeddings": own.max_positions,
         "initializer_range": own.init_std,
-        "rope_parameters": rotary | json.loads(own.rotary_scaling or "{}") if own.rotary_base else None,
+        "rope_parameters": rotary | scaling if own.rotary_base else None,
     }
     told = {"num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden", "vocab_size"}
     told |= {"tied_embeddings", "gated_ffn", "activation", "max_positions", "init_std", "rotary_base"}

@@ -32,12 +32,22 @@ _SECTIONS = {
 _WITHOUT = {
     "model.sequence_parallel": False,
     "model.recompute_granularity": None,
+    "model.recompute_method": None,
+    "model.recompute_num_layers": None,
+    "model.recompute_modules": None,
     "model.virtual_pipeline_model_parallel_size": None,
     "model.pipeline_model_parallel_layout": None,
+    "model.account_for_embedding_in_pipeline_split": False,
+    "model.account_for_loss_in_pipeline_split": False,
+    "model.num_layers_in_first_pipeline_stage": None,
+    "model.num_layers_in_last_pipeline_stage": None,
     "ddp.use_distributed_optimizer": False,
     "ddp.use_megatron_fsdp": False,
     "ddp.data_parallel_sharding_strategy": "no_shard",
+    "ddp.overlap_grad_reduce": False,
+    "ddp.overlap_param_gather": False,
     "dist.use_tp_pp_dp_mapping": False,
+    "dist.use_megatron_fsdp": False,
     "checkpoint.ckpt_format": "torch_dist",
 }
 """What a recipe may have and a plan may not, so that it is set in any case."""
@@ -58,8 +68,14 @@ def to_megatron_bridge(row: PlannedRow) -> Export:
         if name in arguments
     }
     settings["dataset.seq_length"] = row.plan.sequence
+    # Bridge turns both on where either is.
+    settings["optimizer.use_distributed_optimizer"] = settings["ddp.use_distributed_optimizer"]
     if precision := next((word for name, word in _PRECISIONS.items() if name in arguments), None):
         settings["mixed_precision"] = precision
+    elif row.plan.dtype == "float32":
+        left_out.append(
+            "Products are in float32: recipes compute in bf16_mixed unless another mixed_precision is set."
+        )
     if row.degrees.virtual_stages > 1:
         settings["model.virtual_pipeline_model_parallel_size"] = row.degrees.virtual_stages
     if "--attention-dropout" in arguments:

@@ -62,6 +62,7 @@ def add_degrees(
     """
     plan, degrees = row.plan, row.degrees
     row.require_megatron(target)
+    row.require_even_shares(target)
     settings |= {
         "--seq-length": plan.sequence,
         "--micro-batch-size": degrees.micro_batch,
@@ -78,7 +79,7 @@ def add_degrees(
         )
     if row.is_sequence_parallel:
         flags.append("--sequence-parallel")
-    flags += _zero_flags(row, settings)
+    flags += _zero_flags(row, settings, target)
     _add_schedule(row, settings, target)
     if degrees.recompute != "none":
         settings["--recompute-granularity"] = degrees.recompute
@@ -145,34 +146,42 @@ def _add_model(row: PlannedRow, settings: dict[str, Any], flags: list[str], left
 
 
 def _activation(row: PlannedRow, flags: list[str]) -> set[str]:
-    """Add what names the activation; return what it tells. A gate whose activation is unknown is SwiGLU."""
+    """Add what names the activation; return what it tells. A gate whose activation is unknown is SwiGLU.
+
+    Its fused kernel of bias and GELU approximates by tanh. Without biases it computes the exact GELU, so that a
+    model that approximates is not told.
+    """
     activation, gated = row.model.architecture.activation, row.model.gated_ffn
-    word = _ACTIVATIONS.get((gated, activation))
-    if word is None:
+    words = _ACTIVATIONS.get((gated, activation))
+    if words is None:
         return set()
-    flags += [word] if word else []
-    return {"gated_ffn", "activation"} if activation is not None else {"gated_ffn"}
+    flags += words
+    is_exact = not words and "--disable-bias-linear" in (_bias_words(row) or ())
+    return {"gated_ffn"} if activation is None or is_exact else {"gated_ffn", "activation"}
 
 
-_ACTIVATIONS = {
-    (True, "silu"): "--swiglu",
-    (True, "swish"): "--swiglu",
-    (True, None): "--swiglu",
-    (False, "relu2"): "--squared-relu",
-    (False, "gelu"): "--no-bias-gelu-fusion",  # the fused kernel approximates by tanh
-    (False, "gelu_new"): "",
-    (False, "gelu_pytorch_tanh"): "",
-    (False, "gelu_fast"): "",
-    (False, None): "",
+_ACTIVATIONS: dict[tuple[bool, str | None], tuple[str, ...]] = {
+    (True, "silu"): ("--swiglu",),
+    (True, "swish"): ("--swiglu",),
+    (True, None): ("--swiglu",),
+    (False, "relu2"): ("--squared-relu", "--no-bias-gelu-fusion"),  # refused beside the fused kernel
+    (False, "gelu"): ("--no-bias-gelu-fusion",),
+    (False, "gelu_new"): (),
+    (False, "gelu_pytorch_tanh"): (),
+    (False, "gelu_fast"): (),
+    (False, None): (),
 }
 
 
 def _biases(row: PlannedRow, flags: list[str]) -> set[str]:
-    own = row.model.architecture
-    biases = own.qkv_bias, own.out_bias, own.ffn_bias
-    words = _BIASES.get(biases)
+    words = _bias_words(row)
     flags += words or ()
     return set() if words is None else {"qkv_bias", "out_bias", "ffn_bias"}
+
+
+def _bias_words(row: PlannedRow) -> tuple[str, ...] | None:
+    own = row.model.architecture
+    return _BIASES.get((own.qkv_bias, own.out_bias, own.ffn_bias))
 
 
 _BIASES: dict[tuple[bool | None, ...], tuple[str, ...]] = {
@@ -220,24 +229,29 @@ def _add_step(row: PlannedRow, settings: dict[str, Any], flags: list[str]) -> se
     has_dropout = row.settings.get("dropout", not row.model.gated_ffn)
     if not has_dropout:
         settings |= {"--attention-dropout": 0.0, "--hidden-dropout": 0.0}
-    if row.settings.get("optimizer", "adam") == "sgd":
-        settings |= {"--optimizer": "sgd", "--sgd-momentum": 0.0}
-    elif row.settings.get("optimizer", "adam") == "momentum":
-        settings["--optimizer"] = "sgd"
-    else:
-        settings["--optimizer"] = "adam"
+    optimizer = row.settings.get("optimizer", "adam")
+    settings["--optimizer"] = "sgd" if optimizer in _SGD else "adam"
+    if optimizer == "sgd":
+        settings["--sgd-momentum"] = 0.0
     stack = row.stack
     if row.degrees.data > 1 and stack.overlap:
         flags.append("--overlap-grad-reduce")
         if row.degrees.zero and not stack.waits_for_gathers:
             flags.append("--overlap-param-gather")
-    return {"optimizer"}
+    return {"optimizer"} if optimizer in ("adam", *_SGD) else set()
 
 
-def _zero_flags(row: PlannedRow, settings: dict[str, Any]) -> tuple[str, ...]:
-    zero = row.degrees.zero
+_SGD = ("sgd", "momentum")
+
+
+def _zero_flags(row: PlannedRow, settings: dict[str, Any], target: str) -> tuple[str, ...]:
+    zero, optimizer = row.degrees.zero, row.settings.get("optimizer", "adam")
     if zero == 0:
         return ()
+    if optimizer in _SGD:
+        raise UnsupportedError(
+            f"{target} shards the states of Adam alone, and not those of {optimizer}; plan with zero=0"
+        )
     if zero > 1:
         settings["--data-parallel-sharding-strategy"] = "optim_grads" if zero == 2 else "optim_grads_params"
         settings["--ckpt-format"] = "fsdp_dtensor"  # any other is refused with Megatron-FSDP

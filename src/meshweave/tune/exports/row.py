@@ -121,6 +121,25 @@ class PlannedRow:
                 "mw.parallelize runs that"
             )
 
+    def require_even_shares(self, target: str) -> None:
+        """Raise UnsupportedError if ranks get unequal shares of heads or of a sequence.
+
+        Context-parallel ranks take two parts of a sequence each, the first and the last of those left.
+        """
+        attentions = [node for _, graph in self.model.runs for node in graph.attentions]
+        if uneven := {node.groups for node in attentions if node.groups % self.tensor}:
+            raise UnsupportedError(
+                f"{target} gives each tensor rank as many heads, and {min(uneven)} heads of keys and values do "
+                f"not divide among {self.tensor} ranks"
+            )
+        context = self.degrees.context
+        parts = (self.tensor if self.is_sequence_parallel else 1) * (2 * context if context > 1 else 1)
+        if self.plan.sequence % parts:
+            raise UnsupportedError(
+                f"{target} takes sequences of a multiple of {parts} tokens by {self.degrees.strategy} on context "
+                f"{context} x tensor {self.tensor}, and not of {self.plan.sequence}"
+            )
+
     def require_no_pipeline(self, target: str) -> None:
         """Raise UnsupportedError if layers are divided into stages, for software without pipelines."""
         if self.degrees.pipeline > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from meshweave.base.errors import UnsupportedError
@@ -13,6 +14,7 @@ def to_torchtitan(row: PlannedRow) -> Export:
     """Return the torchtitan config overrides of a row. Raises UnsupportedError if it has no such strategy."""
     plan, degrees = row.plan, row.degrees
     row.require_megatron("torchtitan")
+    row.require_even_shares("torchtitan")
     left_out: list[str] = []
     parallelism: dict[str, Any] = {
         "tensor_parallel_degree": row.tensor,
@@ -28,6 +30,13 @@ def to_torchtitan(row: PlannedRow) -> Export:
         if degrees.expert_tensor > 1:
             raise UnsupportedError(
                 f"torchtitan keeps experts whole, and not on {degrees.expert_tensor} ranks each"
+            )
+        sharing = row.tensor * degrees.context * (degrees.data if degrees.zero else 1)
+        if sharing % degrees.expert:
+            raise UnsupportedError(
+                f"torchtitan has ranks of experts among those that share or shard the weights of a layer, "
+                f"{sharing} here, which expert {degrees.expert} does not divide; ZeRO 1 to 3 shards over data "
+                f"{degrees.data}"
             )
         parallelism["expert_parallel_degree"] = degrees.expert
     training: dict[str, Any] = {
@@ -99,11 +108,26 @@ def _pipeline(row: PlannedRow, left_out: list[str]) -> dict[str, Any]:
         "pipeline_parallel_first_stage_less_layers": 0,
         "pipeline_parallel_last_stage_less_layers": 0,
     }
-    if row.num_layers_per_stage is None:
+    stages, layers = row.stage_layers, row.model.num_layers
+    count = len(stages)
+    rule = tuple(layers // count + (number < layers % count) for number in range(count))
+    if stages != rule:
         left_out.append(
-            f"{row.model.num_layers} layers are not shared out evenly to the stages; torchtitan shares them out "
-            "by its own rule unless module_fqns_per_model_part says how."
+            f"{layers} layers are not shared out evenly to the stages: they have {_listed(stages)}; torchtitan "
+            f"gives them {_listed(rule)} unless module_fqns_per_model_part says how."
         )
-    else:
+    if row.num_layers_per_stage is not None:
         settings["pipeline_parallel_layers_per_stage"] = row.num_layers_per_stage
+    elif degrees.virtual_stages > 2:  # not told, it makes one or two of a rank
+        most = -(-layers // count)
+        if -(-layers // most) != count:
+            raise UnsupportedError(
+                f"torchtitan counts stages by their layers: {most} of {layers} make {-(-layers // most)} stages, "
+                f"and not {count}; mw.pipeline runs that"
+            )
+        settings["pipeline_parallel_layers_per_stage"] = most
     return settings
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts))
