@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from block_lab_functions import FusedFunctions
 from block_lab_torch import bind_parallelized
@@ -209,7 +210,10 @@ def _bind(
 
 
 def _error(results: Mapping[str, tuple[Any, Any]], expected: Arrays) -> float:
-    """Return the largest difference from the dense reference, relative to each tensor's largest value."""
+    """Return the largest difference from the dense reference, relative to each tensor's largest value.
+
+    One that is no number counts as infinite.
+    """
     worst = []
     for name, (value, index) in results.items():
         dense = expected[name]
@@ -217,6 +221,7 @@ def _error(results: Mapping[str, tuple[Any, Any]], expected: Arrays) -> float:
         for dim, chosen in enumerate(index):
             part = part.take(chosen, dim)
         if part.size:
-            worst.append(float(abs(value - part).max() / abs(dense).max()))
+            apart = np.nan_to_num(abs(value - part), nan=np.inf, posinf=np.inf)
+            worst.append(float(apart.max() / abs(dense).max()))
     assert len(results) == len(expected), set(expected) ^ set(results)
     return max(worst, default=0.0)

@@ -112,10 +112,15 @@ def _row(
         "out": [_word(placement) for placement in out],
         "wall_s": walls,
         "cpu_s": cpus,
-        "difference": float((whole[0] - whole[1]).abs().max()) / scale,
+        "difference": _largest(whole[0] - whole[1]) / scale,
         "num_changed": num_changed,
         "copies_alike": _copies_alike(mesh, ours),
     }
+
+
+def _largest(difference: Any) -> float:
+    """Return the largest element by size; one that is no number counts as infinite."""
+    return float(difference.abs().nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
 def _operand(mesh: Any, words: Sequence[str], shape: tuple[int, int], seed: int, dtype: Any) -> Any:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE))
 from machine import describe_environment  # noqa: E402
 
 from meshweave_lab import Lab  # noqa: E402
-from meshweave_lab.bench.fused import NOT_RUN, FusedOp, bench_fused  # noqa: E402
+from meshweave_lab.bench.fused import NOT_RUN, FusedOp, bench_fused, refuse_wrong_results  # noqa: E402
 
 OPS: tuple[FusedOp, ...] = ("reduce-scatter", "all-gather")
 RESULTS = HERE / "results" / "fused_lab.json"
@@ -33,16 +33,15 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name} with machine and versions")
     options = parser.parse_args()
     lab, sizes = Lab.load(options.lab), tuple(options.sizes)
-    rows = [
-        {"op": op, **times.to_json()}
-        for op in OPS
-        for times in bench_fused(lab, sizes, options.ratio, op=op, repeat=options.repeat)
-    ]
+    measured = {op: bench_fused(lab, sizes, options.ratio, op=op, repeat=options.repeat) for op in OPS}
+    rows = [{"op": op, **times.to_json()} for op, of in measured.items() for times in of]
     for row in rows:
         print(
             f"{row['algorithm']:24}{row['median_s']:8.4f} s  {row['over_bound']:.3f} of the bound, "
             f"simulated {row['simulated_over_measured']:.3f} of measured, error {row['error']:.1e}"
         )
+    for of in measured.values():
+        refuse_wrong_results(of)
     if options.save:
         record = {
             "machine": describe_environment(),

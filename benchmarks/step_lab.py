@@ -175,6 +175,15 @@ def verdicts(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return out
 
 
+def wrong_rows(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the names of the configurations whose loss or weights are off, or are no numbers."""
+    return [
+        row["name"]
+        for row in rows
+        if not all(row[which] <= TOLERANCE for which in ("loss_error", "weight_error"))
+    ]
+
+
 def print_table(rows: list[dict[str, Any]]) -> None:
     """Print rows and verdicts."""
     for row in sorted(rows, key=lambda row: row["median_s"]):
@@ -215,6 +224,8 @@ def main() -> None:
         "--resume", action="store_true", help="keep calibration and other rows of the saved file"
     )
     options = parser.parse_args()
+    if options.resume and not options.save:
+        parser.error("--resume goes on with a saved file; name it with --save")
     lab = Lab.load(options.lab)
     cases = options.cases or list(range(len(CASES)))
     before: dict[str, Any] = {}
@@ -243,7 +254,7 @@ def main() -> None:
         "rows": rows,
         "verdicts": verdicts(rows),
     }
-    wrong = [row["name"] for row in rows if max(row["loss_error"], row["weight_error"]) > TOLERANCE]
+    wrong = wrong_rows(rows)
     if wrong:
         sys.exit(f"wrong results: {'; '.join(wrong)}")
     if options.save:

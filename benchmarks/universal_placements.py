@@ -87,7 +87,11 @@ def incoming_bytes_per_s(lab: Lab) -> float:
         return sum(
             link.bytes_per_s + (link.back_bytes_per_s if size > 2 else 0) for size, link in axes if size > 1
         )
-    return network.nic.bytes_per_s / (network.ranks_per_host if isinstance(network, SwitchLab) else 1)
+    if isinstance(network, SwitchLab):
+        inside = network.local_bytes_per_s if network.ranks_per_host > 1 else 0.0
+        return network.nic.bytes_per_s / network.ranks_per_host + inside
+    direct = 0 if network.direct is None else network.direct.bytes_per_s
+    return network.nic.bytes_per_s + direct * (network.hosts_per_group - 1)
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -91,6 +91,8 @@ def options_of(
 
     Raises MeshweaveError where they do not fit.
     """
+    if given.resume and given.folder is None:
+        raise mw.errors.DescriptionError("--resume goes on from a checkpoint; name its folder with --folder")
     size = ModelSize(
         given.model,
         given.layers,

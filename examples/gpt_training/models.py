@@ -25,6 +25,9 @@ class ModelSize:
             (rotary positions, RMS norm, SwiGLU).
         num_kv_heads: heads of keys and values, which queries of a llama share in groups.
         dropout: the share of elements that the residual branches drop.
+
+    Raises:
+        DescriptionError: a size is below 1, or heads do not fit.
     """
 
     style: str = "gpt"
@@ -36,6 +39,22 @@ class ModelSize:
     vocab_size: int = 256
     sequence: int = 128
     dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, size in asdict(self).items():
+            if isinstance(size, int) and size < 1:
+                raise mw.errors.DescriptionError(f"{name} is {size}; give at least 1")
+        if self.hidden % self.num_heads or self.num_heads % self.num_kv_heads:
+            raise mw.errors.DescriptionError(
+                f"{self.num_heads} heads, {self.num_kv_heads} of keys and values, and hidden {self.hidden}: each "
+                "is to divide the next larger one"
+            )
+        if self.style == "llama" and self.head_dim % 2:
+            raise mw.errors.DescriptionError(f"heads of a llama have an even width, and not {self.head_dim}")
+        if self.style == "gpt" and self.num_kv_heads != self.num_heads:
+            raise mw.errors.DescriptionError(
+                f"a gpt has as many heads of keys and values as of queries, {self.num_heads}; a llama shares them"
+            )
 
     @property
     def head_dim(self) -> int:

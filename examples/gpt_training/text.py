@@ -7,6 +7,7 @@ It was written by `bible -l72 gen1:1-gen50:26` of Debian's packages bible-kjv an
 from __future__ import annotations
 
 import gzip
+import zlib
 from pathlib import Path
 
 import torch
@@ -28,13 +29,19 @@ class ByteBatches:
         batch: windows of a step.
         seed: of the order of windows.
 
+    Raises:
+        DescriptionError: the file cannot be read, or has no window.
+
     Attributes:
         position: how many windows have been given out.
     """
 
     def __init__(self, path: Path = TEXT, *, sequence: int, batch: int, seed: int = 0) -> None:
-        raw = path.read_bytes()
-        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
+        try:
+            raw = path.read_bytes()
+            raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
+        except (OSError, EOFError, zlib.error) as error:
+            raise DescriptionError(f"{path} cannot be read as a text: {error}") from None
         self._bytes = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         self._sequence, self._batch, self._seed, self.position = sequence, batch, seed, 0
         self._windows = (len(self._bytes) - 1) // sequence

@@ -96,7 +96,7 @@ class Trainer:
         """Return the micro-batches of a step. Raises LayoutError where the batch has no whole number of them."""
         chosen, batch = self.options.parallelism, self.options.batch
         rows = chosen.data * chosen.micro_batch
-        if batch % rows:
+        if batch < 1 or batch % rows:
             raise mw.errors.LayoutError(
                 f"a batch of {batch} has no whole number of micro-batches of {chosen.micro_batch} rows on each of "
                 f"{chosen.data} replicas"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from meshweave.algorithms.step import Parallelism, StepProblem, step_of
@@ -45,5 +46,7 @@ def run_steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str
                 "difference": run.worst_difference(expected.weights),
             }
         )
+        weights_lost = {name: np.full_like(value, np.nan) for name, value in expected.weights.items()}
+        assert run.worst_difference(weights_lost) == float("inf")  # what is no number is no match
         run.close()
     return out

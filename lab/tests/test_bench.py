@@ -17,7 +17,7 @@ from meshweave_lab.bench.results import MeasuredRound, RivalTimes, Round
 from meshweave_lab.bench.rivals import DTENSOR, choose_rivals
 from meshweave_lab.bench.rounds import LayerCase, layer_rounds, unpaced_rounds
 from meshweave_lab.bench.shapes import ShapeComparison
-from meshweave_lab.bench.yardsticks import balanced_flops_per_s, bound_s, ideal_cluster
+from meshweave_lab.bench.yardsticks import balanced_flops_per_s, bound_s, ideal_cluster, matmul_machine
 from meshweave_lab.cli.bench_tables import NOT_COMPARABLE, gain_lines, picture, table
 
 LABS = Path(__file__).parents[2] / "examples" / "labs"
@@ -68,6 +68,24 @@ def test_the_pace_balances_compute_and_communication():
     pace = balanced_flops_per_s(problem, lab.cluster(), 2.0)
     machine = mesh_machine(ideal_cluster(lab.cluster(), pace), (2, 2), ("row", "col"), "tp")
     assert bound_s(problem, machine) == pytest.approx(problem.flops / 4 / pace)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "groups"),
+    [("switch-4x2", (4, 2), 2), ("two-groups-8", (2, 4), 4), ("bridged-pairs-8", (4, 2), 2)],
+)
+def test_groups_behind_one_nic_or_uplink_share_it_in_pace_bound_and_theory(name, shape, groups):
+    cluster = Lab.load(LABS / f"{name}.toml").cluster()
+    problem = Matmul2dProblem(256, 256, 4096, shape, "os")
+    pace = balanced_flops_per_s(problem, cluster, 1.0)
+    machine = matmul_machine(ideal_cluster(cluster, pace), problem)
+    slow_s = problem.traffic_bytes(0)["tp.row"] * groups / machine.rate("tp.row", "all_gather")
+    assert bound_s(problem, machine) == pytest.approx(slow_s)
+    assert problem.flops / 8 / pace == pytest.approx(slow_s)
+    (one,) = choose_rivals(problem, cluster, ["collective"], with_baselines=False)
+    theory_s, exact = one.estimate_s(problem, machine), machine.axis("tp.row").link_latency_s
+    assert exact == machine.axis("tp.col").link_latency_s == 0  # without latency
+    assert theory_s == pytest.approx(2 * slow_s, rel=1e-3)  # one after the other
 
 
 def test_algorithms_that_cannot_use_the_mesh_are_left_out():
@@ -266,3 +284,15 @@ def test_rivals_give_the_dense_product_take_their_time_and_are_kept(
         MeasuredRound.from_json(json.loads(json.dumps(one.to_json()))).to_json()["results"] for one in again
     ]
     assert again[0].results[0].median_s == record["rounds"][0]["results"][0]["median_s"]
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_s"),
+    [("torus-2x2", 12.5e6), ("switch-4x2", 12.5e6 + 2.4e9), ("bridged-pairs-8", 46e6)],
+)
+def test_a_rank_of_any_lab_receives_over_all_of_its_links(name, bytes_per_s, monkeypatch):
+    pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+    monkeypatch.syspath_prepend(str(LABS.parents[1] / "benchmarks"))
+    from universal_placements import incoming_bytes_per_s
+
+    assert incoming_bytes_per_s(Lab.load(LABS / f"{name}.toml")) == bytes_per_s

@@ -50,6 +50,11 @@ def test_the_table_has_a_line_for_each_rival() -> None:
     [
         (["--op", "broadcast"], "'broadcast' is not one of"),
         (["--ratio", "0"], "--ratio is 0; it must be positive"),
+        (["--ratio", "nan"], "--ratio is nan; it must be positive"),
+        (["--m", "2"], "t3_sequential: 2 rows of C leave some of 4 ranks without any"),
+        (["--lab", str(LABS / "switch-4x2.toml")], "a rank to a host; give a lab of kind switch"),
+        (["--lab", str(LABS / "two-groups-8.toml")], "a rank to a host; give a lab of kind switch"),
+        (["--cluster", "dgx-h100"], "has 8 chips, the lab 4 ranks"),
         (["--repeat", "0"], "repeat must be 1 to 100"),
         (["--out", "/"], "cannot write"),
     ],
@@ -57,6 +62,17 @@ def test_the_table_has_a_line_for_each_rival() -> None:
 def test_mistakes_are_said(capsys: pytest.CaptureFixture[str], options: list[str], said: str) -> None:
     assert run_app(["bench", "fused", "--lab", str(LAB), *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_wrong_result_is_written_and_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wrong = [FusedTimes("looped", "", (0.1,), 0.1, 0.1, 0.0), FusedTimes("t3", "", (0.1,), 0.1, 0.1, 2.0)]
+    monkeypatch.setattr(fused, "bench_fused", lambda *given, **named: wrong)
+    out = tmp_path / "out.json"
+    assert run_app(["bench", "fused", "--lab", str(LAB), "--json", "--out", str(out)]) != 0
+    assert "t3: differs from the dense product by 2" in capsys.readouterr().err
+    assert json.loads(out.read_text())["rivals"][1]["error"] == 2.0
 
 
 @pytest.mark.parametrize("op", OPS)

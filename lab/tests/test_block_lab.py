@@ -109,3 +109,26 @@ def test_only_pairs_that_are_apart_count_and_misses_are_named():
     gain = said["chosen_over"]["megatron"]
     assert gain["measured"] == pytest.approx(2.0 / 1.07) and gain["predicted"] == pytest.approx(2.4)
     assert said["chosen_over"]["torch"] == {"measured": pytest.approx(2.5 / 1.07)}
+
+
+def test_a_result_that_is_no_number_is_wrong():
+    from block_lab_rank import _error
+
+    dense = {"Z": np.ones((2, 2)), "DX": np.ones((2, 2))}
+    where = (np.arange(2), np.arange(2))
+    right, wrong = np.ones((2, 2)), np.array([[1.0, np.nan], [1.0, 1.0]])
+    assert _error({"Z": (right, where), "DX": (right, where)}, dense) == 0
+    assert _error({"Z": (right, where), "DX": (wrong, where)}, dense) == np.inf
+
+
+def test_a_gradient_of_a_pipeline_that_is_missing_is_wrong():
+    from pipeline_lab_rank import _error
+
+    stage = torch.nn.Linear(2, 2)
+    expected = [torch.ones(2, 2), torch.ones(2)]
+    stage.weight.grad = torch.ones(2, 2)
+    assert _error(stage, expected) == np.inf
+    stage.bias.grad = torch.full((2,), float("nan"))
+    assert _error(stage, expected) == np.inf
+    stage.bias.grad = torch.full((2,), 1.5)
+    assert _error(stage, expected) == 0.5

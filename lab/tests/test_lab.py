@@ -1,5 +1,6 @@
 """Labs that are really built: what they carry, and that nothing of them is left, however they end."""
 
+import json
 import os
 import re
 import signal
@@ -257,6 +258,17 @@ def test_the_others_name_the_rank_that_was_killed(nothing_left):
     # Rank 1 may end before rank 0 has heard of it at all.
     said = r"rank 1 (stopped answering|never answered) while waiting for word from rank 1"
     assert re.fullmatch(said, caught.value.reports[0])
+
+
+@lab
+@pytest.mark.parametrize(
+    ("name", "bytes_per_s"), [("bridged-pairs-8", 40e6), ("two-groups-8", 32e6), ("switch-4x2", 25e6)]
+)
+def test_a_check_measures_against_the_link_that_the_message_takes(name, bytes_per_s, nothing_left, capsys):
+    assert run_app(["lab", "check", str(EXAMPLES / f"{name}.toml"), "--measure", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["lab"]
+    assert said["nominal_bytes_per_s"] == bytes_per_s
+    assert 0.5 < said["goodput_bytes_per_s"] / bytes_per_s < 1.1
 
 
 def test_without_root_it_says_so_and_what_works(monkeypatch, capsys):

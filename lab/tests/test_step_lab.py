@@ -80,3 +80,14 @@ def test_the_page_has_a_row_for_each_configuration_and_what_was_missed():
     assert text.index("| fast | 1.100 | 1.000 | 1.000 | +10.0 % | +0.0 %") < text.index("| slow |")
     assert "By estimate: mean error 30.0 %, worst -50.0 %; 0 of 2 within 8 %; 0 of the 1 pairs" in text
     assert "Missed: fast was faster than slow." in text
+
+
+def test_what_is_no_number_is_wrong():
+    from step_lab import wrong_rows
+
+    def row(name, loss_error, weight_error):
+        return {"name": name, "loss_error": loss_error, "weight_error": weight_error}
+
+    nan = float("nan")
+    rows = [row("a", 0.0, 1e-4), row("b", nan, 0.0), row("c", 0.0, nan), row("d", 0.0, 1.0)]
+    assert wrong_rows(rows) == ["b", "c", "d"]

@@ -136,10 +136,14 @@ class StepRun:
         return of.loss / self._written.loss_copies
 
     def worst_difference(self, weights: Arrays) -> float:
-        """Return the largest difference of this rank's weights from those of a whole model, given by name."""
+        """Return the largest difference of this rank's weights from those of a whole model, given by name.
+
+        One that is no number counts as infinite.
+        """
         worst = 0.0
         for bucket, own in self._own.items():
-            worst = max(worst, float((own - self._kept(weights, bucket)).abs().max()))
+            apart = (own - self._kept(weights, bucket)).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+            worst = max(worst, float(apart.max()))
         return worst
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from meshweave.algorithms.contract import Algorithm, is_accurate
+from meshweave.algorithms.contract import Algorithm, Array, is_accurate
 from meshweave.base.errors import MeshweaveError, ProgramError, UnsupportedError
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.lifetimes import peak_bytes
@@ -71,6 +71,12 @@ def prove_contract(
             yield ConfigProof(entry.name, str(config), failed=str(error))
 
 
+def _largest_difference(found: Array, wanted: Array) -> float:
+    """Return the largest difference where a number is wanted; what is found and no number counts as infinite."""
+    apart = np.abs(found - wanted)[~np.isnan(wanted)]
+    return float(np.max(np.nan_to_num(apart, nan=np.inf, posinf=np.inf), initial=0.0))
+
+
 def _proof(entry: Algorithm[Any, Any], problem: Hashable, config: Any) -> ConfigProof:
     program = entry.program(problem, config)
     unproved, replicas, are_certain = "its calls have no equations", "", True
@@ -85,8 +91,7 @@ def _proof(entry: Algorithm[Any, Any], problem: Hashable, config: Any) -> Config
     for seed in ORDER_SEEDS:
         outputs = entry.results(problem, config, run_numpy(program, operands, seed=seed, calls=calls).outputs)
         for name, value in expected.items():
-            difference = np.nan_to_num(np.abs(outputs[name] - value).astype(float), nan=np.inf)
-            error = max(error, float(difference.max(initial=0.0)))
+            error = max(error, _largest_difference(outputs[name], value))
     failed = f"numbers differ by {error:g}" if error else _wrong_closed_form(entry, problem, config, program)
     if not are_certain:
         failed = failed or replicas

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from meshweave.algorithms.table import FUSED_PRODUCTS
 from meshweave.algorithms.universal.problem import UniversalProblem
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, ProgramError
 from meshweave.describe.layout import Layout, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program.text import to_text
 from meshweave.tune.fused import FusedChoice, fused_choices
+from meshweave_lab.description import SwitchLab
 from meshweave_lab.lab import Lab
 
 FusedOp = Literal["reduce-scatter", "all-gather"]
@@ -94,13 +97,27 @@ def transfer_s(problem: UniversalProblem, op: FusedOp, link_bytes_per_s: float) 
 
 
 def chosen(problem: UniversalProblem, op: FusedOp, cluster: Cluster) -> list[FusedChoice]:
-    """Return both rivals, then ours with the tiles that are simulated to be fastest, for each algorithm."""
+    """Return both rivals, then ours with the tiles that are simulated to be fastest, for each algorithm.
+
+    Raises LayoutError where one of them does not take the product.
+    """
     best: dict[str, FusedChoice] = {}
     for choice in fused_choices(problem, cluster):
         known = best.get(choice.algorithm)
         if known is None or choice.simulated_s < known.simulated_s:
             best[choice.algorithm] = choice
-    return [best[name] for name in (*RIVALS[op], *OURS[op])]
+    names = (*RIVALS[op], *OURS[op])
+    for name in names:
+        if name not in best:
+            raise LayoutError(f"{name}: {FUSED_PRODUCTS[name].refusal(problem)}")
+    return [best[name] for name in names]
+
+
+def refuse_wrong_results(measured: Sequence[FusedTimes]) -> None:
+    """Raise ProgramError where a result differs from the dense product."""
+    for times in measured:
+        if times.error:
+            raise ProgramError(f"{times.algorithm}: differs from the dense product by {times.error:g}")
 
 
 def bench_fused(
@@ -124,11 +141,13 @@ def bench_fused(
     Raises what `Lab.up` and `RunningLab.launch` raise, and LayoutError where the product does not fit.
     """
     problem, described = fused_problem(sizes, lab.num_ranks, op), lab.cluster()
-    rate = getattr(lab.description.network, "nic", None)
-    if rate is None:
+    network = lab.description.network
+    if not isinstance(network, SwitchLab) or network.ranks_per_host > 1:
         raise LayoutError(
-            "fused products are measured in a lab whose hosts are on one switch, a rank to a host"
+            f"{lab.description.name}: fused products are measured in a lab whose hosts are on one switch, a rank "
+            "to a host; give a lab of kind switch with ranks_per_host = 1"
         )
+    rate = network.nic
     moved_s = transfer_s(problem, op, rate.bytes_per_s)
     pace = 2 * problem.m * problem.n * problem.k / lab.num_ranks / (ratio * moved_s)
     cluster = calibrated or described

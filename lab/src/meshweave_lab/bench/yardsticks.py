@@ -11,7 +11,7 @@ from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.links import NetworkAxis
-from meshweave.describe.machine.network import RingNetwork, SwitchNetwork, TorusNetwork
+from meshweave.describe.machine.network import with_axes
 
 UNPACED_FLOPS_PER_S = 1e15
 """The rate of products that take no time to speak of."""
@@ -22,12 +22,7 @@ def ideal_cluster(cluster: Cluster, flops_per_s: float) -> Cluster:
     `flops_per_s`.
     """
     chip = replace(cluster.chip.with_flops_per_s(flops_per_s), memory_bytes_per_s=1e15, launch_s=0.0)
-    network = cluster.network
-    if isinstance(network, TorusNetwork):
-        network = replace(network, axes=tuple(_without_latency(axis) for axis in network.axes))
-    elif isinstance(network, (RingNetwork, SwitchNetwork)):
-        network = replace(network, link=_without_latency(network.link))
-    return replace(cluster, chip=chip, network=network)
+    return replace(cluster, chip=chip, network=with_axes(cluster.network, _without_latency))
 
 
 def _without_latency(axis: NetworkAxis) -> NetworkAxis:
@@ -49,13 +44,17 @@ def matmul_machine(cluster: Cluster, problem: Matmul2dProblem) -> Machine:
 def bound_s(problem: Matmul2dProblem, machine: Machine) -> float:
     """Return max(compute, bytes per axis / rate) in seconds: no 2D algorithm with these shards is faster."""
     compute = problem.flops / problem.num_chips / machine.cluster.chip.effective_flops_per_s
+    return max(compute, _communication_s(problem, machine))
+
+
+def _communication_s(problem: Matmul2dProblem, machine: Machine) -> float:
+    """Return the seconds of the bytes along the slower axis, whose groups all communicate at once."""
     moved = problem.traffic_bytes(0)
-    return max(compute, *(amount / machine.rate(axis, "all_gather") for axis, amount in moved.items()), 0.0)
+    seconds = (amount / machine.rate(axis, "all_gather", shared=True) for axis, amount in moved.items())
+    return max(seconds, default=0.0)
 
 
 def balanced_flops_per_s(problem: Matmul2dProblem, cluster: Cluster, ratio: float) -> float:
     """Return the pace at which compute takes `ratio` times as long as communication along the slower axis."""
     machine = matmul_machine(ideal_cluster(cluster, 1.0), problem)
-    moved = problem.traffic_bytes(0)
-    communication_s = max(amount / machine.rate(axis, "all_gather") for axis, amount in moved.items())
-    return problem.flops / problem.num_chips / (ratio * communication_s)
+    return problem.flops / problem.num_chips / (ratio * _communication_s(problem, machine))

@@ -15,7 +15,6 @@ from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
 from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import print_json
-from meshweave.describe.machine.cluster import load_cluster
 from meshweave.report.provenance import describe_environment
 
 if TYPE_CHECKING:
@@ -50,13 +49,13 @@ def fused(lab: options.LabFile, given: FusedBenchOptions) -> None:
     Example: meshweave bench fused --lab examples/labs/switch-4x1-50mbit.toml --op all-gather --json
     """
     from meshweave_lab import Lab
-    from meshweave_lab.bench.fused import NOT_RUN, bench_fused
+    from meshweave_lab.bench.fused import NOT_RUN, bench_fused, refuse_wrong_results
 
     options.check_run(given.repeat, given.timeout)
-    if given.ratio <= 0:
-        raise DescriptionError(f"--ratio is {given.ratio:g}; it must be positive")
+    if not 1e-3 <= given.ratio <= 1e3:
+        raise DescriptionError(f"--ratio is {given.ratio:g}; it must be positive, from 0.001 to 1000")
     described = Lab.load(lab)
-    calibrated = None if given.cluster is None else load_cluster(str(given.cluster))
+    calibrated = None if given.cluster is None else options.load_calibrated(given.cluster, described)
     measured = bench_fused(
         described,
         (given.m, given.n, given.k),
@@ -82,15 +81,16 @@ def fused(lab: options.LabFile, given: FusedBenchOptions) -> None:
         write_file(given.out, dumps(record, indent=1) + "\n")
     if given.json:
         print_json(record)
-        return
-    typer.echo(
-        f"{given.op.value}, {given.m} x {given.n} x {given.k} at ratio {given.ratio:g}, "
-        f"bound {format_s(measured[0].bound_s)}"
-    )
-    for line in table(measured):
-        typer.echo(line)
-    for name, why in NOT_RUN.items():
-        typer.echo(f"{name}: {why}")
+    else:
+        typer.echo(
+            f"{given.op.value}, {given.m} x {given.n} x {given.k} at ratio {given.ratio:g}, "
+            f"bound {format_s(measured[0].bound_s)}"
+        )
+        for line in table(measured):
+            typer.echo(line)
+        for name, why in NOT_RUN.items():
+            typer.echo(f"{name}: {why}")
+    refuse_wrong_results(measured)
 
 
 def table(measured: Sequence[FusedTimes]) -> Iterator[str]:

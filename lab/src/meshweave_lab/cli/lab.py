@@ -143,10 +143,10 @@ def _measure(described: Lab) -> dict[str, float]:
         case TorusLab():
             axis = max(axis for axis, size in enumerate(network.shape) if size > 1)
             nominal = network.links[axis].bytes_per_s
-        case TreeLab():
-            nominal = network.nic.bytes_per_s
-            if network.hosts_per_group == 1:
-                nominal = min(nominal, network.root.bytes_per_s)
+        case TreeLab(hosts_per_group=1):
+            nominal = min(network.nic.bytes_per_s, network.root.bytes_per_s)
+        case TreeLab():  # a direct link takes what is between its ends
+            nominal = (network.direct or network.nic).bytes_per_s
     with described.up() as running:
         rate = goodput(running, [ProbeFlow(0, to, max(nominal, 1 << 20))], timeout_s=120.0)[0].bytes_per_s
     return {"nominal_bytes_per_s": nominal, "goodput_bytes_per_s": rate}

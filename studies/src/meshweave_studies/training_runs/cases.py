@@ -72,7 +72,7 @@ class RunCase:
         of, model = self.problem, self.problem.model
         shape = model.num_layers, model.hidden, model.layer.counts["ffn"]
         sizes = of.cluster.name, of.cluster.num_chips, of.batch, of.sequence
-        return *shape, *sizes, of.precision, self.choices
+        return *shape, *sizes, self.stack.name, of.precision, self.choices
 
 
 def _adapted(software: SoftwareStack, words: _Words) -> SoftwareStack:
