@@ -71,9 +71,9 @@ def prove_contract(
             yield ConfigProof(entry.name, str(config), failed=str(error))
 
 
-def _largest_difference(found: Array, wanted: Array) -> float:
-    """Return the largest difference where a number is wanted; what is found and no number counts as infinite."""
-    apart = np.abs(found - wanted)[~np.isnan(wanted)]
+def _largest_difference(result: Array, wanted: Array) -> float:
+    """Return the largest difference where a number is wanted; a result that is no number counts as infinite."""
+    apart = np.abs(result - wanted)[~np.isnan(wanted)]
     return float(np.max(np.nan_to_num(apart, nan=np.inf, posinf=np.inf), initial=0.0))
 
 

@@ -11,6 +11,6 @@ programs        the programs of the sites of a layer, bound
 ops, moves, ring       torch ops that run them
 agreed, same_model, step_agreement   what ranks compare, before a model is replaced and in each call
 optimizers, local_steps          steps of optimizers
-trials, trial_memory, planned_here, machine_here   plan "auto": plans are measured, and the fastest is taken
+trials, trial_memory, planned_here, machine_here, timed_here   plan "auto": plans are measured
 features        what transformers and torch offer and a parallelised model refuses
 """

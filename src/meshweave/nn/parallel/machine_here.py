@@ -7,26 +7,22 @@ needs a core again. A sum over P ranks takes launch + 2 (P - 1) latency seconds 
 Optimization of Collective Communication Operations in MPICH, 2005; MeshSlice, ISCA '25, section 3.2.2): groups of
 two sizes give both. These are sums of two linear layers, which together are half a layer of the model: what ranks
 that share them take more than one by itself, as torch runs them, on its part of the tokens. What running such a
-layer adds is in it, and that a rank waits for another where a product before took longer. Two ranks exchange
+layer adds is in it. Where each rank has a core of its own a product follows the layers, as one does in a layer,
+and ranks wait for that which ends it last; ranks that share cores wait for each other anyway. Two ranks exchange
 sums, more use a ring, as most layers do (`lower_small_sums`). Gathers of weights in parts, and scatters of
 gradients, are timed likewise, each of as many weights as a layer's.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshweave.algorithms.block.data_parallel import DataParallel, ZeroThree
 from meshweave.algorithms.block.megatron import Megatron
-from meshweave.algorithms.block.roles import AxisDims, Side
-from meshweave.algorithms.block.sites import MoveSite
 from meshweave.algorithms.step import Parallelism, StepProblem, load_stack, step_of
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.links import CommConstants, NetworkAxis
@@ -34,10 +30,8 @@ from meshweave.describe.machine.network import SwitchNetwork
 from meshweave.describe.model.transformer import Transformer
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.all_ranks import AllRanks
-from meshweave.nn.parallel.linear import ParallelLinear
-from meshweave.nn.parallel.programs import SizedMove
-from meshweave.nn.parallel.seeds import keep_generators
 from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.parallel.timed_here import BETWEEN, TwoLayers, added_s, each_s, group_mesh, sum_over
 
 STACK = replace(
     load_stack("ideal"),
@@ -57,13 +51,13 @@ _AGREED_BYTES = 1 << 12
 OPTIMIZER_BYTES = 28
 """AdamW in fp32 reads weight, gradient and two moments, and writes all but the gradient: 7 words a parameter."""
 _ROUNDS, _HALVINGS = 4, 16
-_SUMS, _REPEATS, _REPEATS_BY_TURNS, _MOST_BYTES, _LEAST_SHARED_S = 5, 5, 15, 64 << 20, 1e-6
+_MOST_BYTES, _LEAST_SHARED_S = 64 << 20, 1e-6
 _LEAST_SHARE = 0.1
 """Of a large sum at least so much is its bytes, however near to a small one it was measured."""
-_BETWEEN = 400
-"""Rows and columns of the products that sums are timed between: some milliseconds on one core."""
 _MOST_MOVED = 1 << 23
 """Bytes of weights, and of activations of a group, that are timed; more take longer by the rate of messages."""
+_SHARES_CORES = 1.5
+"""How many times as fast a rank computes alone where ranks are taken to share cores."""
 _SHARDS_WEIGHTS = 3
 """The level of ZeRO that gathers weights."""
 _AGREED = 2  # small sums of a call in which ranks share layers or weights: what they compare, and the loss
@@ -93,8 +87,7 @@ class MeasuredStep:
             number of ranks, and that number. Empty for one rank.
         ring_s: for two sizes in bytes, seconds that a ring all-reduce over all ranks adds to a product, or takes
             by itself if that is more. Empty for one rank.
-        gradients_s: seconds that one collective which sums all gradients over replicas adds to the forward and
-            backward of the larger micro-batch, or takes by itself if that is more. 0 for one rank.
+        gradients_s: seconds of one collective that sums all gradients over replicas. 0 for one rank.
         agreed_s: seconds that one all-reduce of 4 KiB over all ranks adds to a product, as ranks compare what
             they give a call. 0 for one rank.
         num_parameters: all of the model, each of which is trained.
@@ -114,11 +107,6 @@ class MeasuredStep:
     num_ranks: int
     sharing: float = 1.0
     gather: TimedMove = _NOTHING
-
-    @property
-    def replicas_s(self) -> float:
-        """Return the seconds of a step of data parallelism alone, of the larger number of sequences a rank."""
-        return self.compute_s[max(self.compute_s)] + self.optimizer_s + self.gradients_s
 
 
 def measure_step(
@@ -147,119 +135,32 @@ def measure_step(
     compute_s = {count: among.median_s(lambda count=count: compute(count)) for count in rows}  # type: ignore[misc]
     most, is_first = max(rows), among.context.rank in (0, None)
     one_s = among.median_s(lambda: compute(most) if is_first else None)
-    optimizer_s = among.median_s(optimize)
+    sharing, optimizer_s = max(compute_s[most] / one_s, 1.0), among.median_s(optimize)
     num_ranks = len(among.ranks)
     fewest = next((count for count in range(2, num_ranks) if num_ranks % count == 0), num_ranks)
     sums, ring_s, gather = dict[int, TimedMove](), dict[int, float](), _NOTHING
     gradients_s = agreed_s = 0.0
     if num_ranks > 1:
-        every = LayerStrategy.of(DataParallel.name, _mesh(among, num_ranks), context=context)
-        ring_s = {size: _added_s(among, _sum(every, size)) for size in SUMMED_BYTES}
+        every = LayerStrategy.of(DataParallel.name, group_mesh(among, num_ranks), context=context)
+        ring_s = {size: added_s(among, sum_over(every, size)) for size in SUMMED_BYTES}
         all_bytes = torch.float32.itemsize * model.num_parameters
-        summed = _sum(every, min(all_bytes, _MOST_BYTES), is_whole=True)
-        both_s = among.median_s(lambda: (compute(most), summed()))
-        each_s = _each_s(among, summed)
-        gradients_s = max(both_s - compute_s[most], each_s) + each_s * max(all_bytes / _MOST_BYTES - 1, 0.0)
-        agreed_s = max(_added_s(among, _sum(every, _AGREED_BYTES, is_whole=True)), 0.0)
+        summed = sum_over(every, min(all_bytes, _MOST_BYTES), is_whole=True)
+        gradients_s = each_s(among, summed) * max(all_bytes / _MOST_BYTES, 1.0)
+        agreed_s = max(added_s(among, sum_over(every, _AGREED_BYTES, is_whole=True)), 0.0)
         word, most_words = torch.float32.itemsize, _MOST_MOVED // torch.float32.itemsize
         tokens = max(min(most * sequence, most_words // model.hidden // num_ranks), 1)
         inner = max(min(max(graph.num_weights for _, graph in model.runs), most_words) // model.hidden, 4)
-        halves = _TwoLayers(among, tokens, model.hidden, inner // 4)
+        between = BETWEEN if sharing < _SHARES_CORES else 1
+        halves = TwoLayers(among, tokens, model.hidden, inner // 4, between)
         for ranks in sorted({fewest, num_ranks}):
-            added_s = halves.added_s(ranks, Megatron.name, ranks * tokens) / 2
-            sums[ranks] = TimedMove(word * ranks * tokens * model.hidden, max(added_s, _LEAST_SHARED_S))
-        added_s = replace(halves, inner=inner).added_s(num_ranks, ZeroThree.name, tokens) / 4
-        gather = TimedMove(word * inner * model.hidden, max(added_s, _LEAST_SHARED_S))
-    sharing = max(compute_s[most] / one_s, 1.0)
+            sum_s = halves.added_s(ranks, Megatron.name, ranks * tokens) / 2
+            sums[ranks] = TimedMove(word * ranks * tokens * model.hidden, max(sum_s, _LEAST_SHARED_S))
+        gather_s = replace(halves, inner=inner).added_s(num_ranks, ZeroThree.name, tokens) / 4
+        gather = TimedMove(word * inner * model.hidden, max(gather_s, _LEAST_SHARED_S))
     return MeasuredStep(
         compute_s, optimizer_s, sums, ring_s, gradients_s, agreed_s,
         model.num_parameters, num_ranks, sharing, gather,
     )  # fmt: skip
-
-
-def _mesh(among: AllRanks, ranks: int) -> DeviceMesh:
-    """Return the mesh of the group of this rank, of so many ranks that follow each other."""
-    device, num_ranks = among.context.device.type, len(among.ranks)
-    if ranks == num_ranks:
-        return init_device_mesh(device, (ranks,))
-    return init_device_mesh(device, (num_ranks // ranks, ranks), mesh_dim_names=("groups", "each"))["each"]
-
-
-@dataclass(frozen=True)
-class _TwoLayers:
-    """Two linear layers, from `features` to `inner` and back, that each rank runs on so many tokens by itself."""
-
-    among: AllRanks
-    tokens: int
-    features: int
-    inner: int
-
-    def added_s(self, ranks: int, strategy: str, tokens: int) -> float:
-        """Return the seconds that they take more where groups of ranks share them by a strategy.
-
-        Args:
-            tokens: on which each rank of a group runs its part.
-        """
-        context = self.among.context
-        with context.device, keep_generators(context.device.type):
-            first = nn.Linear(self.features, self.inner, bias=False)
-            second = nn.Linear(self.inner, self.features, bias=False)
-        shared_by = LayerStrategy.of(strategy, _mesh(self.among, ranks), context=context)
-        up = ParallelLinear(copy.deepcopy(first), shared_by, place="in")
-        down = ParallelLinear(copy.deepcopy(second), shared_by, place="out")
-        shared, alone = self._run(up, down, tokens), self._run(first, second, self.tokens)
-        return self.among.median_more_s(_several(shared), _several(alone), _REPEATS_BY_TURNS) / _SUMS
-
-    def _run(self, up: nn.Module, down: nn.Module, tokens: int) -> Callable[[], object]:
-        """Return what runs two layers forward and backward, and products that no ranks share after them."""
-        device = self.among.context.device
-        x = torch.ones(1, tokens, self.features, requires_grad=True, device=device)
-        square = torch.ones(_BETWEEN, _BETWEEN, requires_grad=True, device=device)
-
-        def run() -> None:
-            up.weight.grad = down.weight.grad = x.grad = square.grad = None
-            (down(up(x)).sum() + (square @ square).sum()).backward()
-
-        return run
-
-
-def _sum(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False) -> Callable[[], object]:
-    """Return what sums so many bytes over the ranks of a strategy.
-
-    Args:
-        is_whole: before which ranks do not meet, as before sums in buckets.
-    """
-    device = torch.empty(0, device=strategy.device_mesh.device_type).device
-    terms: AxisDims = tuple("partial" if size > 1 else "" for size in strategy.mesh.shape)
-    site = MoveSite((Side("", num_bytes // torch.float32.itemsize),), terms, strategy.roles.nowhere)
-    bound = SizedMove(site, strategy, torch.float32, is_whole).bound_apart(device)
-    bound.inputs["x"].zero_()
-    return lambda: bound.run(bound.inputs)
-
-
-def _added_s(among: AllRanks, run: Callable[[], object]) -> float:
-    """Return the seconds that `run` adds to products, or by itself where that is more."""
-    square = torch.ones(_BETWEEN, _BETWEEN, device=among.context.device)
-
-    def product() -> None:
-        square @ square
-
-    def both() -> None:
-        product()
-        run()
-
-    added_s = among.median_more_s(_several(both), _several(product), _REPEATS) / _SUMS
-    return max(added_s, _each_s(among, run))
-
-
-def _each_s(among: AllRanks, run: Callable[[], object]) -> float:
-    """Return the median seconds of a run, several of which follow each other."""
-    return among.median_s(_several(run), _REPEATS) / _SUMS
-
-
-def _several(run: Callable[[], object]) -> Callable[[], object]:
-    """Return what runs several times, one after the other."""
-    return lambda: [run() for _ in range(_SUMS)]
 
 
 def measured_problem(
@@ -268,9 +169,8 @@ def measured_problem(
     """Return the problem of a step on this machine, in fp32, whose predicted times are those measured.
 
     On one rank `step_of` then predicts what was measured. For data parallelism alone, where each rank has the
-    larger number of sequences that was measured, `overlap` of the stack is fitted, from 0 to 1, to `replicas_s`:
-    sums of layers are then hidden as far as they can be, where one of all gradients takes less. For other batches
-    `overlap` is 0.
+    larger number of sequences that was measured, `overlap` of the stack is fitted, from 0 to 1, to compute,
+    optimizer and one sum of all gradients. For other batches `overlap` is 0.
 
     Args:
         model: whose parts were measured.
@@ -284,11 +184,12 @@ def measured_problem(
     if measured.num_ranks == 1 or batch != rows * measured.num_ranks:
         return problem
     replicas = Parallelism(data=measured.num_ranks, micro_batch=rows)
+    taken_s = measured.compute_s[rows] + measured.optimizer_s + measured.gradients_s
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         share = (low + high) / 2
         shared = replace(problem, stack=replace(STACK, overlap=share))
-        low, high = (share, high) if step_of(shared, replicas).time_s > measured.replicas_s else (low, share)
+        low, high = (share, high) if step_of(shared, replicas).time_s > taken_s else (low, share)
     return replace(problem, stack=replace(STACK, overlap=(low + high) / 2))
 
 

@@ -20,13 +20,7 @@ from meshweave.describe.model.model_file import load_model
 from meshweave.describe.model.transformer import Transformer
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.all_ranks import AllRanks
-from meshweave.nn.parallel.machine_here import (
-    STACK,
-    MeasuredStep,
-    measure_step,
-    measured_problem,
-    step_here_s,
-)
+from meshweave.nn.parallel.machine_here import STACK, measure_step, measured_problem, step_here_s
 from meshweave.tune.step_search import plan
 
 _LOG = logging.getLogger(__name__)
@@ -81,7 +75,8 @@ def plans_here(
     except MeshweaveError as error:  # on all ranks, which have the same numbers
         _LOG.info("no plans beside data parallelism and ZeRO-3 are tried: %s", error)
         return []
-    listed = among.of_first(lambda: _planned(problem, measured), "the first rank to plan")
+    agreed_s = measured.agreed_s
+    listed = among.of_first(lambda: _planned(problem, num_ranks, agreed_s), "the first rank to plan")
     return [(Parallelism(**_tuples(degrees)), seconds) for degrees, seconds in listed]
 
 
@@ -134,18 +129,18 @@ def _started(
     return alone, torch.optim.AdamW(trained, lr=0.0)
 
 
-def _planned(problem: StepProblem, measured: MeasuredStep) -> list[tuple[dict[str, Any], float]]:
+def _planned(problem: StepProblem, num_ranks: int, agreed_s: float) -> list[tuple[dict[str, Any], float]]:
     """Return degrees and predicted seconds: data parallelism, ZeRO-3, and the fastest that share layers."""
-    num_ranks, agreed_s = measured.num_ranks, measured.agreed_s
-    replicas = Parallelism(data=num_ranks, micro_batch=max(problem.batch // num_ranks, 1))
-    shards = replace(replicas, zero=3)
+    each = max(problem.batch // num_ranks, 1)
+    replicas = Parallelism(data=num_ranks, micro_batch=each)
     waits = replace(problem, stack=STACK)  # for weights: nothing runs beside their gathers
+    plain = [("data parallelism", problem, replicas), ("ZeRO-3", waits, replace(replicas, zero=3))]
     listed: list[tuple[dict[str, Any], float]] = []
-    try:
-        shards_s = step_here_s(waits, shards, agreed_s=agreed_s)
-        listed = [(dict(vars(replicas)), measured.replicas_s), (dict(vars(shards)), shards_s)]
-    except MeshweaveError as error:  # a batch that is no multiple of the ranks
-        _LOG.info("data parallelism and ZeRO-3 are not predicted: %s", error)
+    for name, priced, chosen in plain:
+        try:
+            listed.append((dict(vars(chosen)), step_here_s(priced, chosen, agreed_s=agreed_s)))
+        except MeshweaveError as error:  # a batch that is no multiple of the ranks
+            _LOG.info("%s is not predicted: %s", name, error)
     try:
         ranked = fastest_here(problem, agreed_s=agreed_s, pp=1)
     except MeshweaveError as error:

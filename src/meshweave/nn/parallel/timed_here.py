@@ -1,0 +1,114 @@
+"""Times what ranks of this machine do together: sums by bound programs, and linear layers that they share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshweave.algorithms.block.roles import AxisDims, Side
+from meshweave.algorithms.block.sites import MoveSite
+from meshweave.nn.parallel.all_ranks import AllRanks
+from meshweave.nn.parallel.linear import ParallelLinear
+from meshweave.nn.parallel.programs import SizedMove
+from meshweave.nn.parallel.seeds import keep_generators
+from meshweave.nn.parallel.strategy import LayerStrategy
+
+BETWEEN = 400
+"""Rows and columns of the products that sums are timed between: some milliseconds on one core."""
+_SUMS, _REPEATS, _REPEATS_BY_TURNS = 5, 5, 15
+
+
+def group_mesh(among: AllRanks, ranks: int) -> DeviceMesh:
+    """Return a device mesh of the group of `ranks` ranks, neighbours in the world, that this rank is in."""
+    device, num_ranks = among.context.device.type, len(among.ranks)
+    if ranks == num_ranks:
+        return init_device_mesh(device, (ranks,))
+    return init_device_mesh(device, (num_ranks // ranks, ranks), mesh_dim_names=("groups", "each"))["each"]
+
+
+@dataclass(frozen=True)
+class TwoLayers:
+    """Two linear layers, from `features` to `inner` and back, that each rank runs on so many tokens by itself.
+
+    A product of (`between`, `between`) matrices follows them, which no ranks share.
+    """
+
+    among: AllRanks
+    tokens: int
+    features: int
+    inner: int
+    between: int
+
+    def added_s(self, ranks: int, strategy: str, tokens: int) -> float:
+        """Return the seconds that the layers take more where groups share them by a strategy. Collective.
+
+        Args:
+            ranks: of a group.
+            strategy: name of a block strategy.
+            tokens: on which each rank of a group runs its part.
+        """
+        context = self.among.context
+        with context.device, keep_generators(context.device.type):
+            first = nn.Linear(self.features, self.inner, bias=False)
+            second = nn.Linear(self.inner, self.features, bias=False)
+        shared_by = LayerStrategy.of(strategy, group_mesh(self.among, ranks), context=context)
+        up = ParallelLinear(copy.deepcopy(first), shared_by, place="in")
+        down = ParallelLinear(copy.deepcopy(second), shared_by, place="out")
+        shared, alone = self._run(up, down, tokens), self._run(first, second, self.tokens)
+        return self.among.median_more_s(_several(shared), _several(alone), _REPEATS_BY_TURNS) / _SUMS
+
+    def _run(self, up: nn.Module, down: nn.Module, tokens: int) -> Callable[[], object]:
+        """Return what runs two layers and the product after them forward and backward."""
+        device = self.among.context.device
+        x = torch.ones(1, tokens, self.features, requires_grad=True, device=device)
+        square = torch.ones(self.between, self.between, requires_grad=True, device=device)
+
+        def run() -> None:
+            up.weight.grad = down.weight.grad = x.grad = square.grad = None
+            (down(up(x)).sum() + (square @ square).sum()).backward()
+
+        return run
+
+
+def sum_over(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False) -> Callable[[], object]:
+    """Return a function that sums `num_bytes` of float32 over the ranks of a strategy by a bound program.
+
+    Args:
+        is_whole: whether the sum is one collective of the backend, as of gradients in buckets.
+    """
+    device = torch.empty(0, device=strategy.device_mesh.device_type).device
+    terms: AxisDims = tuple("partial" if size > 1 else "" for size in strategy.mesh.shape)
+    site = MoveSite((Side("", num_bytes // torch.float32.itemsize),), terms, strategy.roles.nowhere)
+    bound = SizedMove(site, strategy, torch.float32, is_whole).bound_apart(device)
+    bound.inputs["x"].zero_()
+    return lambda: bound.run(bound.inputs)
+
+
+def added_s(among: AllRanks, run: Callable[[], object]) -> float:
+    """Return the seconds that `run` adds to a product before it, or takes alone if that is more. Collective."""
+    square = torch.ones(BETWEEN, BETWEEN, device=among.context.device)
+
+    def product() -> None:
+        square @ square
+
+    def both() -> None:
+        product()
+        run()
+
+    more_s = among.median_more_s(_several(both), _several(product), _REPEATS) / _SUMS
+    return max(more_s, each_s(among, run))
+
+
+def each_s(among: AllRanks, run: Callable[[], object]) -> float:
+    """Return the median seconds of a call of `run`, several of which follow each other. Collective."""
+    return among.median_s(_several(run), _REPEATS) / _SUMS
+
+
+def _several(run: Callable[[], object]) -> Callable[[], object]:
+    """Return what runs several times, one after the other."""
+    return lambda: [run() for _ in range(_SUMS)]
