@@ -109,7 +109,7 @@ class HostedLayer:
     def _run(self, *given: Any, **named: Any) -> Any:
         """Return what the layer returns, which may be computed again by the model's own means or the plan's."""
         layer, own = vars(self._layer), "_gradient_checkpointing_func"
-        held = self._model.tokens.sizes, self._model.tokens.reach
+        held = self._model.tokens.sizes, self._model.tokens.last_position
         run = layer.get(own)
         if run is None and not self._model.recompute:
             return self._again(held, self._forward, *given, **named)
@@ -135,7 +135,7 @@ class HostedLayer:
     ) -> Any:
         """Return what the layer's own forward returns, in a forward pass or long after it."""
         model, tokens = self._model, self._model.tokens
-        (tokens.held, tokens.reach), tokens.place = held, model.strategy.roles.residual
+        (tokens.held, tokens.last_position), tokens.place = held, model.strategy.roles.residual
         with nullcontext() if tokens.ids is not None else model.dropping():
             if not self.opens or model.strategy.is_alone or torch.compiler.is_compiling():
                 return run(*given, **named)

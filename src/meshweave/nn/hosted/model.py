@@ -20,11 +20,11 @@ from meshweave.nn.autocast import autocast_operands
 from meshweave.nn.hosted.anatomy import anatomy_of
 from meshweave.nn.hosted.drops import RankDropout, sources_of
 from meshweave.nn.hosted.inputs import HostedArguments, returned, splits_rows, taken_by, with_own_signature
+from meshweave.nn.hosted.last_position import share_last_position
 from meshweave.nn.hosted.layer_plan import LayerReplacements
 from meshweave.nn.hosted.layers import HostedLayer, LayerSpan, NotHere, OtherStage, StopError
 from meshweave.nn.hosted.linears import HostedLinear
 from meshweave.nn.hosted.own_modules import HostedEmbedding, OwnModule, OwnTable, hosted_norm
-from meshweave.nn.hosted.reach import reach_as_one
 from meshweave.nn.hosted.residual import Tokens, as_plain
 from meshweave.nn.hosted.ring import run_in_ring
 from meshweave.nn.hosted.routers import auxiliary_loss, check_auxiliary
@@ -175,7 +175,7 @@ class HostedModel(ParallelModel):
         for layer, call in zip(self.blocks, self.calls, strict=True):
             layer.__dict__["forward"] = self.tokens.uncompiled(call.__call__)
         self.calls[-1].is_followed = False
-        reach_as_one(module, self.tokens)
+        share_last_position(module, self.tokens)
         self._ring_calls = None
         if self.strategy.roles.ring_axis is not None:
             heads = {
@@ -257,20 +257,20 @@ class HostedModel(ParallelModel):
         if self.arguments.joins_documents(inputs.named):
             named["attention_mask"] = torch.ones_like(own)
         positions = inputs.named.get("position_ids")
-        reach = positions.max() if positions is not None and splits_rows(strategy) else None
+        last_position = positions.max() if positions is not None and splits_rows(strategy) else None
         if self._ring_calls is not None:
             start, end = tokens.core_span(int(ids.shape[1]))
             named["position_ids"] = torch.arange(start, end, device=ids.device).expand(own.shape[0], -1)
-            self._ring_calls[0], reach = 0, torch.tensor(ids.shape[1] - 1)
+            self._ring_calls[0], last_position = 0, torch.tensor(ids.shape[1] - 1)
         before = tokens.ids, tokens.given, self.span
-        tokens.ids, tokens.given, self.span, tokens.reach = ids, given, span, reach
+        tokens.ids, tokens.given, self.span, tokens.last_position = ids, given, span, last_position
         tokens.place = strategy.roles.residual
         try:
             with self.dropping():
                 out = self._forward(input_ids=own, **named)
         finally:
             tokens.ids, tokens.given, self.span = before
-            tokens.reach = None
+            tokens.last_position = None
         if self._ring_calls is not None and not self._ring_calls[0] and span.first == 0:
             kind = type(self.module).__name__
             raise UnsupportedError(

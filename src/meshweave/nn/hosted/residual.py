@@ -86,7 +86,7 @@ class Tokens:
         held: batch and sequence of all ranks, for a layer that is computed again in a backward pass.
         place: the layout of what is computed now: of the residual, or of inner features.
         last: of how many last tokens of a sequence there are logits; 0 for all.
-        reach: the last position that any rank has, (); None where each has it.
+        last_position: the last one that any rank has, (); None where each has it.
         ratio: that of `ResidualPart`.
     """
 
@@ -96,7 +96,7 @@ class Tokens:
     place: AxisDims = ()
     held: tuple[int, int] = (0, 0)
     last: int = 0
-    reach: Tensor | None = None
+    last_position: Tensor | None = None
     ratio: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:

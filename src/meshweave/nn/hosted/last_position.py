@@ -12,8 +12,8 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.nn.hosted.residual import Tokens
 
 
-def reach_as_one(module: nn.Module, tokens: Tokens) -> None:
-    """Let rotary embeddings of a model that scale with the last position take that of all ranks (`Tokens.reach`).
+def share_last_position(module: nn.Module, tokens: Tokens) -> None:
+    """Let rotary embeddings that scale with the last position take `Tokens.last_position`, that of all ranks.
 
     These are the kinds "dynamic" and "longrope" of transformers.
     """
@@ -21,16 +21,18 @@ def reach_as_one(module: nn.Module, tokens: Tokens) -> None:
         kinds = getattr(child, "rope_type", "")
         for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
             if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
-                child.forward = partial(_with_reach, path, child, tokens)
+                child.forward = partial(_with_last_position, path, child, tokens)
 
 
-def _with_reach(path: str, rotary: nn.Module, tokens: Tokens, x: Tensor, *given: Any, **named: Any) -> Any:
+def _with_last_position(
+    path: str, rotary: nn.Module, tokens: Tokens, x: Tensor, *given: Any, **named: Any
+) -> Any:
     """Return what a rotary embedding makes of positions (..., sequence), with the last one of all ranks beside."""
-    forward, reach = type(rotary).forward, tokens.reach
-    if reach is None:
+    forward, last = type(rotary).forward, tokens.last_position
+    if last is None:
         return forward(rotary, x, *given, **named)
     positions, *rest = given if given else (named.pop("position_ids"),)
-    longer = torch.cat((positions, reach.to(positions).expand(*positions.shape[:-1], 1)), -1)
+    longer = torch.cat((positions, last.to(positions).expand(*positions.shape[:-1], 1)), -1)
     made = forward(rotary, x, longer, *rest, **named)
     parts = made if isinstance(made, tuple) else (made,)
     if any(part.ndim < 2 or part.shape[-2] != longer.shape[-1] for part in parts):
