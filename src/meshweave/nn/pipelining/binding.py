@@ -13,7 +13,6 @@ from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm
 from meshweave.algorithms.pipeline.problem import PipelineProblem
 from meshweave.algorithms.pipeline.program import pipeline_program
-from meshweave.base.errors import UnsupportedError
 from meshweave.execute.torch.bind import BoundProgram, bind
 from meshweave.execute.torch.buffers import torch_dtype
 from meshweave.execute.torch.context import TorchContext
@@ -25,9 +24,9 @@ from meshweave.nn.pipelining.stage_functions import StageFunctions, StageShape
 from meshweave.nn.pipelining.stage_problem import (
     PipelineData,
     StagePlaces,
+    last_backward_first,
     pipeline_problem,
     profile_all,
-    reduces_early,
     require_all_parameters,
     stage_shape,
     whole_backwards,
@@ -126,18 +125,13 @@ def _stage_functions(
     """Return the functions and gradients of the stages of this rank, which is `rank`."""
     gradients: dict[int, StageGradients] = {}
     functions: dict[int, StageFunctions] = {}
-    for number, module in stages.items():
-        trained = module if trains else nn.Module()
+    for number in last_backward_first(schedule, stages):
+        trained = stages[number] if trains else nn.Module()
         ranks, index = places.data_parallelism(number), places.data_index(number, rank)
-        for other, known in gradients.items() if ranks > 1 else ():
-            if known.shares(trained) and reduces_early(schedule, other, number):
-                raise UnsupportedError(
-                    f"stages {other} and {number} share a parameter, and the schedule reduces the gradients of "
-                    f"stage {other} before those of stage {number} are whole; list {other}REDUCE_GRAD after these"
-                )
         gradients[number] = StageGradients.of(
             trained, ranks=ranks, index=index, number=number, others=gradients.values()
         )
+    for number, module in stages.items():
         functions[number] = StageFunctions(
             module,
             shapes[number],

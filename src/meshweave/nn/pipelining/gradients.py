@@ -61,7 +61,7 @@ class StageGradients:
     """The gradients of one stage.
 
     Attributes:
-        parameters: those that require gradients, but for those that an earlier stage of the rank has.
+        parameters: those that require gradients, but for those that `others` have.
         trained: all that require gradients.
         vector: gradients of `parameters`, and at its end the sum of losses; None where nothing is reduced.
         losses: that sum; None where nothing is reduced.
@@ -90,7 +90,7 @@ class StageGradients:
         Args:
             ranks: how many data-parallel ranks sum them, which then lie in one vector.
             index: which of these this rank is.
-            others: those of the stages of this rank before it, which may share parameters with it.
+            others: those of stages of this rank whose backwards end later, which may share parameters with it.
 
         Raises:
             UnsupportedError: gradients are reduced, and parameters have several dtypes or devices, or are neither
@@ -113,11 +113,6 @@ class StageGradients:
         size, more = sum(map(num_local_elements, parameters)), num_loss_elements(dtype, ranks)
         vector = torch.zeros(size + more, dtype=dtype, device=device)
         return cls(own, parameters, vector, LossSum(vector[size:], index))
-
-    def shares(self, module: nn.Module) -> bool:
-        """Return whether a parameter of another stage is among those of this one."""
-        own = set(map(id, self.parameters))
-        return any(id(parameter) in own for parameter in module.parameters())
 
     def check(self, module: nn.Module, number: int) -> None:
         """Raise LayoutError where a parameter of the stage requires a gradient and did not in the first step, or

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -332,15 +332,15 @@ def whole_backwards(schedule: Schedule, stage: int) -> frozenset[int]:
     )
 
 
-def reduces_early(schedule: Schedule, stage: int, other: int) -> bool:
-    """Return whether a schedule reduces gradients of a stage before a backward part of another.
+def last_backward_first(schedule: Schedule, stages: Iterable[int]) -> list[int]:
+    """Return stages of one rank by the last part of a backward that the rank lists for each, the latest first.
 
-    Args:
-        other: a stage of the same rank.
+    A parameter that several of them share is to be reduced with the gradients of the first that is returned: a
+    reduction waits for the backwards of its own stage, and all others of the rank have run by then.
     """
-    order = [leaf for action in schedule.actions[schedule.stage_ranks[stage]] for leaf in action.leaves]
     parts = ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD, ActionKind.BACKWARD
-    last = max(
-        (at for at, leaf in enumerate(order) if leaf.stage == other and leaf.kind in parts), default=-1
-    )
-    return any(leaf.stage == stage and leaf.kind is ActionKind.REDUCE_GRAD for leaf in order[: last + 1])
+    last = dict.fromkeys(stages, -1)
+    for rank in {schedule.stage_ranks[stage] for stage in last}:
+        leaves = (leaf for action in schedule.actions[rank] for leaf in action.leaves)
+        last |= {leaf.stage: at for at, leaf in enumerate(leaves) if leaf.kind in parts}
+    return sorted(last, key=last.__getitem__, reverse=True)
