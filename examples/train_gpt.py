@@ -132,7 +132,7 @@ def options_of(
     if problem is None or measured is None:
         return options, None, None
     step = mw.algorithms.step_of(problem, options.parallelism)
-    seconds = mw.nn.step_here_s(problem, options.parallelism, measured.sharing, measured.agreed_s)
+    seconds = mw.nn.step_here_s(problem, options.parallelism, measured)
     return options, step, seconds
 
 

@@ -70,7 +70,7 @@ def planned(
     """Return the layouts that are predicted to be fastest, with the seconds of a step; the first rank plans."""
     answer: list[object] = [None]
     if dist.get_rank() == 0:
-        ranked = mw.nn.fastest_here(problem, measured.sharing, measured.agreed_s)
+        ranked = mw.nn.fastest_here(problem, measured)
         answer = [[(vars(layout), seconds) for layout, seconds in ranked[:NUM_PLANNED]]]
     dist.broadcast_object_list(answer)
     rows: list[Any] = answer[0]  # type: ignore[assignment]

@@ -119,7 +119,9 @@ def shared_and_reduced_early(check: Check) -> None:
         whole[1][0].weight = whole[0][0].weight
         stages = copy.deepcopy(nn.ModuleList(whole))
         mse(models.run_whole(whole, (), batch), target).backward()
-        stages[0][0].weight.register_hook(lambda _: time.sleep(0.1))  # a reduction that does not wait comes first
+        stages[0][0].weight.register_hook(
+            lambda _: time.sleep(0.1)
+        )  # a reduction that does not wait comes first
         pipeline = mw.pipeline(
             dict(enumerate(stages)), Schedule((0, 0), 1, (tuple(listed),)), loss_fn=mse, ranks=(0, 1),
             meshes=(mw.Mesh.of("two", (2,), ("dp",)),), context=_context(check),

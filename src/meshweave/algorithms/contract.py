@@ -176,10 +176,11 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
     def branches(
         self, problem: ProblemT, part: Any = None, limit_s: float = math.inf
     ) -> Iterator[Any] | None:
-        """Return the smaller parts, or configs, that a part of the candidates consists of; None for a config.
+        """Return the parts or configs into which a branch-and-bound search divides a part of the candidates.
 
-        An algorithm with too many candidates to price each offers this, and `lower_bound`, for a search that
-        leaves out what its bounds rule out. This default divides nothing: candidates are priced one by one.
+        Returns None for a config. This default returns None for `part` None, too: nothing is searched, and all
+        of `candidates` are priced one by one. An algorithm with too many for that overrides this and
+        `lower_bound`.
 
         Args:
             part: a part that `branches` yielded; None for all candidates, whose parts are searched one after

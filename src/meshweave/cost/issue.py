@@ -10,5 +10,9 @@ from meshweave.describe.machine.host import HostRates
 
 
 def host_columns(host: HostRates) -> tuple[int, int, int, int]:
-    """Return the picoseconds of issuing a kernel, a collective and a transfer; and 1 if the host waits, else 0."""
+    """Return (kernel, collective, transfer, waits) of a host.
+
+    The first three are the picoseconds of issuing one of each. The last is 1 if the host waits for the end of
+    each collective before it issues what follows, else 0.
+    """
     return to_ps(host.kernel_s), to_ps(host.collective_s), to_ps(host.transfer_s), int(host.waits)

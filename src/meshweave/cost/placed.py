@@ -210,10 +210,13 @@ class PlacedMeshes:
 
     @staticmethod
     def link_weight(link: Link, route: int = 0) -> int:
-        """Return how often `link_rate` counts each byte of a message with this route.
+        """Return the weight of each byte of a message on a link, in the unit of `link_rate`.
 
-        On all NICs of a host 4 times; on the routes of trees 2 and 3 times, since a tree between two hosts sends
-        about half of what a ring sends, and one between three hosts three quarters. Elsewhere once.
+        On the links of all NICs of a host it is 4. A collective by trees weighs less there: 2 between two hosts,
+        where it sends half of what a ring sends, and 3 between three. On every other link it is 1.
+
+        Args:
+            route: 0, or `RING_ROUTE`, `TREE_OF_2_ROUTE` or `TREE_OF_3_ROUTE`.
         """
         return _NICS_WEIGHT.get(route, 4) if link[0].startswith("nics") else 1
 

@@ -40,9 +40,10 @@ _pace_call: PaceCall | None = None
 
 
 def set_call_pace(pace: PaceCall | None) -> None:
-    """Have `pace(work, run)` run the calls of this process from now on; None runs them directly again.
+    """Wrap every `call` op of this process in `pace`, for example to make it last as long as its modelled work.
 
-    It does not concern calls of a `CallTable` without a program.
+    `pace(work, run)` calls `run()` and returns its result; `work` is what the op is priced by. None removes the
+    wrapper. Calls of a `CallTable` without a program are never wrapped.
     """
     global _pace_call
     _pace_call = pace

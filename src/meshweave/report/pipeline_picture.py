@@ -10,7 +10,7 @@ from meshweave.algorithms.pipeline.action_times import TimedSchedule
 from meshweave.algorithms.pipeline.actions import Action, ActionKind
 from meshweave.base.units import PS_PER_S, format_s, to_s
 from meshweave.report.simulation_picture import _axis, _time
-from meshweave.report.svg import GREY, TIME_LETTER, colour_keys, gathered, time_frame
+from meshweave.report.svg import GREY, TIME_LETTER, colour_keys, narrow_runs, time_frame
 
 _COLOUR = {
     "forward": "#3b6fb6",
@@ -142,7 +142,7 @@ def _is_send(action: Action) -> bool:
 
 def _merged(boxes: Iterator[ActionBox], scale: float) -> Iterator[ActionBox]:
     """Return boxes, those too small to be seen apart as one of the kind that lasts longest."""
-    return map(_joined, gathered(boxes, lambda first, box: (box.end - first.begin) * scale > _FINEST))
+    return map(_joined, narrow_runs(boxes, lambda first, box: (box.end - first.begin) * scale > _FINEST))
 
 
 def _joined(bucket: Sequence[ActionBox]) -> ActionBox:

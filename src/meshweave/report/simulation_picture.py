@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from meshweave.base.units import PS_PER_S, format_s
 from meshweave.lower.rings import BACK
 from meshweave.report.chart import linear_ticks
-from meshweave.report.svg import GREY, TIME_LETTER, colour_keys, gathered, time_frame
+from meshweave.report.svg import GREY, TIME_LETTER, colour_keys, narrow_runs, time_frame
 
 if TYPE_CHECKING:
     from meshweave.simulate.rank_timeline import RankTimeline, Stretch
@@ -137,7 +137,7 @@ def _box(stretch: Stretch, left: int, top: float, scale: float) -> str:
 def _joined(stretches: Iterable[Stretch], scale: float) -> Iterator[Stretch]:
     """Return stretches, those too small to be seen apart as one."""
     least_ps = _FINEST / scale * PS_PER_S
-    return map(_merged, gathered(stretches, lambda first, each: each.end_ps - first.start_ps > least_ps))
+    return map(_merged, narrow_runs(stretches, lambda first, each: each.end_ps - first.start_ps > least_ps))
 
 
 def _merged(bucket: Sequence[Stretch]) -> Stretch:

@@ -70,8 +70,11 @@ def colour_keys(colours: Iterable[tuple[str, str]], left: int, y: float) -> list
     return out
 
 
-def gathered(pieces: Iterable[Piece], is_wide: Callable[[Piece, Piece], bool]) -> Iterator[list[Piece]]:
-    """Yield runs of neighbouring pieces, each as long as `is_wide(first, last)` of the run is not true."""
+def narrow_runs(pieces: Iterable[Piece], is_wide: Callable[[Piece, Piece], bool]) -> Iterator[list[Piece]]:
+    """Yield pieces in order, grouped into runs of neighbours that are too narrow to draw apart.
+
+    A piece joins the run before it unless `is_wide(first of the run, piece)`; then it begins the next run.
+    """
     run: list[Piece] = []
     for piece in pieces:
         if run and is_wide(run[0], piece):

@@ -71,7 +71,16 @@ def test_estimates_are_what_was_measured(
     part_s = parts_s + (num_ranks - 1) / num_ranks * part_bytes * byte_s
     rings, gather = {SMALL: ring_s / 2, LARGE: 3 * ring_s}, TimedMove(int(part_bytes), part_s)
     measured = MeasuredStep(
-        compute_s, first_s / 10, sums, rings, gradients_s, 0.0, 800_000, num_ranks, 1.0, gather
+        compute_s,
+        first_s / 10,
+        sums,
+        rings,
+        more * first_s + gradients_s,
+        0.0,
+        800_000,
+        num_ranks,
+        1.0,
+        gather,
     )
     batch = 2 * rows * num_ranks
     problem = measured_problem(measured, MODEL, batch, 64, 4 << 30)
@@ -93,8 +102,14 @@ def test_estimates_are_what_was_measured(
             assert taken[2] == pytest.approx(few * ring_s)
         else:
             assert num_ranks == 2 or not 0.34 < few < 0.99
-        step = step_of(problem, Parallelism(data=num_ranks, micro_batch=2 * rows))
-        taken_s = more * first_s + measured.optimizer_s + gradients_s
+        replicas = Parallelism(data=num_ranks, micro_batch=2 * rows)
+        step, taken_s = step_of(problem, replicas), more * first_s + measured.optimizer_s + gradients_s
+        assert step_here_s(problem, replicas, measured) == pytest.approx(taken_s)
+        assert step_here_s(problem, replace(replicas, strategy="megatron"), measured) == pytest.approx(
+            taken_s
+        )
+        sharded = replace(replicas, zero=1)
+        assert step_here_s(problem, sharded, measured) == step_of(problem, sharded).time_s
         if problem.stack.overlap < 0.99:  # else sums are hidden as far as they can be
             assert step.time_s <= 1.01 * taken_s
         if problem.stack.overlap > 0.01:
@@ -110,13 +125,13 @@ def test_waits_cost_less_where_a_rank_gives_its_cores_to_others(micro_batch: int
     stages = Parallelism(pipeline=2, micro_batch=micro_batch)
     step = step_of(problem, stages)
     assert step.parts.bubble > 0
-    times = [step_here_s(problem, stages, sharing) for sharing in (1.0, 1.3, 2.0, 50.0)]
+    times = [step_here_s(problem, stages, replace(measured, sharing=each)) for each in (1.0, 1.3, 2.0, 50.0)]
     assert times[0] == step.time_s
     assert times == sorted(times, reverse=True)
     assert times[1] < times[0]
     assert times[-1] == pytest.approx(step.time_s - step.parts.bubble)
     replicas = Parallelism(data=2, micro_batch=4)
-    assert step_here_s(problem, replicas, 2.0) == step_of(problem, replicas).time_s
+    assert step_here_s(problem, replicas, replace(measured, sharing=2.0)) == step_of(problem, replicas).time_s
 
 
 def test_what_ranks_compare_is_a_sum_of_its_own_where_they_share_layers() -> None:
@@ -132,10 +147,10 @@ def test_what_ranks_compare_is_a_sum_of_its_own_where_they_share_layers() -> Non
     )
     problem = measured_problem(measured, MODEL, 8, 64, 4 << 30)
     for each in (Parallelism(tensor=2, micro_batch=4), Parallelism(data=2, micro_batch=4, zero=3)):
-        seconds = step_here_s(problem, each, agreed_s=measured.agreed_s)
+        seconds = step_here_s(problem, each, measured)
         assert seconds == pytest.approx(step_of(problem, each).time_s + 6e-4)
     replicas = Parallelism(data=2, micro_batch=4)
-    assert step_here_s(problem, replicas, agreed_s=3e-4) == step_of(problem, replicas).time_s
+    assert step_here_s(problem, replicas, measured) == step_of(problem, replicas).time_s
 
 
 def test_more_rows_that_take_no_longer_are_no_faster_than_their_launches() -> None:

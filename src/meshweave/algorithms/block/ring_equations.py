@@ -33,7 +33,11 @@ def ring_names(at: NodePlace[Attention]) -> dict[str, str]:
 
 
 def ring_tensors(at: NodePlace[Attention]) -> Iterator[Tensor]:
-    """Yield the tensors of the forward part of ring attention, (batch, sequence, groups, width) over all ranks."""
+    """Yield the global tensors Q, KV, RA, RM and RL of the forward part, each (batch, sequence, groups, columns).
+
+    With r query heads of width d per group, columns are r d for Q and RA, 2 d for KV, r for RM and RL. Q and KV
+    have the problem's dtype, the others that of statistics. The result of attention is not among them.
+    """
     p, names = at.problem, ring_names(at)
     r, d = at.node.per_group, at.node.width
     widths = {"queries": r * d, "keys": 2 * d, "so_far": r * d, "greatest": r, "weights": r}

@@ -35,7 +35,7 @@ class BlockTensors:
 
     @property
     def layers(self) -> Sequence[LayerPlace]:
-        """Return the places of the layers to be written."""
+        """Return all layers of the problem in order, each with the names of its tensors in the program."""
         return layers_of(self.problem, self.roles.is_flat)
 
     # --- sides --------------------------------------------------------------------------------------------------

@@ -43,7 +43,11 @@ def pack(x: Array, choices: Array) -> Array:
 
 
 def pack_weighted(dy: Array, gates: Array, choices: Array) -> Array:
-    """Return a row of `dy` for each choice, times its gate, ordered by expert: (1, rows, hidden), as `pack`."""
+    """Return the rows of `dy` times their gates, ordered by expert, then token: (1, rows, hidden).
+
+    There is a row for each choice that is not dropped (-1). `dy` is (tokens, hidden), `gates` and `choices` are
+    (tokens, top_k).
+    """
     tokens, rows, kept = _packing(choices)
     weights = np.zeros(len(tokens), np.int64)
     weights[rows[kept]] = np.flatnonzero(kept.reshape(-1))

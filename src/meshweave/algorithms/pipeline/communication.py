@@ -66,7 +66,11 @@ def _pairs(flat: Sequence[int]) -> Pairs:
 
 
 def at_micro_batch(template: Action, micro_batch: int) -> Action:
-    """Return the action of a template for a micro-batch."""
+    """Return the action that a template (`template_of`) stands for at a micro-batch.
+
+    To the micro-batches of an overlap's parts, which are offsets, `micro_batch` is added. An action that
+    belongs to no micro-batch is returned as it is.
+    """
     if template.parts:
         parts = tuple(at_micro_batch(part, micro_batch + (part.micro_batch or 0)) for part in template.parts)
         return replace(template, parts=tuple(parts))
@@ -76,7 +80,10 @@ def at_micro_batch(template: Action, micro_batch: int) -> Action:
 
 
 def template_of(action: Action) -> tuple[Action, int]:
-    """Return the template of an action and its micro-batch, -1 where the action belongs to none."""
+    """Return an action as one of micro-batch 0, and its micro-batch; -1 where it belongs to none.
+
+    An overlap's micro-batch is that of its first part; those of the others become offsets to it.
+    """
     if action.parts:
         first = action.parts[0].micro_batch or 0
         parts = tuple(replace(part, micro_batch=(part.micro_batch or 0) - first) for part in action.parts)

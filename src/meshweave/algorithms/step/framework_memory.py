@@ -92,7 +92,7 @@ def _kept(problem: StepProblem, recompute: ActivationRule) -> Counter[tuple[str,
     if recompute == "full":
         kept[layer.places[layer.input], ""] = e * layer.features[layer.input].size
     elif recompute in ("operators", "compiled-operators"):
-        for edge, size, is_read in layer.chosen_edges:
+        for edge, size, is_read in layer.selective_edges:
             if is_read or recompute == "operators":
                 kept[layer.places[edge], ""] += e * size
         kinds = {"sums", "experts"}

@@ -168,9 +168,11 @@ Split = tuple[PartTime, PartTime]
 
 
 def layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None:
-    """Return the two backward parts of a layer: gradient of the residual, gradients of weights.
+    """Return the times of a layer's backward pass in two parts, for a micro-batch, without recomputation.
 
-    None where tasks are not priced one by one (`LayerBlock.split`).
+    They are those of the gradient of the layer's input, and of the gradients of its weights with their
+    accumulation: means over the model's kinds of layers. None where tasks are not priced one by one
+    (`LayerBlock.split`).
     """
     key = layer_key(parallelism), parallelism.recompute, _of_replicas(parallelism)
     return problem.once("layers in two", key, lambda: _layer_split(problem, parallelism))

@@ -107,10 +107,11 @@ class NetworkAxis:
     def comm(self, kind: str) -> CommConstants:
         """Return the constants of a kind of communication along this axis.
 
-        A kind without constants of its own takes those of all_gather, else of reduce_scatter; reduce asks
-        reduce_scatter first, accumulate send_recv. Broadcast, reduce, send_recv and accumulate use one
-        direction and take half the rate of a bidirectional ring. With neither, constants follow from the
-        link: `link_bytes_per_s` (times `num_directions` for a ring), `link_latency_s` and `launch_s`.
+        Those that the kind has itself are taken as they are. Without them it takes those of all_gather, else of
+        reduce_scatter; reduce tries reduce_scatter first, accumulate send_recv. Broadcast, reduce, send_recv and
+        accumulate use one direction: of all_gather's or reduce_scatter's rate they take half if `num_directions`
+        is 2. Where there are none to take, they follow from the link: `link_bytes_per_s` (times `num_directions`
+        but for those of one direction), `link_latency_s` and `launch_s`.
 
         Raises:
             DescriptionError: `kind` is unknown.

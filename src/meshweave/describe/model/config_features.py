@@ -235,7 +235,14 @@ _MOST_TOKENS = 2**31
 
 
 def not_priced(data: Mapping[str, Any], hidden: int, *, is_known: bool, learned: bool) -> Iterator[NotPriced]:
-    """Yield the properties of a config that predictions leave out; `learned` for a table of positions."""
+    """Yield a note for each property of a config that predictions leave out.
+
+    Args:
+        data: the content of a `config.json`.
+        hidden: the hidden size, with which widths of embeddings are compared.
+        is_known: whether the config's `model_type` is one that this library knows.
+        learned: whether position embeddings are learned.
+    """
     positions = max_positions_of(data)
     if positions is not None:
         yield positions_not_priced(positions, learned=learned)

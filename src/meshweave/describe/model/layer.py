@@ -207,11 +207,12 @@ class LayerGraph(Shown):
         return tuple(dict.fromkeys(edge for node in self.nodes for edge in node.reads_back))
 
     @cached_property
-    def chosen_edges(self) -> tuple[tuple[str, int, bool], ...]:
-        """Return (edge, kept features, whether a gradient reads it) under selective checkpointing of operators.
+    def selective_edges(self) -> tuple[tuple[str, int, bool], ...]:
+        """Return (edge, features kept of a token, whether a gradient reads it) for selective checkpointing by op.
 
-        Kept are the input, results that their own gradient reads (attention), and every second product;
-        queries, keys, values, gate and input are one product each.
+        Kept are the layer's input, outputs that the backward of their own node reads (attention), and the output
+        of every second linear module, from the first. Modules of a fused matrix (q, k, v; gate, up) count one by
+        one, so an edge can occur more than once. Linears of experts are left out.
         """
         whole = [self.input, *(node.out for node in self.nodes if node.out in node.reads_back)]
         products = [(node.out, size) for node in self.linears for _, size in node.modules][::2]

@@ -266,7 +266,11 @@ class Liveness:
     # -- finding out -----------------------------------------------------------------------------------------
 
     def explain(self, wait: Guard, overdue: bool, peers: Iterable[int] | None) -> MeshweaveError | None:
-        """Return the error to raise for a failed wait, and tell the other ranks; None if no rank is to blame.
+        """Return the error to raise for a failed wait, and report it to the other ranks.
+
+        It is a RankLostError where a rank is to blame, else a DeadlineError where the wait is overdue or another
+        rank ran into its own deadline first. None where the wait broke off and no rank is to blame, and always
+        where `can_explain` is False.
 
         Args:
             overdue: whether the wait reached its deadline, instead of breaking off.

@@ -91,7 +91,10 @@ class OneSidedAccess:
         """Raise UnsupportedError where this access cannot use `memory`; any will do here."""
 
     def own_slots(self, analysis: RankAnalysis) -> dict[Key, Slot]:
-        """Return the slots of remote memory to set aside on this rank beside the program's buffers."""
+        """Return slots that this rank exposes beside those of the program's buffers, by their key.
+
+        None here; a subclass that keeps counters of its own in remote memory adds theirs.
+        """
         return {}
 
     def between_fences(self, execute: Callable[[], _Result]) -> Callable[[], _Result]:

@@ -190,9 +190,10 @@ def _owner(view: View, rank: int) -> Index:
 
 
 def check_joint(program: Program, members: Sequence[tuple[int, BoundOp]]) -> None:
-    """Check that the members of one collective, given as (rank, op), agree in shapes, sizes and dtypes.
+    """Check that shapes, sizes, dims and root of one collective fit together over its members, each (rank, op).
 
-    Raises ProgramError naming a member that does not.
+    Each member's `out` must have the dtype of its `src`; dtypes of different members are not compared here. A
+    collective that moves no data passes. Raises ProgramError naming a member that does not fit.
     """
     ops: list[Any] = [bound.op for _, bound in members]
     if not isinstance(ops[0], op_types.DataCollective):

@@ -110,7 +110,7 @@ class HostedArguments(ForwardArguments):
                 f"past_key_values is a {type(value).__name__}; give a Cache that this model has filled"
             )
 
-    def made(self, tokens: Tensor, targets: Tensor | None, taken: Mapping[str, Any]) -> CallInputs:
+    def call_inputs(self, tokens: Tensor, targets: Tensor | None, taken: Mapping[str, Any]) -> CallInputs:
         """Return what a call computes with: `targets`, and `taken`, the arguments that it takes, by name.
 
         Raises LayoutError where a mask is not of all tokens, UnsupportedError for `logits_to_keep` with targets.

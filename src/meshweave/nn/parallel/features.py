@@ -355,7 +355,7 @@ class ForwardArguments:
             elif not self._changes_nothing(name, value, tokens, labels, targets):
                 raise UnsupportedError(f"{name} is not computed: {self.why_not(name)}")
         if labels is None or targets is not None:
-            return self.made(tokens, targets, taken)
+            return self.call_inputs(tokens, targets, taken)
         if "_loss_function" in vars(self.module):
             raise UnsupportedError(
                 "loss_function is not computed: the loss is that of causal language models"
@@ -363,7 +363,7 @@ class ForwardArguments:
         shifts = self.has_shift and labels.ndim == 2  # other shapes are told to all ranks
         if shifts:
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        return self.made(tokens, labels, taken)
+        return self.call_inputs(tokens, labels, taken)
 
     def why_not(self, name: str) -> str:
         """Return why an argument is not computed, and what to use."""
@@ -376,8 +376,14 @@ class ForwardArguments:
         """
         return False
 
-    def made(self, tokens: Tensor, targets: Tensor | None, taken: Mapping[str, Any]) -> CallInputs:
-        """Return what a call computes with: `targets`, and `taken`, the arguments that it takes, by name."""
+    def call_inputs(self, tokens: Tensor, targets: Tensor | None, taken: Mapping[str, Any]) -> CallInputs:
+        """Return the `CallInputs` of a call. Subclasses check the arguments here, and may raise.
+
+        Args:
+            tokens: (batch, sequence), for checks of subclasses.
+            targets: for each token the one to predict; None for logits.
+            taken: the arguments that `takes` accepted, by name.
+        """
         return CallInputs(targets, taken)
 
     def _changes_nothing(

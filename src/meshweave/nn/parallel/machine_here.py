@@ -87,7 +87,8 @@ class MeasuredStep:
             number of ranks, and that number. Empty for one rank.
         ring_s: for two sizes in bytes, seconds that a ring all-reduce over all ranks adds to a product, or takes
             by itself if that is more. Empty for one rank.
-        gradients_s: seconds of one collective that sums all gradients over replicas. 0 for one rank.
+        replicas_s: seconds of forward and backward of the larger number of sequences on each rank, the all-reduce
+            of `agreed_s` and one collective that sums all gradients, one after the other. 0 for one rank.
         agreed_s: seconds that one all-reduce of 4 KiB over all ranks adds to a product, as ranks compare what
             they give a call. 0 for one rank.
         num_parameters: all of the model, each of which is trained.
@@ -101,12 +102,19 @@ class MeasuredStep:
     optimizer_s: float
     sums: Mapping[int, TimedMove]
     ring_s: Mapping[int, float]
-    gradients_s: float
+    replicas_s: float
     agreed_s: float
     num_parameters: int
     num_ranks: int
     sharing: float = 1.0
     gather: TimedMove = _NOTHING
+
+    def is_replicas(self, parallelism: Parallelism, batch: int) -> bool:
+        """Return whether a step of `batch` sequences is the one of plain data parallelism that was measured."""
+        rows = max(self.compute_s)
+        plain = Parallelism(data=self.num_ranks, micro_batch=rows)
+        kept = {name: getattr(plain, name) for name in ("strategy", "schedule", "virtual_stages", "order")}
+        return batch == rows * self.num_ranks > rows and replace(parallelism, **kept) == plain
 
 
 def measure_step(
@@ -123,7 +131,7 @@ def measure_step(
         compute: runs forward and backward of so many sequences, on this rank alone.
         optimize: makes a step of AdamW on whole parameters in fp32.
         rows: one or two sizes of a micro-batch, in sequences. The larger is to be that of a rank in data
-            parallelism alone, for which `measured_problem` fits how much of the gradient sums is hidden.
+            parallelism alone, whose step is measured.
         model: what is measured, of which each parameter is trained.
         sequence: tokens of a sequence.
         context: deadline and liveness of waits; default: that of the default process group.
@@ -139,14 +147,17 @@ def measure_step(
     num_ranks = len(among.ranks)
     fewest = next((count for count in range(2, num_ranks) if num_ranks % count == 0), num_ranks)
     sums, ring_s, gather = dict[int, TimedMove](), dict[int, float](), _NOTHING
-    gradients_s = agreed_s = 0.0
+    replicas_s = agreed_s = 0.0
     if num_ranks > 1:
         every = LayerStrategy.of(DataParallel.name, group_mesh(among, num_ranks), context=context)
         ring_s = {size: added_s(among, sum_over(every, size)) for size in SUMMED_BYTES}
         all_bytes = torch.float32.itemsize * model.num_parameters
         summed = sum_over(every, min(all_bytes, _MOST_BYTES), is_whole=True)
-        gradients_s = each_s(among, summed) * max(all_bytes / _MOST_BYTES, 1.0)
-        agreed_s = max(added_s(among, sum_over(every, _AGREED_BYTES, is_whole=True)), 0.0)
+        agreed = sum_over(every, _AGREED_BYTES, is_whole=True)
+        agreed_s = max(added_s(among, agreed), 0.0)
+        replicas_s = among.median_s(lambda: (compute(most), agreed(), summed()))
+        if all_bytes > _MOST_BYTES:
+            replicas_s += (all_bytes / _MOST_BYTES - 1) * each_s(among, summed)
         word, most_words = torch.float32.itemsize, _MOST_MOVED // torch.float32.itemsize
         tokens = max(min(most * sequence, most_words // model.hidden // num_ranks), 1)
         inner = max(min(max(graph.num_weights for _, graph in model.runs), most_words) // model.hidden, 4)
@@ -158,7 +169,7 @@ def measure_step(
         gather_s = replace(halves, inner=inner).added_s(num_ranks, ZeroThree.name, tokens) / 4
         gather = TimedMove(word * inner * model.hidden, max(gather_s, _LEAST_SHARED_S))
     return MeasuredStep(
-        compute_s, optimizer_s, sums, ring_s, gradients_s, agreed_s,
+        compute_s, optimizer_s, sums, ring_s, replicas_s, agreed_s,
         model.num_parameters, num_ranks, sharing, gather,
     )  # fmt: skip
 
@@ -169,8 +180,8 @@ def measured_problem(
     """Return the problem of a step on this machine, in fp32, whose predicted times are those measured.
 
     On one rank `step_of` then predicts what was measured. For data parallelism alone, where each rank has the
-    larger number of sequences that was measured, `overlap` of the stack is fitted, from 0 to 1, to compute,
-    optimizer and one sum of all gradients. For other batches `overlap` is 0.
+    larger number of sequences that was measured, `overlap` of the stack is fitted, from 0 to 1, to what was
+    measured: layers that replicas share sums of are priced with it. For other batches `overlap` is 0.
 
     Args:
         model: whose parts were measured.
@@ -184,7 +195,7 @@ def measured_problem(
     if measured.num_ranks == 1 or batch != rows * measured.num_ranks:
         return problem
     replicas = Parallelism(data=measured.num_ranks, micro_batch=rows)
-    taken_s = measured.compute_s[rows] + measured.optimizer_s + measured.gradients_s
+    taken_s = measured.replicas_s + measured.optimizer_s
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         share = (low + high) / 2
@@ -193,26 +204,24 @@ def measured_problem(
     return replace(problem, stack=replace(STACK, overlap=(low + high) / 2))
 
 
-def step_here_s(
-    problem: StepProblem, parallelism: Parallelism, sharing: float = 1.0, agreed_s: float = 0.0
-) -> float:
+def step_here_s(problem: StepProblem, parallelism: Parallelism, measured: MeasuredStep) -> float:
     """Estimate the seconds of a step on this machine, where ranks of a pipeline share the CPU cores.
 
-    While some ranks of a pipeline wait, the others compute `sharing` times as fast. The result is then the larger
-    of two bounds: a step at equal shares of the cores less its bubble, and a whole step at the faster speed. Two
-    small sums, of what ranks compare in a call and of the loss, are added; not for data parallelism alone without
-    ZeRO-3, where they are one that runs beside the backward pass.
+    Plain data parallelism takes what was measured of it. While some ranks of a pipeline wait, the others compute
+    `measured.sharing` times as fast. The result is then the larger of two bounds: a step at equal shares of the
+    cores less its bubble, and a whole step at the faster speed. Two small sums, of what ranks compare in a call
+    and of the loss, are added; not for replicas without ZeRO-3, where they are one beside the backward pass.
 
     Args:
-        problem: made by `measured_problem`.
-        sharing: that of `MeasuredStep`.
-        agreed_s: that of `MeasuredStep`.
+        problem: made by `measured_problem` of `measured`.
 
     Raises LayoutError or UnsupportedError where `parallelism` does not fit the problem.
     """
+    if measured.is_replicas(parallelism, problem.batch):
+        return measured.replicas_s + measured.optimizer_s
     step = step_of(problem, parallelism)
     is_apart = parallelism.data != parallelism.num_ranks or parallelism.zero == _SHARDS_WEIGHTS
-    apart_s = _AGREED * agreed_s if is_apart else 0.0
+    apart_s, sharing = _AGREED * measured.agreed_s if is_apart else 0.0, measured.sharing
     if parallelism.pipeline == 1 or sharing <= 1:
         return step.time_s + apart_s
     chip = problem.cluster.chip

@@ -20,7 +20,13 @@ from meshweave.describe.model.model_file import load_model
 from meshweave.describe.model.transformer import Transformer
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.all_ranks import AllRanks
-from meshweave.nn.parallel.machine_here import STACK, measure_step, measured_problem, step_here_s
+from meshweave.nn.parallel.machine_here import (
+    STACK,
+    MeasuredStep,
+    measure_step,
+    measured_problem,
+    step_here_s,
+)
 from meshweave.tune.step_search import plan
 
 _LOG = logging.getLogger(__name__)
@@ -75,8 +81,7 @@ def plans_here(
     except MeshweaveError as error:  # on all ranks, which have the same numbers
         _LOG.info("no plans beside data parallelism and ZeRO-3 are tried: %s", error)
         return []
-    agreed_s = measured.agreed_s
-    listed = among.of_first(lambda: _planned(problem, num_ranks, agreed_s), "the first rank to plan")
+    listed = among.of_first(lambda: _planned(problem, measured), "the first rank to plan")
     return [(Parallelism(**_tuples(degrees)), seconds) for degrees, seconds in listed]
 
 
@@ -129,20 +134,20 @@ def _started(
     return alone, torch.optim.AdamW(trained, lr=0.0)
 
 
-def _planned(problem: StepProblem, num_ranks: int, agreed_s: float) -> list[tuple[dict[str, Any], float]]:
+def _planned(problem: StepProblem, measured: MeasuredStep) -> list[tuple[dict[str, Any], float]]:
     """Return degrees and predicted seconds: data parallelism, ZeRO-3, and the fastest that share layers."""
-    each = max(problem.batch // num_ranks, 1)
-    replicas = Parallelism(data=num_ranks, micro_batch=each)
+    num_ranks = measured.num_ranks
+    replicas = Parallelism(data=num_ranks, micro_batch=max(problem.batch // num_ranks, 1))
     waits = replace(problem, stack=STACK)  # for weights: nothing runs beside their gathers
     plain = [("data parallelism", problem, replicas), ("ZeRO-3", waits, replace(replicas, zero=3))]
     listed: list[tuple[dict[str, Any], float]] = []
     for name, priced, chosen in plain:
         try:
-            listed.append((dict(vars(chosen)), step_here_s(priced, chosen, agreed_s=agreed_s)))
+            listed.append((dict(vars(chosen)), step_here_s(priced, chosen, measured)))
         except MeshweaveError as error:  # a batch that is no multiple of the ranks
             _LOG.info("%s is not predicted: %s", name, error)
     try:
-        ranked = fastest_here(problem, agreed_s=agreed_s, pp=1)
+        ranked = fastest_here(problem, measured, pp=1)
     except MeshweaveError as error:
         _LOG.info("no plan in which ranks share layers is tried: %s", error)
         return listed
@@ -151,16 +156,14 @@ def _planned(problem: StepProblem, num_ranks: int, agreed_s: float) -> list[tupl
 
 
 def fastest_here(
-    problem: StepProblem, sharing: float = 1.0, agreed_s: float = 0.0, **fixed: Any
+    problem: StepProblem, measured: MeasuredStep, **fixed: Any
 ) -> list[tuple[Parallelism, float]]:
     """Return (degrees, predicted seconds) of the best configuration of each set of degrees, the fastest first.
 
     ZeRO, recomputation and context parallelism are left out.
 
     Args:
-        problem: made by `measured_problem`.
-        sharing: that of `MeasuredStep`.
-        agreed_s: that of `MeasuredStep`.
+        problem: made by `measured_problem` of `measured`.
         fixed: what else is fixed, as options of `meshweave.plan`: `pp=1` for no pipelines.
 
     Raises as `meshweave.plan` does.
@@ -172,7 +175,7 @@ def fastest_here(
     )  # fmt: skip
     assert answer.step is not None
     layouts = [Parallelism(**row.degrees.model_dump()) for row in answer.step.ranked]
-    priced = [(each, step_here_s(problem, each, sharing, agreed_s)) for each in layouts]
+    priced = [(each, step_here_s(problem, each, measured)) for each in layouts]
     return sorted(priced, key=lambda pair: pair[1])
 
 

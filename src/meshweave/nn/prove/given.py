@@ -64,7 +64,10 @@ class Given:
         return replace(self, inputs=tuple(map(taken, self.inputs)))
 
     def loss_hint(self, name: str) -> str:
-        """Return what is likely where logits agree and the loss called `name` does not."""
+        """Return the likely cause, as text, where logits agree and a loss does not; "" if none is known.
+
+        `name` is "loss of labels", "loss of targets" or "loss".
+        """
         if name == "loss of targets":
             return (
                 "forward of the original returns for targets another loss than the mean cross entropy of its "

@@ -62,9 +62,9 @@ class FoundCheckpoint:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of a checkpoint, once the files that are there are those that it lists.
+    """Return the manifest of a checkpoint, after checking that its folder has exactly the listed files and sizes.
 
-    Raises CheckpointError, which says what is wrong.
+    Contents of files are not read. Raises CheckpointError if the manifest cannot be read or a file differs.
     """
     manifest, wrong = _seen_in(path)
     if manifest is None or wrong:

@@ -99,14 +99,20 @@ class AttentionFunctions(ABC):
         return joined.swapaxes(1, 2).reshape(like.shape)
 
     def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
-        """Return queries, and keys beside values; a rotary node has queries and keys rotated by `positions`."""
+        """Split `qkv` into [queries, and keys and values beside each other group by group], each (..., columns).
+
+        Queries and keys are rotated by `positions` (those of the rank's tokens, 1-D) if the node is rotary.
+        """
         queries, keys, values = self._split(qkv)
         queries, keys = self._turned(queries, positions), self._turned(keys, positions)
         joined = array_module(qkv).concatenate((keys, values), -1)
         return [self._joined(queries, qkv), self._joined(joined, qkv)]
 
     def merge_heads(self, of_queries: Values, of_keys: Values, positions: Values) -> Values:
-        """Return the gradient with respect to `qkv` of `split_heads`, from those of its two results."""
+        """Return the gradient with respect to `qkv` (as columns), from those of the two results of `split_heads`.
+
+        Rotary embedding is undone; `positions` are those of the rank's tokens, 1-D.
+        """
         d, r = self.width, self.per_group
         queries, (keys, values) = self._heads(of_queries, d), self._keys(of_keys)
         like = array_module(of_queries).concatenate((of_queries, of_keys), -1)
