@@ -211,11 +211,19 @@ class ExpertExchange:
     def run(
         self, part: Part, handle: DispatchHandle, hidden: int, tensors: dict[str, Tensor]
     ) -> BoundProgram:
-        """Run the exchange of `part`, "dispatch", "combine" or "weighted_dispatch", and return the bound program,
-        which has its outputs.
+        """Run one exchange of rows and return the bound program; its outputs are "q0" (1, rows, hidden), or "y".
 
-        Collective. `tensors` are its inputs by buffer; `hidden` is the number of features of a row. Raises as
-        `dispatch`.
+        Collective. Choices and counts are those of `handle`; "y" is (tokens, hidden).
+
+        Args:
+            part: "dispatch", "combine" or "weighted_dispatch".
+            hidden: features of a row.
+            tensors: inputs by buffer, of one dtype: "x"; "z0" and "gates"; "dy" and "gates". They are padded by
+                `padded`, "z0" by `padded_rows`.
+
+        Raises:
+            BindError: another rank refuses what it was given.
+            RankLostError, DeadlineError: other ranks are missing or late.
         """
         dtype = next(iter(tensors.values())).dtype
         tokens, top_k = handle.choices.shape

@@ -377,13 +377,7 @@ class ForwardArguments:
         return False
 
     def call_inputs(self, tokens: Tensor, targets: Tensor | None, taken: Mapping[str, Any]) -> CallInputs:
-        """Return the `CallInputs` of a call. Subclasses check the arguments here, and may raise.
-
-        Args:
-            tokens: (batch, sequence), for checks of subclasses.
-            targets: for each token the one to predict; None for logits.
-            taken: the arguments that `takes` accepted, by name.
-        """
+        """Return the `CallInputs` of a call on `tokens`. Subclasses check the arguments here, and may raise."""
         return CallInputs(targets, taken)
 
     def _changes_nothing(
