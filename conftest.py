@@ -43,7 +43,7 @@ def rare_collections() -> Iterator[None]:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
+    gc.set_threshold(200_000, 20, 100)
     yield
     gc.freeze()  # pytest collects five times at its end
 
