@@ -242,8 +242,8 @@ def progress_bar(title: str, *, plain_lines: bool = False) -> Iterator[Progress]
     """Yield a callback of (steps done, steps in all) that shows progress on stderr.
 
     On a terminal it shows a bar named `title`, once the work has taken over a second. Elsewhere it shows
-    nothing; with `plain_lines` it prints a line such as "planning: 3 of 8" where the counts have changed, at most
-    every `PLAIN_LINES_EVERY_S` seconds.
+    nothing; with `plain_lines` it prints a line such as "planning: 3 of 8" where the counts have changed, at
+    most every `PLAIN_LINES_EVERY_S` seconds.
     """
     if sys.stderr.isatty():
         from rich.console import Console
