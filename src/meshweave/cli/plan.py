@@ -281,7 +281,7 @@ def read_reserve(text: str) -> float:
 def read_fixed(text: str) -> dict[str, list[object]]:
     """Return the values that the text of `--fix` allows for each keyword of `mw.plan` in it.
 
-    "tp=2x4,zero=0:1,strategy=megatron" gives {"tp": [(2, 4)], "zero": [0, 1], "strategy": ["megatron"]}.
+    "tp=2x4,zero=0:1,strategy=megatron_sp" gives {"tp": [(2, 4)], "zero": [0, 1], "strategy": ["megatron_sp"]}.
     Names of strategies and the like are not checked.
 
     Raises DescriptionError for other text.

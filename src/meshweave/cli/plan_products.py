@@ -37,8 +37,8 @@ def plan_products(
         written: the file to write the plan to and the file to write its HTML page to, None for none, and whether
             to print JSON instead of text.
 
-    Raises UnsupportedError where an algorithm is unknown or none can run on the cluster, DescriptionError where a
-    file cannot be written.
+    Raises UnsupportedError where an algorithm is unknown or none can run on the cluster, DescriptionError where
+    a file cannot be written.
     """
     out, report, json = written
     names = read_algorithms(algorithms)
