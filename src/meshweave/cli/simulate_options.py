@@ -69,7 +69,7 @@ class MachineOptions:
 
 @dataclass(frozen=True)
 class PlannedOptions:
-    """Which products of a plan are simulated, or which step of its ranking, and which ranks are told about."""
+    """Which products of a plan are simulated, or which step of its ranking, and which ranks are shown."""
 
     layer: Annotated[str, typer.Option(help="Of a plan: the layer (qkv, out, ff1, ff2).")] = "ff1"
     passes: Annotated[
