@@ -13,7 +13,7 @@ _AGAIN_S = 0.02
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the `meshweave` command and exit with its status."""
+    """Run the `meshweave` command with `args`, by default the process's arguments, and exit with its status."""
     sys.unraisablehook = _interrupt_again
     try:
         from meshweave.cli.app import run_app

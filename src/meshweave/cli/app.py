@@ -87,7 +87,10 @@ def _command() -> Any:
 
 
 def run_app(args: list[str]) -> int:
-    """Run the command of the arguments `args`; return its exit status."""
+    """Run the command line `args` (without the program's name) and return its exit status.
+
+    A MeshweaveError or a wrong usage is printed on stderr and gives 2, Ctrl-C gives `INTERRUPTED`.
+    """
     _print_anything()
     with outputs_of_command() as outputs:
         return _run(args, outputs)

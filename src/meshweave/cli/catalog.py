@@ -42,9 +42,9 @@ def catalog(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
-    """List the models, clusters, constants of kernels and GPUs in detail, with their key figures.
+    """List models, clusters, constants of kernels, and GPUs described down to their memory, with key figures.
 
-    One entry by its NAME: all of its numbers and their sources.
+    With a NAME, print all numbers of that entry and their sources; its kind may be left out.
 
     Memory and FLOPs of a model follow from its sizes: mixed-precision training with Adam, one sequence of
     2048 tokens.

@@ -16,15 +16,16 @@ from meshweave.base.installed import offered, offered_names
 
 
 class Verbs(TyperGroup):
-    """The verbs of the wheel, and after them those of installed packages."""
+    """A click group: the verbs that were added to it, and after them those that installed packages offer."""
 
     group = "meshweave.commands"
     """The group of entry points under which an installed package offers verbs."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a verb as a click command; None where there is none.
+        """Return the verb `cmd_name` as a click command; None where neither the wheel nor a package has it.
 
-        Raises UnsupportedError where its package is not installed.
+        Raises UnsupportedError where it is a verb of a package of this repository that is not installed, where
+        two packages offer it, or where it cannot be loaded.
         """
         if cmd_name not in self.commands:
             verb = offered(self.group, cmd_name)
@@ -35,7 +36,10 @@ class Verbs(TyperGroup):
         return self.commands.get(cmd_name)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all verbs, those of the wheel first."""
+        """Return the names of all verbs, those of the wheel first; load those of installed packages.
+
+        Raises UnsupportedError where two packages offer one, or one cannot be loaded.
+        """
         for name in offered_names(self.group):
             if name not in self.commands:
                 self.commands[name] = _command(name, offered(self.group, name))

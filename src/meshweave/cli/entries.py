@@ -37,7 +37,11 @@ ConfigOption = Annotated[
 
 
 def is_file(source: str) -> bool:
-    """Return whether an argument names a file or stdin, and not an algorithm."""
+    """Return whether an argument names a file or stdin, and not an algorithm.
+
+    True for "-", for a name with a suffix, such as "plan.json", whether or not that file exists, and for a path
+    that exists.
+    """
     if source == "-" or Path(source).suffix:
         return True
     try:
@@ -47,19 +51,23 @@ def is_file(source: str) -> bool:
 
 
 def is_plan_file(source: str) -> bool:
-    """Return whether an argument names the file of a plan, by what it begins with.
+    """Return whether an argument names a file whose text begins as the JSON of a plan does; False for "-".
 
-    Raises DescriptionError where the file cannot be read.
+    Raises DescriptionError where it names a file that cannot be read.
     """
     return source != "-" and is_file(source) and is_plan_text(read_text(source, PROGRAM_BYTES))
 
 
 def read_entry(name: str, settings: list[str]) -> tuple[Algorithm[Any, Any], Any]:
-    """Return the algorithm `name`, and a problem for it with the fields that `settings` give ("rows=32").
+    """Return the algorithm `name` and its first example problem, with the fields that `settings` replace.
+
+    Args:
+        settings: "field=value" each, such as "rows=32".
 
     Raises:
         UnsupportedError: there is no such algorithm.
         LayoutError: a setting is wrong, or the algorithm refuses the problem.
+        DescriptionError: the problem of a step refuses a setting.
     """
     from meshweave.algorithms.settings import problem_from_settings
     from meshweave.algorithms.table import algorithm
@@ -73,12 +81,15 @@ def read_entry(name: str, settings: list[str]) -> tuple[Algorithm[Any, Any], Any
 
 
 def read_program_or_entry(source: str, settings: list[str], config: int) -> Program:
-    """Return a program: that of a file, of stdin for "-", or config number `config` of an algorithm.
+    """Return the program in a text file, on stdin for "-", or of an algorithm.
 
     Args:
-        settings: fields of the algorithm's problem, as "rows=32".
+        source: a file, "-", or the name of an algorithm.
+        settings: fields of the algorithm's problem, as `read_entry` takes them; empty for a file.
+        config: which of the algorithm's candidates for the problem, counted from 0; 0 for a file.
 
-    Raises MeshweaveError where there is none, or a setting is wrong.
+    Raises MeshweaveError where there is no such program or candidate, a setting is wrong, or a file comes with
+    settings or a config.
     """
     if is_file(source):
         if settings or config:

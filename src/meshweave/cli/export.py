@@ -25,10 +25,10 @@ def export(
 ) -> None:
     """Print a planned configuration as settings of other software, and what they cannot say.
 
-    What is printed are arguments, overrides or a file, as the other software takes them. What they leave out, and
-    variables that they need, go to stderr; so does a warning before them where the plan was priced for another
-    software stack than it is exported to, with what it comes to there. A strategy that the other software does not
-    have is an error, which names a row that it has.
+    On stdout are arguments, overrides or a file, as the other software takes them. On stderr are first a warning
+    where the plan was priced for another software stack than the target's, with what is predicted for that one;
+    then the environment variables that the settings need, and what they leave out. A strategy that the other
+    software does not have is an error, which names the first row of the ranking that can be exported.
 
     Example: meshweave export plan.json --to megatron-lm
     """

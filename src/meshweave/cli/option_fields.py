@@ -26,7 +26,10 @@ Result = TypeVar("Result")
 
 
 def with_options(verb: Callable[..., Result]) -> Callable[..., Result]:
-    """Return a verb for typer, whose parameters are the fields of the dataclasses that `verb` takes."""
+    """Return `verb` for typer: with the fields of its dataclass parameters as parameters, in their place.
+
+    Its other parameters stay. All are keyword-only.
+    """
     hints = get_type_hints(verb, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
@@ -67,12 +70,16 @@ def _fields_as_parameters(group: type) -> list[inspect.Parameter]:
 
 
 def refuse_given(options: Any, names: tuple[str, ...], what: str, why: str) -> None:
-    """Raise DescriptionError where an option that would change nothing is given: one that is not at its default.
+    """Raise DescriptionError where one of the options `names` is given, for here they would change nothing.
+
+    An option counts as given where its value is not its default.
 
     Args:
-        options: a group of options.
-        names: its fields that do not count.
-        what: the subject of the command, and `why` what it is: "plan.json", "is the plan of a step".
+        options: a dataclass of options, as for `with_options`.
+        names: fields of `options`; other fields are not checked.
+        what: the subject of the command, such as "plan.json".
+        why: the predicate that says why the options change nothing, such as "is the plan of a step". The message
+            is "--mesh changes nothing: plan.json is the plan of a step; leave it out".
     """
     hints = get_type_hints(type(options), include_extras=True)
     for field in fields(options):

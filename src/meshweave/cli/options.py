@@ -42,10 +42,11 @@ JSON_HELP = "Print JSON instead of text."
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Return the plan of a file.
+    """Return the plan in a JSON file.
 
-    Notes of the command (`base.outputs.note`) say how it differs from the catalog, and what the plan of a step
-    does not price. Raises DescriptionError where it is no plan.
+    The command's notes (`base.outputs.note`) say which of its model and cluster differ from the catalog's of
+    that name, and for the plan of a step what its estimated times leave out. Raises DescriptionError where the
+    file is missing or no plan.
     """
     plan = load_plan(Path(path))
     for sentence in catalog_differences(plan):
@@ -72,7 +73,7 @@ def read_mesh(text: str) -> tuple[int, ...]:
 def read_slices(text: str) -> tuple[int, ...]:
     """Return relative widths of slices: (1, 1, 1, 1) for "4", (1, 2, 1) for "1:2:1".
 
-    Raises LayoutError for other text.
+    Raises LayoutError for other text, and for more than 65536 slices.
     """
     parts = text.split(":")
     if not all(part.isdecimal() and len(part) < 10 and int(part) for part in parts):
@@ -88,10 +89,11 @@ def read_slices(text: str) -> tuple[int, ...]:
 
 
 def read_algorithms(text: str) -> tuple[str, ...]:
-    """Return the names in a comma-separated list of 2D products' algorithms, or all of the table for "all".
+    """Return the names in a comma-separated list of algorithms for 2D products; all of `PRODUCTS_2D` for "all".
 
-    To a list the names are added that follow from it, as `tune.unrolled.planned_names` has them. Raises
-    UnsupportedError where one is unknown or the list is empty.
+    To a list with "meshslice" and "wang", the variant "wang[S=meshslice]" is added, which has the slice counts
+    of MeshSlice; likewise for "summa" (`tune.unrolled.planned_names`). Raises UnsupportedError where a name is
+    unknown or the list is empty.
     """
     if text == "all":
         return tuple(PRODUCTS_2D)
@@ -109,8 +111,8 @@ def is_plan_text(text: str) -> bool:
 def read_program(source: str) -> Program:
     """Return the program in a text file, or on stdin for "-".
 
-    Raises DescriptionError where it cannot be read, ProgramError where it is no program; of a plan the error says
-    that it is one.
+    Raises DescriptionError where it cannot be read, and ProgramError where it is no program; where it is a plan,
+    the message says so.
     """
     text = read_stdin(PROGRAM_BYTES) if source == "-" else read_text(source, PROGRAM_BYTES)
     if is_plan_text(text):
@@ -150,20 +152,20 @@ _BYTE_UNITS = {
 
 
 BARE_BYTES = 1024
-"""The least number above 0 that is bytes without a unit: smaller ones are of who left the unit out."""
+"""The least number above 0 that is read as bytes without a unit; of a smaller one the unit was forgotten."""
 BARE_CHIP_BYTES = 10**6
-"""The same of the memory of a chip, of which no unit but GB and MB is usual."""
+"""The same for the memory of a chip, which is usually given in GB or MB."""
 
 
 def read_bytes(option: str, text: str, least_bare: int = BARE_BYTES) -> int:
-    """Return the bytes of a size such as "512MiB", "1.5 GB" or "4096".
+    """Return the bytes of a size such as "512MiB", "1.5 GB" or "4096", rounded down to whole bytes.
 
     Args:
         option: the name of the option, for the error.
-        least_bare: the least number above 0 that is taken for bytes without a unit.
+        least_bare: the least number above 0 that is read as bytes without a unit.
 
     Raises:
-        LayoutError: the text is no size, or a smaller number without a unit.
+        LayoutError: the text is no size, or has no unit and is a number above 0 and below `least_bare`.
     """
     parts = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", text.strip())
     if parts is None or parts[2] not in _BYTE_UNITS:
@@ -185,7 +187,7 @@ def read_dtype(text: str) -> str:
 def read_ranks(text: str) -> tuple[int, ...]:
     """Return the ranks in "0,5", each once; () for an empty text.
 
-    Raises LayoutError for other text or too many.
+    Raises LayoutError for other text or more than `MAX_SHOWN_RANKS` ranks.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if (
@@ -215,7 +217,11 @@ OldSequenceOption = Annotated[int | None, typer.Option("--seq", hidden=True)]
 
 
 def read_sequence(sequence: int, old: int | None) -> int:
-    """Return the tokens per sequence: `old`, of the option's former name `--seq`, with a note; else `sequence`."""
+    """Return the tokens per sequence: the value `sequence` of `--sequence`, unless `--seq` is given.
+
+    `old` is the value of `--seq`, the option's former name, or None where it is not given. It wins, and a note
+    (`base.outputs.note`) gives the new name.
+    """
     if old is None:
         return sequence
     note("--seq is --sequence now")
@@ -223,7 +229,7 @@ def read_sequence(sequence: int, old: int | None) -> int:
 
 
 def print_json(data: Any) -> None:
-    """Print JSON values on stdout."""
+    """Print a value of lists, dicts, strings and numbers on stdout as indented JSON."""
     typer.echo(json.dumps(data, indent=1))
 
 
@@ -233,10 +239,11 @@ PLAIN_LINES_EVERY_S = 10.0
 
 @contextmanager
 def progress_bar(title: str, *, plain_lines: bool = False) -> Iterator[Progress]:
-    """Yield a callback that shows progress on stderr: on a terminal as a bar, once the work takes over a second.
+    """Yield a callback of (steps done, steps in all) that shows progress on stderr.
 
-    Elsewhere nothing is shown, or with `plain_lines` a line at most every `PLAIN_LINES_EVERY_S` seconds, where
-    something changed.
+    On a terminal it shows a bar named `title`, once the work has taken over a second. Elsewhere it shows
+    nothing; with `plain_lines` it prints a line such as "planning: 3 of 8" where the counts have changed, at
+    most every `PLAIN_LINES_EVERY_S` seconds.
     """
     if sys.stderr.isatty():
         from rich.console import Console

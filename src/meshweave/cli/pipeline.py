@@ -92,13 +92,16 @@ def pipeline(what: What, options: ScheduleTextOptions) -> None:
 
 
 class _Costs:
-    """The options that say how long actions take."""
+    """The options that say how long actions take; where a schedule puts its stages may change the transfers."""
 
     def __init__(self, options: ScheduleTextOptions) -> None:
         self.options = options
 
     def times(self, stage_ranks: tuple[int, ...]) -> ActionTimes:
-        """Return the times of stages on these ranks. Raises LayoutError, DescriptionError."""
+        """Return the times of a schedule's actions in picoseconds; `stage_ranks` has each stage's pipeline rank.
+
+        Raises LayoutError or DescriptionError where an option is wrong.
+        """
         given = self.options
         texts = given.forward, given.input_grad, given.weight_grad
         compute = read_compute_times(len(stage_ranks), texts)

@@ -37,7 +37,7 @@ What = Annotated[
 
 @dataclass(frozen=True)
 class ScheduleTextOptions:
-    """A schedule given by name, the times of its actions, and what is written."""
+    """What a schedule given by name consists of, the times of a schedule's actions, and what is written."""
 
     stages: Annotated[
         int, typer.Option("--stages", help="Stages of the model, of a schedule given by name.")
@@ -120,20 +120,24 @@ class ScheduleTextOptions:
 
 
 def read_runtime(text: str) -> TransferRuntime:
-    """Return the runtime named "strict", "batched" or "buffered". Raises UnsupportedError for another name."""
+    """Return the rules for transfers that are called "strict", "batched" or "buffered".
+
+    Raises UnsupportedError for another name.
+    """
     names = [runtime.value for runtime in TransferRuntime]
     require_known(text, names, "there is no runtime", UnsupportedError, "there are")
     return TransferRuntime(text)
 
 
 def read_durations(option: str, text: str, count: int) -> tuple[int, ...]:
-    """Return `count` times in picoseconds from "1.5ms", taken for each, or from `count` times with commas.
+    """Return `count` times in picoseconds, from one time for all of them or from `count` times.
 
     Args:
-        option: its name, for the error.
+        option: the name of the option, for the error.
+        text: times in s, ms, us or ns with commas between, such as "1.5ms" or "1ms,20us"; 0 needs no unit.
 
     Raises:
-        LayoutError: one is no time, or there are neither one nor `count`.
+        LayoutError: one is no time or over 10000 s, or the number of times is neither 1 nor `count`.
     """
     values = [_read_duration(option, part) for part in text.split(",")]
     if len(values) == 1:
@@ -155,13 +159,13 @@ def _read_duration(option: str, text: str) -> int:
 
 
 def read_compute_times(num_stages: int, texts: Sequence[str]) -> ActionTimes:
-    """Return the times of a stage's forward, input-gradient and weight-gradient actions; transfers take none.
+    """Return the times of the compute actions of each stage in picoseconds; transfers between stages have 0.
 
     Args:
-        texts: of forwards, input gradients and weight gradients, each as for `read_durations`; "" for the
-            forward's.
+        texts: three texts as for `read_durations`: the times of forwards, of input gradients and of weight
+            gradients. One of the last two that is "" is the same as that of forwards.
 
-    Raises LayoutError where one is no time.
+    Raises LayoutError where a text has no times, or neither one time nor one for each stage.
     """
     forward, input_grad, weight_grad = texts
     return ActionTimes(
@@ -175,18 +179,22 @@ def read_compute_times(num_stages: int, texts: Sequence[str]) -> ActionTimes:
 def transfer_times(
     stage_ranks: Sequence[int], transfer: str, cluster: str | None, activation: str, chips_per_rank: int
 ) -> tuple[int, ...]:
-    """Return the picoseconds of a transfer from each stage to the next: as given by `transfer`, or from a cluster.
+    """Return the picoseconds of a transfer of one micro-batch from each stage but the last to the next one.
 
-    Rank r has the chips from r * chips_per_rank on. Each chip sends its share of an activation to its
-    counterpart.
+    Without a cluster they are those of `transfer`. On a cluster, pipeline rank r has the chips from
+    r * chips_per_rank on, and each chip sends its equal share of an activation to the chip of the same position
+    in the next stage's rank.
 
     Args:
         stage_ranks: the pipeline rank of each stage.
-        cluster: a catalog name or file; None to take `transfer`.
-        activation: the bytes that a stage sends for a micro-batch, such as "16MiB".
+        transfer: times as for `read_durations`, of one micro-batch in one direction; "0" with a cluster.
+        cluster: a catalog name, a file or words, as for `load_cluster`; None for the times of `transfer`.
+        activation: the bytes that a stage sends for a micro-batch, such as "16MiB"; without a cluster ignored.
+        chips_per_rank: the chips of a pipeline rank; without a cluster ignored.
 
     Raises:
-        LayoutError: a time or size is wrong, or the ranks do not fit the cluster.
+        LayoutError: a time or size is wrong, `transfer` and `cluster` are both given, or the ranks do not fit
+            the cluster.
         DescriptionError: there is no such cluster.
     """
     num_edges = len(stage_ranks) - 1
@@ -209,7 +217,7 @@ def transfer_times(
 
 
 def placement_of(schedule: Schedule) -> str:
-    """Return where the stages are, as text: `8 stages on 4 ranks`, or `4 ranks of one stage`."""
+    """Return the numbers of stages and ranks as text: `8 stages on 4 ranks`, or `4 ranks of one stage`."""
     per_rank = schedule.num_stages / schedule.num_ranks
     ranks = f"{schedule.num_ranks} rank{'s' if schedule.num_ranks > 1 else ''}"
     return f"{schedule.num_stages} stages on {ranks}" if per_rank != 1 else f"{ranks} of one stage"

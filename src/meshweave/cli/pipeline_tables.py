@@ -28,9 +28,9 @@ class ShownSchedule:
     """A schedule that was proved and timed.
 
     Attributes:
-        name: what it is called: a schedule's name or a file.
+        name: the schedule's name or its file, as given on the command line.
         timed: when its actions run; its ticks are picoseconds.
-        listed_here: whether its transfers were put in by meshweave.
+        listed_here: whether meshweave added the sends and receives, because the schedule lists none.
     """
 
     name: str
@@ -39,7 +39,10 @@ class ShownSchedule:
 
 
 def headline(shown: ShownSchedule, runtime: TransferRuntime) -> str:
-    """Return in one line what a schedule is, that it ends, and how long a step takes."""
+    """Return one line: a schedule's stages, ranks and micro-batches, that it ends, its step time and idle share.
+
+    The share is that of the ranks' time in which they do not compute.
+    """
     schedule, timed = shown.timed.schedule, shown.timed
     transfers = "its transfers put in order here" if shown.listed_here else "its own transfers"
     if schedule.num_ranks == 1 or not schedule.has_communication:
@@ -98,7 +101,11 @@ def _longest(timed: TimedSchedule, count: int) -> list[ExposedTransfer]:
 
 
 def to_json(shown: Sequence[ShownSchedule], runtime: TransferRuntime) -> dict[str, Any]:
-    """Return what the tables show as JSON values, times in seconds, and the longest exposed transfers."""
+    """Return JSON values: the runtime's name under "runtime", a dict for each schedule under "schedules".
+
+    A schedule's has the time of a step, the row of each rank in the table, and the `_LISTED` longest exposed
+    transfers, with times in seconds.
+    """
     return {"runtime": runtime.value, "schedules": [_schedule_json(item) for item in shown]}
 
 
@@ -138,7 +145,7 @@ def _schedule_json(shown: ShownSchedule) -> dict[str, Any]:
 
 
 def schedules_picture(shown: Sequence[ShownSchedule], runtime: TransferRuntime) -> str:
-    """Return the timelines of all schedules on one axis, as SVG."""
+    """Return an SVG of the timelines of all schedules on one axis of time; its subtitle describes the first."""
     title = " beside ".join(item.name for item in shown)
     first = shown[0].timed.schedule
     subtitle = f"{placement_of(first)}, {first.num_micro_batches} micro-batches; {runtime.value} transfers"

@@ -148,7 +148,7 @@ class PlanVerbOptions:
 def plan(model: ModelArgument, cluster: ClusterOption, options: PlanVerbOptions) -> None:
     """Choose the degrees of parallelism of a training step, within the memory of a chip.
 
-    The search takes data, pipeline, context and tensor degrees, strategies within a layer, micro-batches,
+    The search covers data, pipeline, context and tensor degrees, strategies within a layer, micro-batches,
     schedules, ZeRO levels, recomputation, and the order in which degrees are laid on the cluster. It prints the
     best, the runner-up and why, and what to do next. Ctrl-C prints the best so far.
 
@@ -264,7 +264,7 @@ def _reasons(steps: StepsRecord) -> tuple[str, str]:
 
 
 def read_reserve(text: str) -> float:
-    """Return the share of "5%" or "0.05" as 0.05, or the bytes of "4GB" as 4e9.
+    """Return the memory of a chip that stays free: 0.05 for the share "5%" or "0.05", 4e9 for the bytes "4GB".
 
     Raises DescriptionError or LayoutError for other text.
     """
@@ -279,8 +279,10 @@ def read_reserve(text: str) -> float:
 
 
 def read_fixed(text: str) -> dict[str, list[object]]:
-    """Return the values that "tp=8,pp=16,zero=0:1" allows of each degree: lists by name, {"zero": [0, 1]}
-    among them.
+    """Return the values that the text of `--fix` allows for each keyword of `mw.plan` in it.
+
+    "tp=2x4,zero=0:1,strategy=megatron_sp" gives {"tp": [(2, 4)], "zero": [0, 1], "strategy": ["megatron_sp"]}.
+    Names of strategies and the like are not checked.
 
     Raises DescriptionError for other text.
     """

@@ -34,7 +34,11 @@ def plan_products(
 
     Args:
         algorithms: names separated by commas, or "all".
-        written: the file of the plan, the file of its page, and whether to print JSON.
+        written: the file to write the plan to and the file to write its HTML page to, None for none, and whether
+            to print JSON instead of text.
+
+    Raises UnsupportedError where an algorithm is unknown or none can run on the cluster, DescriptionError where
+    a file cannot be written.
     """
     out, report, json = written
     names = read_algorithms(algorithms)

@@ -42,9 +42,9 @@ def reshard(
 ) -> None:
     """Plan how a tensor, or a model's state dict, gets from one mesh to another, and say how long that takes.
 
-    Every strategy is planned with every order, beside the bound that NICs set, and the fastest plan is chosen:
-    by simulation where all are simulated, else by prediction. Its schedule says who sends how much to which hosts,
-    and when.
+    Every strategy of --strategy is planned with every order of --order; times are shown beside the bound that
+    NICs set. The fastest plan is chosen: by simulation where all are simulated, else by prediction. Its schedule
+    says who sends how much to which hosts, and when.
 
     Example: meshweave reshard --from '2x4 S0RR' --to '2x4 RS01R' --shape 1024,1024,512 --cluster p3.8xlarge
 

@@ -28,7 +28,14 @@ MAX_ELEMENTS = 1 << 40
 
 @dataclass(frozen=True)
 class ReshardRequest:
-    """A problem on its cluster, its two meshes, and a line that says what it is."""
+    """A resharding problem on its cluster.
+
+    Attributes:
+        problem: the tensors to move, each with its source and destination layout.
+        cluster: rank r of the meshes is chip r of it.
+        what: one line that describes the problem, for people.
+        src, dst: the source and the destination mesh; they may overlap.
+    """
 
     problem: ReshardProblem
     cluster: Cluster
@@ -39,7 +46,13 @@ class ReshardRequest:
 
 @dataclass(frozen=True)
 class MeshSide:
-    """The value of --from or --to: the shape of a mesh, and a spec string or nothing."""
+    """The value of --from or --to.
+
+    Attributes:
+        option: "--from" or "--to", for errors.
+        shape: the shape of the mesh.
+        layout_spec: how a tensor lies on it, as a spec string ("S0RR", `describe.layout.spec`); "" for none.
+    """
 
     option: str
     shape: tuple[int, ...]
@@ -48,9 +61,14 @@ class MeshSide:
 
 @dataclass(frozen=True)
 class MeshPositions:
-    """First ranks of both meshes; with `row_per_host` each row of a mesh is in a host of its own.
+    """Where on the cluster the meshes are.
 
-    `dst_first` None puts the destination behind the source.
+    Attributes:
+        src_first: the first rank of the source mesh.
+        dst_first: the first rank of the destination mesh; None for the first one after those of the source, with
+            `row_per_host` the first one of the next host.
+        row_per_host: whether each row of a mesh (along its last axis) is in a host of its own; else ranks are
+            consecutive.
     """
 
     src_first: int
@@ -59,9 +77,12 @@ class MeshPositions:
 
 
 def read_side(option: str, text: str) -> MeshSide:
-    """Read "2x4 S0RR" as a mesh of (2, 4) and the layout spec S0RR. Raises LayoutError for other text.
+    """Return the mesh shape and layout spec of a text such as "2x4 S0RR", or "2x4" without a spec.
 
-    `option` names the option in the error.
+    Args:
+        option: the name of the option, for errors.
+
+    Raises LayoutError where the shape is wrong or too large; the spec is not checked.
     """
     shape, _, spec = text.strip().partition(" ")
     parts = shape.lower().split("x")
@@ -85,15 +106,18 @@ def read_request(
     dtype: str,
     positions: MeshPositions,
 ) -> ReshardRequest:
-    """Return what is to move between which meshes: the tensors of a model, or one tensor.
+    """Return the problem of moving the tensors of a model, or one tensor, between two meshes.
 
     Args:
-        model, shape: the text of one of the options; the other is None. A shape is "1024,1024,512".
-        from_, to: a mesh and how tensors lie on it, "2x4 S0RR".
-        cluster, dtype: texts of their options.
-        positions: where on the cluster the meshes begin.
+        model: a model as for `load_model`; None for one tensor.
+        from_, to: a mesh and, for one tensor, how it lies there: "2x4 S0RR".
+        cluster: a cluster as for `load_cluster`; without a number of chips it gets as many as the meshes need.
+        shape: the global sizes of one tensor, "1024,1024,512"; None for a model.
+        dtype: the element type of the tensors.
+        positions: where on the cluster the meshes are.
 
-    Raises LayoutError, DescriptionError or UnsupportedError where an option is wrong.
+    Raises LayoutError, DescriptionError or UnsupportedError where an option is wrong, and LayoutError where both
+    or neither of `model` and `shape` are given.
     """
     sides = read_side("--from", from_), read_side("--to", to)
     if model is not None:
@@ -108,9 +132,10 @@ def read_request(
 def tensor_problem(
     shape: str, dtype: str, from_: MeshSide, to: MeshSide, cluster: str, positions: MeshPositions
 ) -> ReshardRequest:
-    """Return the problem of moving one tensor between two layouts that spec strings name.
+    """Return the problem of moving one tensor from the layout `from_` to the layout `to`.
 
-    Raises LayoutError, DescriptionError or UnsupportedError where an option is wrong.
+    The other arguments are those of `read_request`. Raises LayoutError, DescriptionError or UnsupportedError
+    where an option is wrong.
     """
     _check_dtype(dtype)
     sizes = _read_shape(shape)
@@ -142,9 +167,14 @@ def tensor_problem(
 def model_problem(
     model: str, dtype: str, from_: MeshSide, to: MeshSide, cluster: str, positions: MeshPositions
 ) -> ReshardRequest:
-    """Return the problem of moving a model's state dict from a trainer's mesh to a server's.
+    """Return the problem of moving a Llama-like model's state dict from a trainer's mesh to a server's.
 
-    Raises LayoutError, DescriptionError or UnsupportedError where an option is wrong.
+    Args:
+        from_: the trainer's mesh (FSDP, tensor parallel), without a layout spec.
+        to: the server's mesh (replicas, tensor parallel), without a layout spec.
+
+    The other arguments are those of `read_request`. Raises LayoutError, DescriptionError or UnsupportedError
+    where an option is wrong.
     """
     _check_dtype(dtype)
     for side, axes in ((from_, TRAINER_AXES), (to, SERVER_AXES)):
@@ -232,10 +262,16 @@ def _mesh(name: str, side: MeshSide, axes: tuple[str, ...], first: int, per_host
 
 
 def fitting_cluster(cluster: Cluster, named: str, needed: int) -> Cluster:
-    """Return a cluster with `needed` chips or more: itself, or at the size needed where its name `named` gives no
-    number of chips.
+    """Return a cluster with at least `needed` chips.
 
-    Raises LayoutError where it is too small, with the number of chips that would do.
+    Where `named` ends in ":N", it is the cluster itself. Else the cluster is resized, to more or to fewer chips:
+    to `needed`, rounded up to whole hosts if that is more than one host. One that does not come in that size is
+    returned unchanged if it is large enough.
+
+    Args:
+        named: the text that `cluster` was loaded by, such as "dgx-h100" or "dgx-h100:16".
+
+    Raises LayoutError where the cluster is too small; for a `named` with ":N" it gives the number that would do.
     """
     base, _, number = named.rpartition(":")
     given = bool(base) and number.isdecimal()

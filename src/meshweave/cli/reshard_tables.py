@@ -20,7 +20,10 @@ FIRST, LAST = 12, 3
 
 
 def to_json(request: ReshardRequest, comparison: ReshardComparison) -> dict[str, Any]:
-    """Return all of a comparison as JSON values."""
+    """Return a comparison as JSON values: the problem, the times of each plan, and the chosen plan's schedule.
+
+    With the chosen plan is the peak memory of the rank that needs most. Keys name the units, seconds and bytes.
+    """
     chosen = comparison.chosen
     plan = chosen.plan
     return {

@@ -67,8 +67,8 @@ def run(
     Each product runs as the planned program: same dataflow, slices and lanes, mesh shape in proportion.
     Checked are the numbers (exactly, against the dense product), and that the measured order of events
     satisfies every edge of the program. Shown are measured and predicted timelines. Without --machine the
-    prediction takes constants that are measured in the same processes, on three quarters of the product: its
-    messages alone, and all of it.
+    constants of the prediction are measured in the same processes, on three quarters of the product: once its
+    transfers alone, once with its multiplications.
 
     Example: meshweave run plan.json --layer ff1 --ranks 4 --trace trace.json
     """

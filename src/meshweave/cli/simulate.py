@@ -130,11 +130,17 @@ def _plan_cases(what: str, machine: MachineOptions, options: PlannedOptions) -> 
 
 
 def read_program_case(what: str, machine: MachineOptions) -> SimulationCase:
-    """Return the program of a file, of stdin or of an algorithm, on its machine, ready to be simulated.
+    """Return the program of a file, of stdin for "-" or of an algorithm, on its machine, ready to be simulated.
+
+    Args:
+        what: a file, "-", or the name of an algorithm, as for `read_program_or_entry`.
+        machine: the cluster, which must be given, and the options of the program.
 
     Raises:
-        DescriptionError: no cluster is given, or a file is wrong.
+        DescriptionError: no cluster is given, or a file or the cluster is wrong.
         ProgramError: the program is wrong, does not fit the machine or, with limits, has too many ranks.
+        LayoutError, UnsupportedError: there is no such algorithm or config, a setting is wrong, or the cluster
+            does not carry the program's meshes.
     """
     from meshweave.tune.cases import program_case
 

@@ -14,7 +14,7 @@ from meshweave.cli.options import JSON_HELP, OutputOption
 
 
 class Lowering(StrEnum):
-    """What collectives are written out as."""
+    """What collectives are lowered to before a simulation: nothing, rings of permutes, or chains of messages."""
 
     none = "none"
     rings = "rings"
@@ -22,7 +22,7 @@ class Lowering(StrEnum):
 
 
 class Comparison(StrEnum):
-    """What a simulation is compared with."""
+    """What a simulation is compared with: the estimate in closed form, without contention."""
 
     estimate = "estimate"
 
@@ -37,7 +37,7 @@ ProgramArgument = Annotated[
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """The program of a file or an algorithm, and the machine on which it runs."""
+    """The machine on which programs run, how it carries them, and which program of an algorithm is taken."""
 
     cluster: Annotated[
         str | None,
@@ -69,7 +69,7 @@ class MachineOptions:
 
 @dataclass(frozen=True)
 class PlannedOptions:
-    """Which products of a plan are simulated, or which step of its ranking, and which ranks are told about."""
+    """Which products of a plan are simulated, or which step of its ranking, and which ranks are shown."""
 
     layer: Annotated[str, typer.Option(help="Of a plan: the layer (qkv, out, ff1, ff2).")] = "ff1"
     passes: Annotated[
@@ -107,7 +107,7 @@ class PlannedOptions:
 
 @dataclass(frozen=True)
 class SimulateOutputs:
-    """What a simulation writes."""
+    """The files that a simulation writes, and whether it prints JSON."""
 
     trace: Annotated[Path | None, OutputOption(help="Write a Chrome / Perfetto trace of these ranks.")] = None
     svg: Annotated[Path | None, OutputOption(help="Write the timeline as a picture.")] = None
@@ -122,5 +122,5 @@ class SimulateOutputs:
 
     @property
     def paths(self) -> tuple[Path | None, ...]:
-        """Return the output files in the order in which they are reported, None for one that is not wanted."""
+        """Return (trace, svg, png, report), None for each that is not to be written."""
         return self.trace, self.svg, self.png, self.report

@@ -52,7 +52,7 @@ def rank_algorithms(
     count: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the fastest first.")] = 10,
     json: JsonOption = False,
 ) -> None:
-    """Rank every algorithm and config that solve a problem, by estimated time.
+    """Rank algorithms and configs that solve a problem by estimated time, and print the fastest --count of them.
 
     The problem is the algorithm's first example, with the fields that --set changes: sizes, mesh, layouts.
 

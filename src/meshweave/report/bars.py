@@ -18,11 +18,15 @@ GREY = "#4a5562"
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of length `value`, its spread from `low` to `high`, all positive; `text` stands behind it. Equal `low`
-    and `high` draw no spread.
+    """A horizontal bar.
 
-    `marks` are expected values, one for each of the chart's `mark_names`, or None. Bars of one `family` have one
-    colour in all groups.
+    Attributes:
+        name: stands at its left.
+        value: its length, in the chart's unit and not negative.
+        low, high: the ends of its whisker; equal ones draw none.
+        text: stands at its right, after whisker and marks: mostly the value with its unit.
+        marks: expected values, one for each of the chart's `mark_names`; None for no mark.
+        family: bars of one family have one colour in all groups; "" stands for `name`.
     """
 
     name: str
@@ -59,8 +63,11 @@ def bar_chart(
     Args:
         x_label: what the scale is, with its unit.
         mark_names: what the first and the second mark of each bar mean; two at most.
-        bar_name, spread_name: what a bar's length and its whisker mean; "" for no whiskers.
-        line_at, line_name: x of a line through all groups, such as a bound, and what it means.
+        bar_name, spread_name: what a bar's length and its whisker mean, in the legend; `spread_name` "" leaves
+            whiskers out of the legend, not out of the chart.
+        line_at: x, in the unit of the bars, of a vertical line through all groups, such as a bound; None for no
+            line. The scale ends with the bars and marks, wherever the line is.
+        line_name: what the line means, in the legend; "" leaves it out there.
         notes: lines of small text at the bottom.
     """
     bars = [bar for group in groups for bar in group.bars]
@@ -96,9 +103,12 @@ def bar_chart(
 
 
 def ticks_above(ticks: Sequence[float], x_at: Scale, top: float, bottom: float) -> list[str]:
-    """Return SVG elements: for each tick a line from `top` to `bottom`, and its number below.
+    """Return the SVG elements of a grid: for each tick a vertical line, and its number below.
 
-    `x_at` maps a tick to its x in pixels.
+    Args:
+        ticks: values on the x axis.
+        x_at: maps a tick to its x in pixels.
+        top, bottom: where the lines begin and end, in pixels.
     """
     grid = []
     for tick in ticks:

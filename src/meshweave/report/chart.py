@@ -20,9 +20,15 @@ _LEFT, _TOP = 68, 34
 
 @dataclass(frozen=True)
 class Series:
-    """A line through `points` (x, y), y positive; the points numbered in `chosen` are ringed.
+    """A line of a chart.
 
-    One that is not `joined` has black crosses instead: numbers to compare the lines with."""
+    Attributes:
+        name: its name in the legend.
+        points: (x, y) of each point in the order in which the line joins them; y is positive.
+        chosen: indices into `points` of those that are ringed.
+        joined: whether a line joins the points; else they are black crosses, to compare lines with, and none is
+            ringed.
+    """
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -45,10 +51,11 @@ def line_chart(
     """Return an SVG line chart, `height` pixels high; "" without points.
 
     Args:
-        x_ticks: (x, text) of each tick; without it, ticks stand at the x of the points.
-        x_log: powers of two stand at equal distances.
-        y_log: whether y is logarithmic, else from 0; None where values span over a factor of 8.
-        y_text: text of a y value, with its unit: in tooltips.
+        x_ticks: (x, text) of each tick; by default ticks stand at the x of the points. The axis ends with them.
+        x_log: whether the x axis is logarithmic.
+        y_log: whether the y axis is logarithmic; else it begins at 0. None for logarithmic where the greatest y
+            is over 8 times the least.
+        y_text: returns the text of a y value in tooltips, with its unit.
     """
     points = [point for line in series for point in line.points]
     if not points:
@@ -155,9 +162,10 @@ def _colour(number: int) -> str:
 
 
 def axis_scale(values: Sequence[float], log: bool, start: float, stop: float) -> Callable[[float], float]:
-    """Return a function that maps the range of `values` to pixels `start` .. `stop`, linearly or by logarithm.
+    """Return a function that maps a value to pixels: the least of `values` to `start`, the greatest to `stop`.
 
-    A single value goes to the middle.
+    Between and beyond them it is linear, or logarithmic with `log`. Where all `values` are equal it returns the
+    middle.
     """
     kind: Callable[[float], float] = math.log if log else float
     low, high = kind(min(values)), kind(max(values))
@@ -167,7 +175,10 @@ def axis_scale(values: Sequence[float], log: bool, start: float, stop: float) ->
 
 
 def linear_ticks(highest: float) -> list[float]:
-    """Return 0 up to at least `highest` in four to eight steps of 1, 2 or 5 times a power of ten."""
+    """Return the ticks of an axis from 0 to at least `highest`, which is positive.
+
+    They are four to eight equal steps of 1, 2 or 5 times a power of ten.
+    """
     power = 10.0 ** math.floor(math.log10(highest))
     step = next(s for s in (0.1, 0.2, 0.5, 1.0, 2.0) if highest / (s * power) <= 8) * power
     return [round(step * i, 12) for i in range(math.ceil(highest / step - 1e-9) + 1)]

@@ -26,9 +26,13 @@ _WEIGHT, _MOVE, _EDGE = "#d9822b", "#a8324a", "#57606a"
 
 
 def draw_layer(layer: LayerGraph, title: str, laid: LaidLayer | None = None) -> str:
-    """Return the SVG picture of a layer's graph; with `laid` also where each weight lies and what is moved.
+    """Return the SVG picture of a layer's graph.
 
     The width of a weight is in proportion to its columns.
+
+    Args:
+        laid: the layer on ranks (`laid_out`): how each edge and weight is sharded, and what ranks exchange, are
+            drawn too. None for the graph alone.
     """
     rows = [_Row(node, laid) for node in layer.nodes]
     y = _TOP
@@ -60,7 +64,7 @@ def draw_layer(layer: LayerGraph, title: str, laid: LaidLayer | None = None) -> 
 
 
 class _Row:
-    """A node with what is moved around it; `y` is the top of its box once it is put."""
+    """A node with what ranks exchange before, within and after it; `y` is the top of its box once it is put."""
 
     def __init__(self, node: LayerNode, laid: LaidLayer | None) -> None:
         self.node, self.y = node, 0
@@ -70,7 +74,7 @@ class _Row:
         self._places: list[tuple[int, str]] = []
 
     def put(self, y: int) -> int:
-        """Place the node below `y`, and return where the next one begins."""
+        """Place the node from `y` (pixels) downwards, and return the y at which the next one begins."""
         before, within, after = self._texts
         for text in before:
             self._places.append((y, text))
@@ -86,7 +90,7 @@ class _Row:
         return y + _GAP
 
     def chips(self) -> Iterator[str]:
-        """Yield what is moved, each in a frame on the line that it moves."""
+        """Yield the SVG of what ranks exchange, each text in a frame at its place; `put` comes before."""
         for y, text in self._places:
             wide = LETTER * len(text) + 14
             x = _LEFT + _NODE / 2 - wide / 2
@@ -104,7 +108,7 @@ def _moved(moved: Moved, with_axis: bool) -> str:
 
 
 def _whole(laid: LaidLayer | None) -> Iterable[str]:
-    """Yield what all parts move, in a few lines: kinds in order, with how many and their bytes together."""
+    """Return lines on what forward and backward move together: how many of each kind, and their bytes."""
     if laid is None:
         return ()
     kinds: dict[str, tuple[int, int]] = {}

@@ -10,14 +10,14 @@ from importlib.resources import files
 
 @lru_cache(maxsize=8)
 def asset(name: str) -> str:
-    """Return the text of a style sheet or script that stands beside this module."""
+    """Return the text of the style sheet or script `name` in the folder of this module, such as "page.css"."""
     return (files("meshweave.report") / name).read_text("utf-8")
 
 
 def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
-    """Return a whole HTML page; `title` is text, `body` HTML.
+    """Return a whole HTML page; `title` is plain text, `body` HTML.
 
-    `style` and `script` come after those that all pages have.
+    `style` (CSS) and `script` (JavaScript) come after those that all pages have.
     """
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -29,14 +29,17 @@ def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
 
 
 def notes(texts: Sequence[str]) -> str:
-    """Return an HTML list of what the page's numbers leave out; "" if `texts` is empty."""
+    """Return an HTML list of what the page's numbers leave out, plain text each; "" if `texts` is empty."""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     return f"<p>Not in these numbers:</p><ul>{items}</ul>" if items else ""
 
 
 def bar(parts: Iterable[tuple[float, str]], whole: float, width: int = 150, height: int = 13) -> str:
-    """Return an inline SVG bar of stacked (amount, colour) parts; an amount of `whole` is all of `width`
-    pixels.
+    """Return an inline SVG of a stacked horizontal bar, `width` x `height` pixels.
+
+    Args:
+        parts: (amount, colour) of each part, from left to right.
+        whole: the amount that fills the width.
     """
     x, boxes = 0.0, []
     for amount, colour in parts:
@@ -47,7 +50,7 @@ def bar(parts: Iterable[tuple[float, str]], whole: float, width: int = 150, heig
 
 
 def key(colour: str, text: str) -> str:
-    """Return the HTML of a legend entry: a box of `colour`, then `text`."""
+    """Return the HTML of a legend entry: a box of `colour`, then `text`, which is HTML."""
     return f'<span class="key" style="background:{colour}"></span>{text}'
 
 
@@ -57,10 +60,13 @@ def table(
     left: Sequence[str],
     kinds: Mapping[int, str] | None = None,
 ) -> str:
-    """Return an HTML table of rows of cells as HTML; `head` is text, and columns in `left` align left.
+    """Return an HTML table.
 
     Args:
-        kinds: the CSS class of a row, by its index.
+        head: the titles of the columns, as plain text.
+        rows: the cells of each row, as HTML.
+        left: the titles of the columns that are aligned to the left.
+        kinds: the CSS classes of rows, by the row's index from 0; rows that are not in it have none.
     """
     kinds = kinds or {}
     classes = [' class="l"' if name in left else "" for name in head]

@@ -36,7 +36,16 @@ _MOST_RANKS = 32
 
 @dataclass(frozen=True)
 class ActionBox:
-    """A stretch of time of one rank, in ticks, that is drawn as one box; `shade` makes it paler, from 0 to 1."""
+    """A stretch of time of one rank that is drawn as one box.
+
+    Attributes:
+        kind: what the rank does, as the legend names it: "forward", "exposed transfer".
+        begin, end: in ticks.
+        text: stands in the box where it fits, mostly the micro-batch.
+        title: the tooltip.
+        shade: from 0 to 1: how pale the box is, to tell the stages of a rank apart.
+        half: 0 for the whole height, 1 and 2 for the upper and the lower half (the two actions of an overlap).
+    """
 
     kind: str
     begin: int
@@ -45,17 +54,16 @@ class ActionBox:
     title: str
     shade: float = 0.0
     half: int = 0
-    """0 for the whole height, 1 and 2 for the upper and lower half (an overlap)."""
 
 
 def draw_pipelines(
     title: str, schedules: Sequence[tuple[str, TimedSchedule]], *, subtitle: str = "", width: int = 1100
 ) -> str:
-    """Return an SVG of schedules under each other on one axis of time. Their ticks are picoseconds.
+    """Return an SVG of schedules under each other on one axis of time, a row for each rank, of at most 32 ranks.
 
     Args:
         title: the headline.
-        schedules: a name for each schedule, and when its actions run.
+        schedules: (name, schedule) of each; their ticks are picoseconds.
         subtitle: a line below the headline.
         width: pixels.
     """

@@ -1,4 +1,4 @@
-"""A plan as one HTML page: self-contained, nothing is loaded from anywhere, no scripts."""
+"""A plan of products as one HTML page, which loads nothing; its charts and tables need no script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ _PRODUCT, _EXPOSED, _FREE = "#3b6fb6", "#d9822b", "#e9edf2"
 
 
 def plan_page(explanation: PlanExplanation, memory: ChipMemory | None = None) -> str:
-    """Return the HTML page of a plan: its tables, what it was chosen from, and a chip's memory where given."""
+    """Return the HTML page of a plan of products.
+
+    It has the algorithms, the layers, simulated timelines, and the times of other mesh shapes and slice counts;
+    with `memory` also the memory of a chip that trains the whole model.
+    """
     plan, best, cluster = explanation.plan, explanation.plan.best, explanation.cluster
     title = f"{plan.model} on {plan.num_chips} chips of {plan.cluster}"
     body = "\n".join(
@@ -54,7 +58,7 @@ def _sum(candidate: Candidate, field: str) -> float:
 
 
 def peak_memory_bytes(candidate: Candidate) -> int:
-    """Return the bytes that one product of a candidate holds on a chip at most, operands and double buffers."""
+    """Return the most bytes that any one product of a candidate holds on a chip, with operands and buffers."""
     return max(item.peak_bytes for layer in candidate.layers for item in layer.passes)
 
 

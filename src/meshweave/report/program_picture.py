@@ -28,11 +28,17 @@ class _DrawnOp:
     activity: str
     text: str
     moved: tuple[str, int]
-    """What it moves, as one names it, and the bytes that it writes for the rank."""
+    """Its description without its number ("put with rank 3"), and the bytes that it writes on its own rank."""
 
 
 def draw_program(program: Program, rank: int | None = None) -> str:
-    """Return the SVG picture of a program, with the ops of one rank, by default its first."""
+    """Return the SVG picture of a program: how its tensors are sharded, and the ops of one rank in order.
+
+    Drawn are at most `MAX_TENSORS` tensors, of programs of up to 64 ranks, and the first `MAX_OPS` ops.
+
+    Args:
+        rank: the rank whose ops are drawn; None for the program's first.
+    """
     own = program.ranks[0] if rank is None else rank
     drawn, y = [chart_heading(f"{program.name}: {len(program.ranks)} ranks")], 40.0
     laid = [buffer for buffer in program.buffers if buffer.tensor and buffer.layout][:MAX_TENSORS]
@@ -142,7 +148,7 @@ def _ops(program: Program, rank: int) -> Iterator[_DrawnOp]:
 
 
 def _words(program: Program, op: Op, rank: int) -> tuple[str, int]:
-    """Return an op in words (its name and kind, with whom, what it writes), and the bytes written of the rank."""
+    """Return an op in words (name and kind, with whom, what it writes), and the bytes it writes on this rank."""
     text = op.name if op.name and op.name != op.kind else op.kind
     text += f" ({op.kind})" if text != op.kind else ""
     if isinstance(op, Collective):

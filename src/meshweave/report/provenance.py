@@ -13,7 +13,12 @@ PACKAGES = ("meshweave", "numpy", "torch", "pydantic")
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return date (UTC), processor, cores, system, and versions of Python and of `PACKAGES`."""
+    """Return a dict of JSON values that says when and on what a result was measured.
+
+    "date" is the day in UTC, "cpu" the processor's name, "cores" the number of logical CPUs, and "system" the
+    operating system with its release. "versions" maps "python" and each of `PACKAGES` to a version or "not
+    installed".
+    """
     cpu = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():

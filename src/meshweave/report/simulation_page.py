@@ -23,11 +23,11 @@ _COLOURS = {
     "wait": "#f3d9b8",
 }
 MAX_SEGMENTS = 300
-"""Of the critical path that are listed on a page."""
+"""The most segments of a critical path that a page lists."""
 
 
 def simulation_page(cases: Sequence[SimulatedCase], num_links: int = 24) -> str:
-    """Return one HTML page of all runs, with the `num_links` busiest links of each."""
+    """Return one HTML page of one or more simulated cases, with the `num_links` busiest links of each."""
     first = cases[0]
     title = first.case.title if len(cases) == 1 else f"{len(cases)} runs, {first.run.machine.cluster.name}"
     body = [f"<h1>{escape(title)}</h1>"]

@@ -36,8 +36,12 @@ def draw_rank_timelines(
 ) -> str:
     """Return an SVG of all timelines on one axis of time; "" where there are none.
 
-    It brings its own light background, so that it reads the same on light and dark pages. With `names` lanes
-    of mesh axes are called by what moves along them ("between rows").
+    It brings its own light background, so that it reads the same on light and dark pages.
+
+    Args:
+        subtitle: a line below the title; "" for none.
+        width: pixels.
+        names: whether lanes of mesh axes are called by what they join: "between rows" for "row".
     """
     if not timelines:
         return ""
@@ -56,10 +60,10 @@ def draw_rank_timelines(
 
 
 def draw_cases(cases: Sequence[SimulatedCase]) -> str:
-    """Return the SVG picture of simulated cases: of one case all its ranks to show, of several the first rank
-    of each.
+    """Return the SVG picture of one or more simulated cases.
 
-    Several cases that compute the same are named by what tells them apart.
+    Of a single case all of its `ranks` are drawn, of several cases the first of the `ranks` of each. Several
+    cases that compute the same product are named by what differs, such as the algorithm and the mesh.
     """
     first = cases[0]
     if len(cases) == 1:

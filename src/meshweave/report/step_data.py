@@ -27,7 +27,7 @@ _KINDS = {
     "hidden": ("communication, hidden", "#94a1af"),
     "exposed": ("communication, exposed", "#d0433c"),
 }
-"""What runs in timelines, by the kind of a `StepSpan`: its name and colour."""
+"""The name in the legend and the colour of each kind of `StepSpan`."""
 
 
 def step_data(
@@ -36,11 +36,12 @@ def step_data(
     timelines: Sequence[tuple[str, StepTimeline]],
     curves: Sequence[StepCurve],
 ) -> str:
-    """Return the JSON that the script of a step's page draws from; it may stand inside of a script element.
+    """Return the JSON that `step_page.js` draws from, without "<", so that it may stand in a script element.
 
     Args:
-        choice_text: writes a configuration in words.
-        timelines: titles and timelines.
+        choice_text: returns a configuration in words.
+        timelines: (title, timeline) of each.
+        curves: lines of the best configuration and the runner-up, in this order.
     """
     names: dict[str, int] = {}
     data = {

@@ -58,11 +58,11 @@ def step_page(
     """Return the HTML page of the plan of a step.
 
     Args:
-        choice_text: writes a configuration in words.
-        difference: what the runner-up costs, in words; "" without one.
+        choice_text: returns a configuration in words.
+        difference: how much slower or faster the runner-up is, and in which parts, in words; "" without one.
         advice: what to do next, in words.
-        timelines: titles and timelines, of which the first is shown when the page opens.
-        curves: of the first configurations of the ranking.
+        timelines: (title, timeline) of each; the first is shown when the page opens.
+        curves: how the best configuration and the runner-up do with other numbers of chips, batches and links.
     """
     steps = plan.step
     title = f"{plan.model} on {plan.num_chips} chips of {plan.cluster}"
@@ -178,7 +178,7 @@ def _versus(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) -> 
 
 
 def named_parts(record: StepRecord) -> dict[str, float]:
-    """Return the seconds of a step by the names of its parts on the page, 0 where it has none of one."""
+    """Return the seconds of each part of a step, by the part's name on the page; 0 for a part that it lacks."""
     return {name: record.parts_s.get(part, 0.0) for part, (name, _) in PARTS.items()}
 
 

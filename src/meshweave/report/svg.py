@@ -32,9 +32,9 @@ def chart_heading(title: str) -> str:
 
 
 def time_frame(title: str, subtitle: str, width: int, bottom: float, parts: Iterable[str]) -> str:
-    """Return an SVG of `width` pixels with a title, a subtitle and `parts`, SVG elements down to y = `bottom`.
+    """Return an SVG of `width` pixels with a title, a subtitle ("" for none) and `parts`, SVG elements.
 
-    Below it is room for a line more.
+    It ends 60 pixels below y = `bottom`, where the parts end: room for the numbers of an axis and a legend.
     """
     height = int(bottom + 60)
     head = f'<text x="16" y="26" font-size="15" font-weight="bold">{escape(title)}</text>'
@@ -49,7 +49,12 @@ def time_frame(title: str, subtitle: str, width: int, bottom: float, parts: Iter
 
 
 def shape_keys(shapes: Iterable[tuple[str, str]], y: float) -> list[str]:
-    """Return the SVG of a legend row at `y`: each (name, shape), a shape being SVG drawn at x = 0."""
+    """Return the SVG elements of a legend in one row, each shape with its name at its right.
+
+    Args:
+        shapes: (name, shape) of each entry, a shape being SVG elements drawn from x = 0 on, at height `y`.
+        y: the middle of the row, in pixels.
+    """
     out, x = [], 16.0
     for name, shape in shapes:
         text = f'<text x="26" y="{y + 4:.1f}">{escape(name)}</text>'
@@ -59,7 +64,12 @@ def shape_keys(shapes: Iterable[tuple[str, str]], y: float) -> list[str]:
 
 
 def colour_keys(colours: Iterable[tuple[str, str]], left: int, y: float) -> list[str]:
-    """Return the SVG of a legend row from `left` at `y`: a box of each colour with its name behind it."""
+    """Return the SVG elements of a legend in one row, a box of each colour with its name at its right.
+
+    Args:
+        colours: (name, colour) of each entry; a name is SVG text, not escaped here.
+        left, y: where the row begins, and the baseline of its text, in pixels.
+    """
     out, x = [], float(left)
     for name, colour in colours:
         out.append(

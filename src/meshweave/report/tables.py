@@ -18,12 +18,14 @@ def text_table(
     title: str = "",
     whole: Collection[str] | None = None,
 ) -> Table:
-    """Return a table of text for the terminal.
+    """Return a rich table for a console.
 
     Args:
-        left: the columns that are aligned to the left; the others are to the right.
-        title: stands above it, to the left.
-        whole: the columns whose cells are never broken over lines; None for no column.
+        head: the titles of the columns.
+        rows: the cells of each row: text with rich's markup, or what else rich renders.
+        left: the titles of the columns that are aligned to the left; the others are to the right.
+        title: stands above the table, to the left; "" for none.
+        whole: the titles of the columns whose cells are never broken over lines; None for no column.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -38,7 +40,7 @@ def text_table(
 
 
 def text_console(least_width: int = 124) -> Console:
-    """Return a console on stdout: as wide as the terminal; elsewhere `least_width` columns or more."""
+    """Return a rich console on stdout: as wide as the terminal; where stdout is none, `least_width` or wider."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -46,5 +48,5 @@ def text_console(least_width: int = 124) -> Console:
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], num_left: int) -> None:
-    """Print a table, its first `num_left` columns aligned to the left, the others to the right."""
+    """Print a table on stdout, its first `num_left` columns aligned to the left, the others to the right."""
     text_console(130).print(text_table(head, rows, head[:num_left]))

@@ -16,9 +16,10 @@ _COLOUR = {"compute": "#3b6fb6", "move": "#9aa7b5", "communicate": "#d9822b"}
 
 
 def timeline_text(trace: Trace, rank: int, width: int = 80) -> str:
-    """Return text with one line per lane of `rank`, `width` columns of time: blocks compute, lines communicate.
+    """Return a timeline as text: a line of `width` characters for each lane of `rank`, and the scale below them.
 
-    A column shows the activity that lasts longest in it.
+    A character shows the activity that lasts longest in its share of the time: `█` product or call, `▒` copy or
+    add, `━` communication.
     """
     if not trace.spans:
         return "(empty trace)"
