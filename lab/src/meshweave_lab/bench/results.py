@@ -70,7 +70,7 @@ class RivalTimes:
 
     @property
     def median_s(self) -> float:
-        """Median seconds."""
+        """Seconds of the median run."""
         return statistics.median(self.runs_s)
 
     @property
