@@ -52,7 +52,7 @@ class CaseFidelity:
 
     @property
     def median_s(self) -> float:
-        """Seconds of the median run."""
+        """The median of `runs_s`."""
         return statistics.median(self.runs_s)
 
     @property

@@ -38,7 +38,7 @@ class GpuCase:
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Return the bytes per second that the memory moves at most."""
+        """Return the peak bandwidth of the GPU's memory in bytes per second."""
         return self.gpu.memory.bytes_per_s
 
     @property

@@ -44,6 +44,8 @@ class FcBlock:
     """The fully connected layers of one block.
 
     Attributes:
+        model: the catalog name.
+        batch: the sequences of all chips together.
         always_stationary: the matrix that stays put in every layer; None to choose it by layer.
     """
 

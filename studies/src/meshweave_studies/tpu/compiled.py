@@ -212,7 +212,7 @@ class CompiledProgram:
 
     @property
     def axes(self) -> Axes:
-        """Return the mesh axes by which partitions are numbered, and their sizes."""
+        """Return (name, size) of each mesh axis; partitions are numbered along them, row by row."""
         mesh = self.machine.meshes[0]
         return tuple(zip(mesh.axes, mesh.shape, strict=True))
 
