@@ -65,8 +65,9 @@ class Counter:
     """Values over time of one rank: each holds from its time to the next.
 
     Attributes:
-        times_ps: ascending.
-        values: by series, as many as there are times.
+        name: what is counted.
+        times_ps: when values change, ascending.
+        values: by name of a series, one value for each of `times_ps`.
     """
 
     rank: int
@@ -118,7 +119,7 @@ class Trace(Shown):
         return to_s(num_common(compute, communicate))
 
     def exposed_s(self, rank: int) -> float:
-        """Return the seconds in which `rank` communicates without computing."""
+        """Return the seconds in which `rank` communicates and runs no product or call; copies are neither."""
         communicate = union(
             (s.start_ps, s.end_ps) for s in self.spans if s.rank == rank and s.kind not in COMPUTE_KINDS
         )
@@ -139,7 +140,7 @@ class Trace(Shown):
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """Return one trace with the spans of all ranks, from the traces that each rank made of one run."""
+    """Return one trace with the spans of all ranks, without counters, from the traces of each rank of a run."""
     spans = sorted((s for trace in traces for s in trace.spans), key=lambda s: (s.start_ps, s.rank, s.index))
     return Trace(traces[0].program, traces[0].source, tuple(spans))
 
@@ -190,7 +191,8 @@ def check_order(trace: Trace, flow: Dataflow) -> int:
 def to_chrome(traces: Sequence[Trace]) -> dict[str, Any]:
     """Return Chrome / Perfetto trace events: one process per (source, rank), one thread per lane, times in us.
 
-    A lane that runs ops at once has more threads: viewers drop an op that begins within another of its thread.
+    A lane that runs several ops at once gets several threads, for viewers drop an op that begins within another
+    of its thread.
     Counters are counter tracks of their rank's process.
     """
     events: list[dict[str, Any]] = []

@@ -17,9 +17,10 @@ from meshweave_lab.lab import Lab
 
 
 def lab_target(path: Path, flops_per_s: float, remarks: list[str]) -> CalibrationTarget:
-    """Return the ranks of the lab of a LAB.toml, products paced at another rate where one is given.
+    """Return the ranks of the lab of a LAB.toml, products paced at `flops_per_s`; 0 for the lab's own rate.
 
-    The lab appends what it has to say of its run to `remarks`. Raises DescriptionError for a wrong file or rate.
+    A run appends to `remarks` how many paced products overran their time. Raises DescriptionError for a wrong
+    file or rate.
     """
     lab = Lab.load(path)
     if flops_per_s:

@@ -29,7 +29,8 @@ class Link:
     """A full-duplex link.
 
     Attributes:
-        bytes_per_s, back_bytes_per_s: the rates of the two directions.
+        bytes_per_s: the rate forward: to the next coordinate of a torus, or towards the switch or root.
+        back_bytes_per_s: the rate of the other direction.
         burst_bytes: the size of the token bucket; None for 2.5 ms at the rate, within 64 KiB and 256 KiB.
         queue_s: seconds that a packet may queue before it is dropped.
         latency_s: seconds that a small message takes; only the cluster description uses it.

@@ -112,7 +112,7 @@ class ForkedRank:
 
 
 def start_server(module: str, connection: socket.socket, preload: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a module of this package as a server on a socket, with what it is to import before it forks."""
+    """Start `python -m module` as a server on a socket, which imports `preload` (see `fork_servers`) first."""
     ours = (str(Path(file).parents[1]) for file in (__file__, meshweave.__file__))
     path = os.pathsep.join(filter(None, [*ours, os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
@@ -161,7 +161,7 @@ class ForkServer:
             return ForkedRank(self, self._started.pop())
 
     def status(self, pid: int) -> int | None:
-        """Return the exit status of a rank, None while it runs."""
+        """Return the exit status of a rank, None while it runs; that of SIGKILL once the server has ended."""
         with self._lock:
             self._read(block=False)
             lost = -int(signal.SIGKILL) if self._is_gone else None
@@ -205,7 +205,7 @@ class ForkServers:
         self._lock = threading.Lock()
 
     def can_start(self, environment: Mapping[str, str]) -> bool:
-        """Whether a rank with these variables may be forked: on Linux, if those read at import agree."""
+        """Whether a rank with these environment variables can be forked: on Linux, with OMP_NUM_THREADS=1."""
         return sys.platform == "linux" and all(environment.get(name) == "1" for name in _IMPORTED_WITH)
 
     def import_also(self, *modules: str) -> None:
@@ -215,7 +215,7 @@ class ForkServers:
     def start(
         self, rank: int, folder: Path, environment: dict[str, str], place: RankPlace, *, is_ours: bool
     ) -> ForkedRank:
-        """Return rank `rank` of a launch, started."""
+        """Fork global rank `rank` of a launch, whose job is in `folder`, and return it."""
         where = str(folder), environment, str(Path.cwd()), is_ours, place.network_namespace
         request = ForkRequest(*where, place.fork_startup, self._imports)
         try:
@@ -256,7 +256,7 @@ def fork_servers(
         preload: the modules to import and functions to call ("module:function") before forking; none may start a
             thread or touch a GPU.
         num_servers: how many servers share the ranks of a launch.
-        shared: where shared servers listen (`shared_fork_servers`), whose forks are the servers instead.
+        shared: paths that `shared_fork_servers` yields, to fork those servers and use neither argument above.
     """
     servers, outer = ForkServers(preload, num_servers, shared), launch.rank_starter
     launch.rank_starter = servers

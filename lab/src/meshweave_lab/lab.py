@@ -74,7 +74,8 @@ class RunningLab:
     the time of the block, and signals that come during the take-down wait for its end. A lab whose process is
     killed is removed by the next one. Not to be entered twice.
 
-    `pace` is what the ranks of the last run reported about their pacing, by rank.
+    `pace` is what the ranks of the last run reported about their pacing, by rank; `removed` has the names of the
+    namespaces of killed labs that entering removed.
     """
 
     description: LabDescription

@@ -65,7 +65,7 @@ class PaceReport:
 
     Attributes:
         flops_per_s: the rate.
-        num_products: products paced, of `flops` in all, meant to take `paced_s` seconds.
+        num_products: products and calls paced, of `flops` in all, meant to take `paced_s` seconds.
         error_mean_s, error_worst_s: seconds a product ended after its time (before it, where negative), over
             those that slept. An overshoot is made up for by the next product, so the mean is near zero.
         num_overruns, overrun_s: products whose real computation took longer than their time, and by how many
@@ -83,7 +83,10 @@ class PaceReport:
 
 
 class Pacer:
-    """Keeps the books of one rank's engine. `clock` gives seconds, `sleep` takes them."""
+    """Makes the products and calls of one rank take their time, one after another, and counts them.
+
+    `clock` returns seconds, and `sleep` sleeps for so many.
+    """
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class Pacer:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread is at a product."""
+        """Whether this thread is within a paced product or call, whose kernels are not paced once more."""
         return bool(getattr(self._of_thread, "is_inside", False))
 
     def product(self, flops: int, work: Callable[[], Any]) -> Any:
@@ -113,7 +116,7 @@ class Pacer:
         return self._timed(flops / self.flops_per_s, flops, work)
 
     def call(self, run: Callable[[], Any], *works: Compute) -> Any:
-        """Run what does these works and return its result, after as many seconds as their FLOPs or bytes take."""
+        """Call `run`, which does `works`, and return its result after the seconds that `cost` gives them."""
         duration = sum(call_s(work, self._chip) for work in works)
         flops = sum(with_counts(work).flops for work in works)
         return self._timed(duration, flops, run) if duration else run()
@@ -165,7 +168,7 @@ class Pacer:
 
 
 def flops_of(name: str, args: tuple[Any, ...]) -> int:
-    """Return the FLOPs of a product by the name of its kernel, 2 per multiply-add."""
+    """Return the FLOPs of a product, 2 per multiply-add, by its kernel's name and positional arguments."""
     at = _FIRST_FACTOR[name]
     a, b = args[at].shape, args[at + 1].shape
     return 2 * int(math.prod(a)) * int(b[-1])
@@ -252,8 +255,8 @@ def _multiply(name: str, original: Any, keyset: Any, args: tuple[Any, ...], kwar
 def paced(flops_per_s: float, call_flops_per_s: CallRates = ()) -> Iterator[Pacer]:
     """Pace the matrix products of this process's CPU tensors, in all threads, at `flops_per_s`.
 
-    Calls of the kinds of work in `call_flops_per_s` have rates of their own. Gives the `Pacer`, whose `report()`
-    tells how well that went. An inner `paced` holds until it is left.
+    Calls of the kinds of work in `call_flops_per_s` have rates of their own. Yields the `Pacer`; its `report()`
+    says how well products kept to the rate. An inner `paced` replaces the outer one while its block runs.
 
     Raises:
         DescriptionError: the rate is not a positive number.

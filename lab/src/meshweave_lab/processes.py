@@ -25,7 +25,7 @@ LineHandler = Callable[[int, str, bool], None]
 
 
 def print_line(rank: int, line: str, is_error: bool) -> None:
-    """Print `[rank] line`."""
+    """Print `[rank] line`, to stderr if `is_error`; for rank -1, the lab itself, `meshweave lab: line`."""
     stream = sys.stderr if is_error else sys.stdout
     stream.write(f"[{rank}] {line}\n" if rank >= 0 else f"meshweave lab: {line}\n")
     stream.flush()
@@ -49,8 +49,9 @@ class RunResult:
 
     @property
     def exit_status(self) -> int:
-        """The exit status of the worst rank that ended by itself, 128 + n for signal n; 124 where the time was
-        up.
+        """The highest exit status of ranks that ended by themselves, 128 + n for signal n.
+
+        Where that is 0, it is 124 if the time was up.
         """
         own = [s for rank, s in enumerate(self.statuses) if rank not in self.ended_by_us]
         worst = max((s if s >= 0 else 128 - s for s in own), default=0)

@@ -25,7 +25,9 @@ from meshweave_lab.fork_server import PRELOADED, end_rank, import_all, serve, st
 
 @contextmanager
 def shared_fork_servers(preload: Sequence[str] = PRELOADED, num_servers: int = 2) -> Iterator[list[str]]:
-    """Run servers for as long as the context lasts, and return where they listen. They end with this process.
+    """Run servers for as long as the context lasts, and yield the paths of the sockets on which they listen.
+
+    They end with this process.
 
     Args:
         preload: the modules to import and functions to call before forking, see `fork_servers`.

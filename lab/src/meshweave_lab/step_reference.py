@@ -23,21 +23,21 @@ _NO_WEIGHTS = (TOKENS_IN, TARGETS, IDS_IN, IDS_OUT)
 
 @dataclass(frozen=True)
 class ReferenceSteps:
-    """Some steps of training: the sums of the loss over all tokens, and the weights after the last step."""
+    """Some steps of training: the loss of each, summed over all tokens, and the weights after the last one."""
 
     losses: tuple[float, ...]
     weights: Arrays
 
 
 def whole_model(problem: StepProblem) -> BlockProblem:
-    """Return all layers of a step's model with both ends, on the whole batch and one rank."""
+    """Return all layers of a step's model, embedding and head as one block: the whole batch on one rank."""
     model = problem.model
     block = BlockProblem.of(model, problem.workload, (1, 1), layers=model.num_layers)
     return replace(block, vocabulary=model.vocab_size or 0)
 
 
 def random_weights(problem: StepProblem, seed: int = 0) -> Arrays:
-    """Return weights of a model by name, for products that keep the size of their operands: float32."""
+    """Return float32 weights of a model by name, scaled so that products keep their operands' magnitude."""
     whole = replace(whole_model(problem), batch=1)
     inputs = Megatron().random_inputs(whole, seed)
     weights: dict[str, Array] = {}
@@ -52,7 +52,7 @@ def random_weights(problem: StepProblem, seed: int = 0) -> Arrays:
 
 
 def random_batches(problem: StepProblem, count: int, seed: int = 0) -> list[tuple[Array, Array]]:
-    """Return tokens and targets (batch, sequence) of some steps."""
+    """Return (tokens, targets) of each of `count` steps, random ids of shape (batch, sequence)."""
     draw = np.random.default_rng(seed)
     sizes = 2, problem.batch, problem.sequence
     batches = (draw.integers(0, problem.model.vocab_size or 1, sizes) for _ in range(count))
@@ -62,7 +62,7 @@ def random_batches(problem: StepProblem, count: int, seed: int = 0) -> list[tupl
 def reference_steps(
     problem: StepProblem, weights: Arrays, batches: Iterable[tuple[Array, Array]], optimizer: Adam
 ) -> ReferenceSteps:
-    """Return what steps of training on these batches do to the weights."""
+    """Return the losses and final weights of training one step on each of `batches`: (tokens, targets)."""
     whole = whole_model(problem)
     ids = np.arange(whole.vocabulary, dtype=np.float32)
     known = dict(weights)

@@ -36,10 +36,10 @@ class Calibration:
 
     Attributes:
         cluster: the cluster with these constants, also where there are problems.
-        busy, alone: fits by (network axis, kind), of a busy machine and of one operation at a time; those of
-            products and copies by `COMPUTE` and `COPIES`.
+        busy, alone: fits by (network axis, kind of collective), of a busy machine and of one operation at a
+            time; those of products and copies by `COMPUTE` and `COPIES`.
         problems: why the constants are not to be used; empty if they are good.
-        samples: what was fitted, by the same key and whether the machine was busy.
+        samples: the fitted samples, by (key of the fit, whether the machine was busy).
     """
 
     cluster: Cluster
@@ -49,7 +49,7 @@ class Calibration:
     samples: Mapping[tuple[tuple[str, str], bool], Sequence[Sample]]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fits and their samples as JSON values."""
+        """Return the cluster's name, the problems, and the fits with their samples as JSON values."""
 
         def listed(fits: Mapping[tuple[str, str], Fit], is_busy: bool) -> list[dict[str, Any]]:
             return [
@@ -88,12 +88,13 @@ def fit_calibration(
     Args:
         ranks: for each rank what `calibrate.rank.measure` returned there.
         source: machine, versions and date, for the `source` of every number.
-        limits: above which errors a fit counts as a problem; None for the default ones.
+        limits: how large the errors and how few the points of a fit may be; beyond, it is a problem. None for
+            the default ones.
         has_nominal_links: whether the sweep's cluster has the true rates of its links and its chip's peak; if
             not, these are taken from the measurement too.
         max_flops_per_s: the FLOP rate to which products are slowed; infinite where they are not.
         send_buffer_bytes: what the cluster gets as `send_buffer_bytes`.
-        note: what the cluster gets as its note.
+        note: begins the cluster's note, in place of that of the sweep's cluster; `BUSY_NOTE` follows.
     """
     limits = limits or FitLimits()
     samples = _samples(sweep, [rank["times"] for rank in ranks], send_buffer_bytes)

@@ -70,9 +70,9 @@ class DeviceCalibration:
 
 
 def draw_shapes(count: int, seed: int, most_flops: float, largest: int = _LARGEST["cpu"]) -> list[Shape]:
-    """Return `count` different shapes (m, n, k), multiples of 8 and odd ones, of at most `most_flops` FLOPs each.
+    """Return `count` different shapes (m, n, k) of at most `most_flops` FLOPs each.
 
-    Sizes are at most about `largest`.
+    Sizes are drawn evenly by logarithm from 16 to `largest`; three in four are then rounded to multiples of 8.
     """
     draw = random.Random(seed)
     out: dict[Shape, None] = {}

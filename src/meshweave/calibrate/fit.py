@@ -60,8 +60,10 @@ class Fit:
         launch_s, sync_s: seconds per operation and per step.
         rate_per_s: bytes (or FLOPs) per second; infinite where time does not grow with the amount.
         median_error, worst_error: relative, over all points, those that the regression discounts included.
-        num_points, smallest, largest, steps: what the points cover.
-        remark: what the data could not tell.
+        num_points: how many samples were fitted.
+        smallest, largest: the least and greatest `amount` of a sample.
+        steps: the numbers of steps that samples have, ascending.
+        remark: a caveat, such as constants that the samples cannot tell apart; "" for none.
     """
 
     name: str
@@ -124,7 +126,8 @@ def fit_samples(
 ) -> Fit:
     """Return a fit of all constants that the samples can tell apart.
 
-    With fewer than two samples, or all of one amount, there is no rate: see `Fit.problems`.
+    There is no rate (see `Fit.problems`) with fewer than two samples, samples of one amount only, or a time that
+    is not finite and positive.
 
     Args:
         name: what is fitted, for `Fit.name`.

@@ -113,7 +113,13 @@ def _rounded(value: float, most: float) -> float:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What is known of a chip before it is measured: counts of units, peak FLOP/s and memory bandwidth."""
+    """What is known of a chip before it is measured.
+
+    Attributes:
+        units: the number of multiprocessors or systolic arrays.
+        peak_flops_per_s: of all units; an upper bound of the fitted rate.
+        memory_bytes_per_s: an upper bound of the fitted bandwidth of the chip's memory.
+    """
 
     units: int
     peak_flops_per_s: float

@@ -28,12 +28,12 @@ def run_calibration(
     timeout_s: float = 600.0,
     on_plan: Callable[[Sweep], None] = lambda sweep: None,
 ) -> Calibration | None:
-    """Measure the constants of the cost model on a target; return None on ranks other than 0.
+    """Return the constants of the cost model as measured on a target; None on ranks other than 0.
 
     Args:
-        mesh_shape: two axes with all ranks; by default the target's.
-        sizes: bytes per part; by default five that suit the links.
-        limits: above which errors a fit counts as a problem.
+        mesh_shape: (rows, columns), with all ranks; by default the target's.
+        sizes: the sizes of messages: bytes of one member's part; by default five that suit the links.
+        limits: how large the errors and how few the points of a fit may be; beyond, it is a problem.
         repeat: measured repetitions, after one to warm up.
         seed: seed of the order in which things are measured.
         timeout_s: seconds after which everything is stopped.

@@ -71,12 +71,13 @@ class Loop:
     Attributes:
         kind: the kind of collective, or "compute" for products and copies.
         axis: the mesh axis; "" for "compute".
-        amount: bytes per part, of chains bytes per packet; for "compute" the FLOPs of a product.
-        steps: steps of one iteration.
+        amount: bytes of one member's part, or of a packet of a broadcast or reduce; for "compute" the FLOPs of a
+            product.
+        steps: the steps of a ring, or hops of a chain of packets, in one iteration.
         iterations: how often the loop repeats.
         warmup_iterations: how many of these are not measured: buckets are full at first, and TCP is slow.
-        copy_bytes: for "compute", what the copy after the product reads and writes.
-        packets: into how many packets a chain cuts its part.
+        copy_bytes: for "compute", the bytes that the copy after the product reads plus those that it writes.
+        packets: into how many packets a broadcast or reduce cuts its part.
     """
 
     kind: str
@@ -91,7 +92,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class SweepCase:
-    """A program of one or more loops at the same time."""
+    """A program of one or more loops at the same time; `is_busy`: all axes, and products, are among them."""
 
     name: str
     is_busy: bool
@@ -145,7 +146,7 @@ def plan_sweep(
     """Return the cases for a mesh of all chips of `cluster`.
 
     Args:
-        sizes: bytes per part; by default those that suit the slowest link.
+        sizes: bytes of one member's part; by default those that suit the slowest link.
         skip_bytes: the bytes that a link lets through before it keeps to its rate (a token bucket).
 
     Raises:

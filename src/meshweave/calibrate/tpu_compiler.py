@@ -45,7 +45,7 @@ def product_cycles(
     Args:
         shapes: (m, n, k) of each.
         out_dtype: bfloat16 or float32.
-        place: where operands lie, one of `PLACES`.
+        place: "memory" for operands in the chip's memory, "prefetched" to let one be on the chip beforehand.
 
     Raises:
         UnsupportedError: jax or libtpu is missing.
@@ -75,10 +75,10 @@ _SQUARE, _THIN, _ODD = "square", "thin", "odd"
 
 
 def draw_tpu_shapes(count: int, seed: int, most_flops: float = 4e11) -> list[Shape]:
-    """Return `count` different shapes (m, n, k): in turn large ones of whole tiles, one dim thin, and odd ones.
+    """Return `count` different shapes (m, n, k): of each four one large, two with one thin dim, one of any dims.
 
-    Large dims are multiples of 128 from 512 to 8192; thin ones from 8 to 384; odd shapes have any dims from
-    16 to 8192, drawn evenly by logarithm. A product has `most_flops` FLOPs at most.
+    Large dims are multiples of 128 from 512 to 8192, thin ones multiples of 8 from 8 to 384, and any dims whole
+    numbers from 16 to 8192. All are drawn evenly by logarithm. A product has `most_flops` FLOPs at most.
     """
     draw = random.Random(seed)
     out: dict[Shape, None] = {}

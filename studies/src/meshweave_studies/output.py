@@ -43,7 +43,7 @@ def write_page(reproduction: Reproduction, path: Path) -> Path:
 
 
 def write_directory(reproduction: Reproduction, directory: Path, png: bool = False) -> list[Path]:
-    """Write tables and pictures into a directory; return the paths in the order of writing.
+    """Write tables and pictures into a directory, with `png` also as PNG; return the paths in order of writing.
 
     Rows and each figure go into files of their own, named after `Reproduction.stem`, so that computing one of them
     leaves the others as they are.

@@ -23,8 +23,14 @@ _KEYS = frozenset({"id", "what", "where", "unit", "use", "points", "judge", "sco
 class PublishedRow:
     """A row of the file.
 
-    `values` holds the published number by model (or by what else the paper looks at), or under `both`. If it is
-    empty, the row is computed for all models.
+    Attributes:
+        what, where: what the paper states, in words, and its figure, table or section.
+        values: the published number by subject: a model, or what else the paper looks at, or `both`. If it is
+            empty, the row is computed for `MODELS`.
+        scored: whether the row has a verdict.
+        fitted: whether the row does not count where constants were fitted.
+        why: by subject, what a difference comes from.
+        patterns: by reason, those of rows that are listed and do not count.
     """
 
     id: str
@@ -40,7 +46,7 @@ class PublishedRow:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """What the row is computed for."""
+        """The subjects that the row is computed for: those of `values`, else `MODELS`."""
         return tuple(self.values) or MODELS
 
     def listed(self, subject: str, reading: str = "") -> Listed:
@@ -181,7 +187,10 @@ class PaperRows(Generic[StudyT]):
     def row(
         self, study: StudyT, entry: PublishedRow, subject: str, fits: bool | None = None, reading: str = ""
     ) -> JudgedRow:
-        """Return one row, computed for a subject by a reading; `fits`: whether constants were fitted for it."""
+        """Return row `entry`, computed for a subject by the reading of this name.
+
+        `fits`: whether constants were fitted for it, by default `self.fits`.
+        """
         value = self.ours[entry.id](study, subject)
         value = value if isinstance(value, OurValue) else OurValue(value)
         return entry.beside(subject, value, self.fits if fits is None else fits, reading)

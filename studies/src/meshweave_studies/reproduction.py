@@ -60,7 +60,7 @@ class PaperSummary:
 
     @property
     def names(self) -> str:
-        """The names of the machines."""
+        """The names of the machines, joined into text."""
         names = [name for name, _ in self.machines]
         return " and ".join(names) if len(names) <= 2 else f"{', '.join(names[:-1])} and {names[-1]}"
 
@@ -87,7 +87,7 @@ class CheckedOrdering:
         return self.cases - len(self.wrong)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the statement and how many cases hold, as JSON values."""
         return {
             "statement": self.statement,
             "where": self.where,

@@ -64,7 +64,9 @@ class Tolerance:
 
 
 def tolerance_of(unit: str, points: float | None, judge: Kind | None) -> Tolerance:
-    """Return the tolerance of a row: as `judge` says, else by its unit, else within so many percentage points."""
+    """Return the tolerance of a row: of kind `judge`, else as a gain if its unit is one, else within so many
+    percentage points, or 3 % of the number if `points` is None.
+    """
     if judge is not None:
         return Tolerance(GAIN_AMOUNT if judge == "gain" else 0.0, judge)
     if unit in GAIN_UNITS:
@@ -74,7 +76,7 @@ def tolerance_of(unit: str, points: float | None, judge: Kind | None) -> Toleran
 
 @dataclass(frozen=True)
 class OurValue:
-    """Our value, what it is made of, or the reason why there is none."""
+    """Our value, what it is made of in words, or the reason why it is None."""
 
     value: float | None
     detail: str = ""
@@ -112,7 +114,9 @@ class JudgedRow:
 
     @property
     def verdict(self) -> str:
-        """HOLDS, NEAR, DIFFERS, ALONE or MISSING."""
+        """MISSING without our value, ALONE without a published one or where not `scored`; else the judgement of
+        `tolerance`: HOLDS, NEAR or DIFFERS.
+        """
         if self.ours is None:
             return MISSING
         if self.published is None or not self.scored:
@@ -121,7 +125,7 @@ class JudgedRow:
 
     @property
     def remark(self) -> str:
-        """Why there is no number of ours, or why it differs."""
+        """Why there is no number of ours; else why it differs, what it is made of, and why it is listed."""
         if self.ours is None:
             return self.reason
         parts = [
@@ -152,9 +156,9 @@ class JudgedRow:
 
 
 def count_verdicts(rows: Sequence[JudgedRow]) -> dict[str, int]:
-    """Return how many rows have each verdict, in the order of `HOLDS`, `NEAR`, ...; only rows that count.
+    """Return how many rows that count have each verdict, in the order of `HOLDS`, `NEAR` and `DIFFERS`.
 
-    What is listed follows as `listed`, and rows without a verdict as `ALONE` and `MISSING`.
+    What is listed follows as `listed`, and rows without a verdict as `ALONE` and `MISSING`; zeros are left out.
     """
     counts = {
         verdict: sum(row.counts and row.verdict == verdict for row in rows)

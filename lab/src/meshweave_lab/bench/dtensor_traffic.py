@@ -72,14 +72,15 @@ class DTensorTraffic:
 
     @property
     def received_bytes(self) -> int:
-        """The sum over all ranks."""
+        """The bytes that all ranks together receive."""
         return sum(self.received_bytes_per_rank)
 
 
 @dataclass(frozen=True)
 class PlacedProduct:
-    """The product of A (m, k) and B (k, n) with these placements; the result is then redistributed to `out`, if
-    given.
+    """The product of A (m, k) and B (k, n) with these placements, `sizes` being (m, n, k).
+
+    The result is then redistributed to the placements `out`, if given.
     """
 
     a: tuple[Placement, ...]

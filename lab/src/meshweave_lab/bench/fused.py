@@ -47,7 +47,7 @@ class FusedTimes:
     Attributes:
         times_s: seconds of each run, from the common start to the end of the last rank.
         simulated_s: seconds as predicted.
-        bound_s: max(product, transfer) + the transfer of a chunk, which is the smallest tile of ours.
+        bound_s: max(product, transfer) + the transfer of as many rows as the smallest of our tiles has.
         error: the largest absolute error of a result.
     """
 
@@ -64,7 +64,7 @@ class FusedTimes:
         return statistics.median(self.times_s)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, and how it stands to the bound and to its simulation."""
+        """Return all fields, the median, and its ratios to the bound and to the simulation, as JSON values."""
         return {
             **asdict(self),
             "median_s": self.median_s,
@@ -97,7 +97,7 @@ def transfer_s(problem: UniversalProblem, op: FusedOp, link_bytes_per_s: float) 
 
 
 def chosen(problem: UniversalProblem, op: FusedOp, cluster: Cluster) -> list[FusedChoice]:
-    """Return both rivals, then ours with the tiles that are simulated to be fastest, for each algorithm.
+    """Return both rivals, then our algorithms, each with the tiles that are fastest in simulation.
 
     Raises LayoutError where one of them does not take the product.
     """

@@ -70,7 +70,7 @@ class RivalTimes:
 
     @property
     def median_s(self) -> float:
-        """Median seconds."""
+        """The median of `runs_s`."""
         return statistics.median(self.runs_s)
 
     @property

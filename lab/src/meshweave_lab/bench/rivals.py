@@ -67,8 +67,9 @@ class Rival:
         return {"name": self.name, "program": to_text(self.program(problem))}
 
     def program(self, problem: Matmul2dProblem) -> Program:
-        """Return the lowered program of an algorithm. Raises LayoutError for slices that do not fit the
-        problem.
+        """Return the algorithm's program, its collectives lowered to rings unless `ring_directions` is 0.
+
+        Raises LayoutError for slices that do not fit the problem.
         """
         program = PRODUCTS_2D[self.algorithm].program(problem, self.config)
         if not self.ring_directions:

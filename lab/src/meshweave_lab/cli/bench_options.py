@@ -146,7 +146,10 @@ def split_names(text: str) -> list[str]:
 
 
 def load_lab_and_mesh(path: Path, mesh: str) -> tuple[Lab, tuple[int, ...]]:
-    """Return the lab in a file and the mesh shape: `mesh`, or that of a torus. Raises LayoutError."""
+    """Return the lab in a file and its mesh shape: that of `mesh` (ROWSxCOLS), or if that is "" of a 2D torus.
+
+    Raises LayoutError where `mesh` is "" and the lab is no 2D torus.
+    """
     from meshweave_lab.lab import Lab
 
     lab = Lab.load(path)
@@ -176,7 +179,7 @@ def load_labs_and_clusters(labs: str, clusters: str) -> list[tuple[Lab, tuple[in
 
 
 def load_lab_and_full_mesh(path: Path, mesh: str) -> tuple[Lab, tuple[int, ...]]:
-    """Return what `load_lab_and_mesh` does. Raises LayoutError where the mesh leaves ranks of the lab out."""
+    """Return what `load_lab_and_mesh` does. Raises LayoutError unless the mesh has as many ranks as the lab."""
     lab, shape = load_lab_and_mesh(path, mesh)
     if math.prod(shape) != lab.num_ranks:
         raise LayoutError(f"mesh {'x'.join(map(str, shape))} is not one of {path}'s {lab.num_ranks} ranks")
@@ -184,12 +187,12 @@ def load_lab_and_full_mesh(path: Path, mesh: str) -> tuple[Lab, tuple[int, ...]]
 
 
 def read_algorithms_2d(text: str) -> list[str]:
-    """Return the names of 2D algorithms in `text`, a comma-separated list or "all"."""
+    """Return the names of 2D algorithms that `read_algorithms` returns; raises what it raises."""
     return [name for name in read_algorithms(text) if name in PRODUCTS_2D]
 
 
 def read_extra_slices(slices: str, widths: str) -> list[tuple[int, ...]]:
-    """Return relative widths of slices: those of each slice count, then each of the lists of widths.
+    """Return the relative widths of slices: for each count in "4,8" equal ones, then each list in "1:2:1,1:4:1".
 
     Raises LayoutError, also where a count stands among the widths or the other way round.
     """
@@ -245,7 +248,7 @@ def check_ratio(ratio: float) -> None:
 
 
 def check_run(repeat: int, timeout: float) -> None:
-    """Raise LayoutError where `repeat` is not 1 to 100, or `timeout` no positive number of seconds."""
+    """Raise LayoutError unless `repeat` is 1 to 100, and `timeout` positive and under 100,000 seconds."""
     if not (1 <= repeat <= 100 and 0 < timeout < 1e5):
         raise LayoutError("repeat must be 1 to 100, timeout positive seconds")
 

@@ -47,7 +47,12 @@ def report_results(
     *,
     comparison: ShapeComparison | None = None,
 ) -> None:
-    """Print and write results; with a `comparison`, the picture shows seconds instead of multiples of the bound.
+    """Print results as tables, or with `json` print `record`; write `record` to `out` and a picture to `svg`.
+
+    The picture shows multiples of the bound, or with a `comparison` seconds.
+
+    Args:
+        headings: one for each round of `measured`.
 
     Raises:
         ProgramError: a result differs from the dense product.
@@ -129,7 +134,7 @@ def _shortened(name: str) -> str:
 
 
 def notes(measured: Sequence[MeasuredRound]) -> list[str]:
-    """Return what to know about some of the results: the preconditions of rivals, and of unpaced rounds."""
+    """Return notes to print below results: what some rivals start from, and what unpaced rounds do not show."""
     preconditions = dict.fromkeys(
         result.precondition for one in measured for result in one.results if result.precondition
     )

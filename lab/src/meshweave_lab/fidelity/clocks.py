@@ -36,11 +36,12 @@ class ClockOffset:
 def clock_offsets(
     context: TorchContext, *, rounds: int = ROUNDS, clock: Callable[[], int] = time.monotonic_ns
 ) -> ClockOffset:
-    """Compare this rank's clock with that of rank 0. Collective: all ranks call it, with the same `rounds`.
+    """Return how far this rank's clock is ahead of rank 0's. Collective: all ranks give the same `rounds`.
 
     Rank 0 serves one rank after another over the default group; nothing else should be on the links.
 
     Args:
+        rounds: exchanges with each rank, of which the quickest counts.
         clock: gives this rank's time in nanoseconds.
 
     Raises RankLostError, DeadlineError: other ranks are missing or late, see `TorchContext`.
@@ -115,9 +116,9 @@ def offset_at(at_ns: int, offsets: Sequence[ClockOffset]) -> int:
 
 
 def align(trace: Trace, *offsets: ClockOffset) -> Trace:
-    """A rank's trace in the time of rank 0's clock, by its offsets measured before and after.
+    """Return a rank's trace in the time of rank 0's clock, by its offsets measured before and after.
 
-    Takes a trace as `BoundProgram.run` returns it, in that rank's CLOCK_MONOTONIC. Order is kept.
+    `trace` is as `BoundProgram.run` returns it, in that rank's CLOCK_MONOTONIC. The order of spans is kept.
     """
 
     def moved(at_ps: int) -> int:

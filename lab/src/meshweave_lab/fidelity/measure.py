@@ -52,7 +52,7 @@ class CaseFidelity:
 
     @property
     def median_s(self) -> float:
-        """Median seconds."""
+        """The median of `runs_s`."""
         return statistics.median(self.runs_s)
 
     @property
@@ -106,7 +106,10 @@ class FidelityReport:
 
     @property
     def summary(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Mean and worst absolute relative error of estimate and simulation, over all cases and by algorithm."""
+        """Relative errors by algorithm, or "all", then by "estimate" or "simulation".
+
+        "mean" and "worst" are of absolute errors, "bias" is the mean of signed ones.
+        """
         groups = {"all": list(self.outcomes)}
         for outcome in self.outcomes:
             groups.setdefault(outcome.case.algorithm, []).append(outcome)

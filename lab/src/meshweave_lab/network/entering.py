@@ -15,7 +15,7 @@ _MS_REC_SLAVE, _MNT_DETACH = 0x4000 | 0x80000, 2
 
 
 def enter_network_namespace(descriptor: int) -> None:
-    """Move this thread into an open network namespace. Raises OSError, without the right to do so for one."""
+    """Move this thread into an open network namespace. Raises OSError, such as without the privilege for it."""
     _check(_libc().setns(descriptor, _CLONE_NEWNET))
 
 

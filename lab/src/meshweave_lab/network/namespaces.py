@@ -62,7 +62,10 @@ def remove_leftovers() -> list[str]:
 
 
 def remove(names: Sequence[str]) -> None:
-    """Kill every process inside the namespaces, then remove them. A namespace that is gone already is no error."""
+    """Kill every process inside the namespaces, then remove them. A namespace that is gone already is no error.
+
+    Raises UnsupportedError where one cannot be removed.
+    """
     assert all(_NAME.fullmatch(name) for name in names), names
     kill_inside(names)
     if names:

@@ -25,7 +25,7 @@ class ProbeFlow:
 
 @dataclass(frozen=True)
 class Arrival:
-    """How a flow arrived: at how many bytes per second, and how many seconds after the start it was there."""
+    """How a flow arrived: at how many bytes per second, and the seconds from the start to its last byte."""
 
     bytes_per_s: float
     end_s: float
@@ -34,8 +34,8 @@ class Arrival:
 def goodput(lab: RunningLab, flows: Sequence[ProbeFlow], *, timeout_s: float = 60.0) -> list[Arrival]:
     """Return how each flow arrived, all of them started together (within 20 ms).
 
-    The first eighth of a flow, and no less than 128 KiB, does not count in its rate: until then the token
-    bucket is full, and TCP looks for its rate.
+    The first eighth of a flow, but at least 128 KiB and at most half of it, does not count in its rate: until
+    then the token bucket is full, and TCP looks for its rate.
 
     Raises RankLostError or DeadlineError where a rank failed or was late.
     """

@@ -14,7 +14,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Hold signals that would end this process until the block is done. In other threads, do nothing."""
+    """Hold signals that would end this process until the block is done. Outside the main thread, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

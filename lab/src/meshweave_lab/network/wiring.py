@@ -21,7 +21,15 @@ MANAGEMENT = "mgmt0"
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace with ranks in it. `interface` is what gloo is bound to, `address` what it has."""
+    """A network namespace in which ranks run.
+
+    Attributes:
+        name: of the namespace, without the prefix of its lab.
+        address: the IPv4 address on the shaped links.
+        management_address: the one on the unshaped network of rendezvous and heartbeats.
+        interface: the network interface that gloo is bound to.
+        ranks: global ranks.
+    """
 
     name: str
     address: str
@@ -32,7 +40,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Port:
-    """One end of a cable; in a bridge of the fabric where `bridge` is given."""
+    """One end of a cable: an interface in namespace `space`, in `bridge` of the fabric where that is given."""
 
     space: str
     interface: str
@@ -70,7 +78,7 @@ class Route:
 
 @dataclass
 class Wiring:
-    """All that is to be built for a lab."""
+    """All that is to be built for a lab; `forwards`: hosts pass on packets for others, as in a torus."""
 
     hosts: list[Host] = field(default_factory=list)
     cables: list[Cable] = field(default_factory=list)

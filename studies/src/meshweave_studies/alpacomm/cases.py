@@ -26,6 +26,7 @@ class ReshardingCase:
     """A tensor moves from spec `src` on a mesh of `src_mesh` to spec `dst` on a mesh of `dst_mesh`.
 
     Attributes:
+        src, dst: for each tensor dim "R" if it is replicated, or "S" and the mesh axes that shard it: "RS01R".
         src_mesh, dst_mesh: number of hosts, and chips of each host.
         shape: the paper's, in elements.
     """
@@ -38,7 +39,7 @@ class ReshardingCase:
 
     @property
     def num_hosts(self) -> int:
-        """The hosts of both meshes."""
+        """The number of hosts of both meshes together."""
         return self.src_mesh[0] + self.dst_mesh[0]
 
     def problem(

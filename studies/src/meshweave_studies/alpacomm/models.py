@@ -216,7 +216,9 @@ class TrainedCase:
     flops_per_s: float | None = None
 
     def part_s(self, stage: StageWork, forwards: int, nvlink_bytes_per_s: float) -> float:
-        """Return the seconds that a part of a stage takes which costs as much as some forwards."""
+        """Return the seconds of a part of a stage (a forward or a gradient) that costs as much as `forwards`
+        forwards.
+        """
         compute_s = self.rows * stage.flops / GPUS / (self.flops_per_s or FLOPS_PER_S[self.dtype])
         replicas = GPUS // self.operators
         moved = 2 * (self.operators - 1) / self.operators * dtype_bytes(self.dtype)

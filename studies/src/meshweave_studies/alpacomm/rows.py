@@ -131,15 +131,15 @@ def reordered(study: AlpaCommStudy, subject: str) -> OurValue:
 
 
 def most_by_order(study: AlpaCommStudy, subject: str) -> OurValue:
-    """Return what order and balance can win at most in cases 3, 4 and 9: all tasks one after another over the
-    bound (figure 6).
+    """Return the largest gain by order and balance in cases 3, 4 and 9, as a ratio of times: all tasks one after
+    another over the bound (figure 6).
     """
     each = {number: study.most_by_order(number) for number in REORDERED}
     return OurValue(max(each.values()), _by_case(each))
 
 
 def most_by_broadcast(study: AlpaCommStudy, subject: str) -> OurValue:
-    """Return what a broadcast can win at most over an all-gather in a case, by the formulas (figure 6)."""
+    """Return the time of the all-gather over that of the broadcast in a case, by the formulas (figure 6)."""
     number = parse_number(subject)
     return OurValue(study.most_by_broadcast(number), f"simulated: {study.over_gather(number):.3f}")
 

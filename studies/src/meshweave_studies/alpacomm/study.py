@@ -145,8 +145,9 @@ class AlpaCommStudy:
         return self.simulate_case(one_to_many(hosts, gpus), strategy, self.order_of(strategy))
 
     def closed_form(self, strategy: str, hosts: int, gpus: int) -> float:
-        """Return the seconds by the formulas of `algorithms.reshard.multicast`; transfers inside a host take no
-        time.
+        """Return the seconds of `one_to_many` by the formulas of `algorithms.reshard.multicast`.
+
+        Transfers inside a host take no time in them.
 
         The all-gather's formula is t + t (n - 1) / n for n receivers in several hosts: its ring enters a host
         with every part but the one of the rank that it enters at.
@@ -179,27 +180,27 @@ class AlpaCommStudy:
         return OWN_ORDER if strategy == BROADCAST else RIVAL_ORDER
 
     def over_gather(self, number: int) -> float:
-        """Return how many times as long the all-gather takes as the broadcast."""
+        """Return how many times as long the all-gather takes as the broadcast in a case of table 2."""
         return self.case(number, ALL_GATHER).seconds / self.case(number).seconds
 
     def over_best(self, number: int, order: str) -> float:
-        """Return how many times as long a broadcast takes in an order as in the best."""
+        """Return how many times as long the broadcast of a case takes in an order as in the best order."""
         return self.case(number, BROADCAST, order).seconds / self.case(number).seconds
 
     def most_by_order(self, number: int) -> float:
-        """Return what order and balance can win at most: all tasks one after another, over the bound of the
-        NICs.
+        """Return the largest gain by order and balance, as a ratio: the time of all tasks of a case one after
+        another over the bound of the NICs.
         """
         naive = self.case(number, BROADCAST, NAIVE)
         return naive.predicted_s / naive.bound_s
 
     def most_by_broadcast(self, number: int) -> float:
-        """Return what a broadcast can win over an all-gather at most: both by the planner's formulas."""
+        """Return the time of a case's all-gather over that of its broadcast, both by the planner's formulas."""
         return self.case(number, ALL_GATHER).predicted_s / self.case(number).predicted_s
 
     @staticmethod
     def uneven(number: int) -> bool:
-        """Return whether some task cannot be cut into equal parts for its receivers."""
+        """Return whether some unit task of a case cannot be cut into equal parts for its receivers."""
         tasks = unit_tasks(CASES[number].problem())
         return any(prod(piece.shape) % len(task.destinations) for task in tasks for piece in task.pieces)
 

@@ -30,7 +30,10 @@ def end_to_end(study: AlpaCommStudy, subject: str) -> OurValue:
 
 
 def share_of_bound(study: AlpaCommStudy, subject: str) -> OurValue:
-    """Return the share of the bound's throughput that eager-1F1B reaches, in percent (figure 7)."""
+    """Return the share of the bound's throughput that eager-1F1B reaches, in percent (figure 7).
+
+    `subject` is a case; for any other text it is the lowest share of all cases of table 3.
+    """
     if subject in ALL_CASES:
         return OurValue(study.training.share_of_bound(subject))
     lowest = min(CASES, key=study.training.share_of_bound)
@@ -38,14 +41,20 @@ def share_of_bound(study: AlpaCommStudy, subject: str) -> OurValue:
 
 
 def closer(study: AlpaCommStudy, subject: str) -> OurValue:
-    """Return the share of the bound of a larger model, or of one in fp32, over that of another (section 5.2)."""
+    """Return the share of its bound that one U-Transformer reaches, over that of another (section 5.2).
+
+    `subject` is "larger" for the larger over the smaller one, else it is the one in fp32 over that in fp16.
+    """
     training = study.training
     pair = (LARGER, SMALLER) if subject == "larger" else (SINGLE, LARGER)
     return OurValue(training.share_of_bound(pair[0]) / training.share_of_bound(pair[1]))
 
 
 def signal_gain(study: AlpaCommStudy, subject: str) -> OurValue:
-    """Return the smallest or largest throughput of the bound over that of all-gathers (section 4)."""
+    """Return the throughput of the bound over that of all-gathers (section 4).
+
+    `subject` is a case, or "smallest" or "largest" of all cases of table 3.
+    """
     if subject in ALL_CASES:
         return OurValue(study.training.faster(subject, BOUND, ALL_GATHER))
     gains = {case: study.training.faster(case, BOUND, ALL_GATHER) for case in CASES}
@@ -85,7 +94,7 @@ def few_micro_batches(study: AlpaCommStudy, subject: str) -> OurValue:
 
 
 def more_stashes(study: AlpaCommStudy, subject: str) -> OurValue:
-    """Return the stashes that eager-1F1B keeps more than 1F1B on any stage (section 4)."""
+    """Return the most stashes that eager-1F1B keeps on a stage beyond those of 1F1B (section 4)."""
     one_by_one, eager = (study.training.step(subject, name).stash_bytes for name in (OVERLAP, EAGER))
     sizes = one_by_one[0] / 2, one_by_one[1]
     stages = zip(one_by_one, eager, sizes, strict=True)

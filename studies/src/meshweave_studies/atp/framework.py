@@ -50,7 +50,9 @@ _COMPUTING = ("matmul", "call")
 
 
 def step_problem(cluster: Cluster, model: Transformer, load: Workload, has_host: bool = False) -> StepProblem:
-    """Return a step of a model on a machine of ATP under the stack, with a host where it has one."""
+    """Return a step of a model on a machine of ATP under the stack `STACK`, with the host of `HOST_OF` if
+    `has_host`.
+    """
     kernels = load_kernels(KERNELS[cluster.chip.name])
     priced = replace(cluster, chip=replace(cluster.chip, kernels=kernels))
     stack = load_stack(STACK)
@@ -129,7 +131,7 @@ def issued_tasks(run: Simulation) -> tuple[IssuedTask, ...]:
 
 
 def is_collective(op: Op) -> bool:
-    """Return whether an op is of several ranks."""
+    """Return whether an op runs over a mesh or one of its axes, such as a collective."""
     return getattr(op, "over", None) is not None
 
 

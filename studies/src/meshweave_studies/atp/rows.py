@@ -69,12 +69,12 @@ def first_link(study: AtpStudy, subject: str) -> OurValue:
 
 
 def second_link(study: AtpStudy, subject: str) -> OurValue:
-    """Return B2' of the same, without the correction."""
+    """Return B2' of DeviceMesh(8, 2) on figure 7(a), in GB/s, without the point-to-point correction."""
     return _gigabytes(mesh_bandwidth(FIGURE_7A, (8, 2), corrected=False).second_link)
 
 
 def second_link_corrected(study: AtpStudy, subject: str) -> OurValue:
-    """Return B2' of the same, corrected."""
+    """Return B2' of DeviceMesh(8, 2) on figure 7(a), in GB/s, with the point-to-point correction."""
     return _gigabytes(mesh_bandwidth(FIGURE_7A, (8, 2)).second_link)
 
 
@@ -90,17 +90,17 @@ def calibrated_gain(study: AtpStudy, subject: str) -> OurValue:
 
 
 def choice(study: AtpStudy, subject: str) -> OurValue:
-    """Return the columns of the best mesh of a machine by equations 2 to 4."""
+    """Return d2 of the best mesh (d1, d2) of a machine by equations 2 to 4."""
     return _chosen(rank_meshes(_machine(subject), MODELS["m4"], LOAD))
 
 
 def choice_printed(study: AtpStudy, subject: str) -> OurValue:
-    """Return the same, B1' divided by d2 on every layer."""
+    """Return d2 of the best mesh by equations 2 to 4, with B1' divided by d2 on every layer."""
     return _chosen(rank_meshes(_machine(subject), MODELS["m4"], LOAD, sharing="printed"))
 
 
 def choice_without_equation_4(study: AtpStudy, subject: str) -> OurValue:
-    """Return the mesh that is chosen where bandwidths are not divided as equation 4 says (B = B')."""
+    """Return d2 of the best mesh where bandwidths are not divided as equation 4 says (B = B')."""
     return _chosen(rank_meshes(_machine(subject), MODELS["m4"], LOAD, with_equation_4=False))
 
 
@@ -120,7 +120,7 @@ def _chosen(times: Sequence[MeshTime]) -> OurValue:
 
 @cache
 def figure_12_times(machine: str) -> dict[int, dict[int, Fraction]]:
-    """Return T of equation 2 over 2 L b s h e / GroupBW, by number of devices and by i of ATP-i."""
+    """Return T of equation 2 over 2 L b s h e / GroupBW, by number of devices and then by i of ATP-i."""
     out = {}
     for size in SIZES:
         ranked = rank_meshes(cluster_of(machine, size), MODELS["m4"], LOAD)
@@ -139,22 +139,22 @@ def _count(values: Sequence[Fraction], rises: bool) -> OurValue:
 
 
 def atp1_rises(study: AtpStudy, subject: str) -> OurValue:
-    """Return at how many sizes ATP-1 costs more than at half the size."""
+    """Return at how many numbers of devices ATP-1 costs more than on half as many (figure 12)."""
     return _count([times[1] for times in figure_12_times(subject).values()], rises=True)
 
 
 def atp2_falls(study: AtpStudy, subject: str) -> OurValue:
-    """Return at how many sizes, from 8 on, ATP-2 costs less than at half the size."""
+    """Return at how many numbers of devices, from 8 on, ATP-2 costs less than on half as many (figure 12)."""
     return _count([times[2] for size, times in figure_12_times(subject).items() if size >= 4], rises=False)
 
 
 def atp4_falls(study: AtpStudy, subject: str) -> OurValue:
-    """Return the same for ATP-4, from 16 on."""
+    """Return at how many numbers of devices, from 16 on, ATP-4 costs less than on half as many (figure 12)."""
     return _count([times[4] for size, times in figure_12_times(subject).items() if size >= 8], rises=False)
 
 
 def optimum_falls(study: AtpStudy, subject: str) -> OurValue:
-    """Return the same for the best mesh."""
+    """Return at how many numbers of devices the best mesh costs less than on half as many (figure 12)."""
     return _count([min(times.values()) for times in figure_12_times(subject).values()], rises=False)
 
 
@@ -174,7 +174,7 @@ def simulated_optimum(study: AtpStudy, subject: str) -> OurValue:
 
 
 def simulated_choice(study: AtpStudy, subject: str) -> OurValue:
-    """Return the columns of the mesh on which ATP is fastest without chunks."""
+    """Return d2 of the mesh (d1, d2) on which ATP is fastest without chunks, simulated."""
     case = Case.of(subject)
     best = study.best_mesh(case)
     times = {mesh: study.seconds(case, mesh) for mesh in study.meshes(case)}
@@ -198,7 +198,11 @@ def _faster(ours_s: float, other_s: float) -> float:
 
 
 def gains(study: AtpStudy, machine: str, reading: str) -> dict[str, float]:
-    """Return by how many percent ATP, on the paper's mesh in its best chunks, is faster than Megatron-LM."""
+    """Return for each model by how many percent ATP is faster than Megatron-LM.
+
+    ATP runs on the paper's mesh in its best chunks. `reading` is one of `study.READINGS`, or `SERIAL` or
+    `OWN_MESH`.
+    """
     out = {}
     for model in MODELS:
         case = Case.of(f"{machine}-{model}", reading=reading)

@@ -91,7 +91,7 @@ class Case:
     """A model on some GPUs of a machine.
 
     Attributes:
-        reading: one of `READINGS`.
+        reading: one of `READINGS`, or `FITTED`; others, such as those of figure 10's rows, change nothing here.
     """
 
     machine: str

@@ -111,7 +111,7 @@ def block_reason(ranking: BlockRanking, position: int = 0, other: int | None = N
 
 
 def next_strategy(ranking: BlockRanking) -> int | None:
-    """Return the position of the first ranked of another strategy and another time than the first ranked's."""
+    """Return the position of the first config of another strategy and time than the first one; None for none."""
     first = ranking.ranked[0]
     for position, ranked in enumerate(ranking.ranked):
         if ranked.algorithm.name != first.algorithm.name and abs(ranked.seconds / first.seconds - 1) >= SAME:

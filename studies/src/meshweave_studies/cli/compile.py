@@ -96,7 +96,7 @@ def _target(topology: str) -> TpuTarget:
 
 
 def report(compiled: CompiledProgram) -> dict[str, Any]:
-    """Return what is said of a compiled program, as plain values."""
+    """Return what the command prints of a compiled program, as JSON values."""
     time, axes = compiled.time(), compiled.axes
     return {
         "program": compiled.program.name,

@@ -38,7 +38,7 @@ class GpuCase:
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Return the bytes per second that the memory moves at most."""
+        """Return the peak bandwidth of the GPU's memory in bytes per second."""
         return self.gpu.memory.bytes_per_s
 
     @property
@@ -65,7 +65,7 @@ class GpuCase:
         return (float(queued.mean()), float(queued.max())) if len(queued) else (0.0, 0.0)
 
     def waited_share(self, name: str) -> float:
-        """Return the share of all cycles of all channels that a counter of cycles has."""
+        """Return a counter of cycles of `GpuRun.counters` over all cycles of all channels."""
         cycles = self.duration_s * self.gpu.memory.clock_hz * self.gpu.memory.channels
         return self.run.counters[name] / cycles if cycles else 0.0
 

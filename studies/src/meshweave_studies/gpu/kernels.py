@@ -56,6 +56,9 @@ class Region:
         kernel: number of the kernel that ends only after the region is complete; -1 for none.
         dma_to: number of the region of another GPU, `dma_peer` places on, to which the tracker has it sent; -1 for
             none. A region without updates is sent when `kernel` starts.
+        dma_updates: whether what is sent so is added to what is there.
+        read, write: whom reads of it to be sent, and writes that arrive in it, are counted for.
+        tracker_set: the set of the tracker that counts its stores, modulo the number of sets.
     """
 
     rectangle: Rectangle
@@ -144,7 +147,8 @@ class Kernels:
         peer: int = 0,
         waits: tuple[int, int] = (-1, 0),
     ) -> None:
-        """Append a unit that computes rows and columns `tile` (i0, i1, j0, j1) over `k` and stores to a region.
+        """Append to kernel number `kernel` a unit that computes rows and columns `tile` (i0, i1, j0, j1) of the
+        product of operands number `operands` over `k` (k0, k1), and stores them to region number `region`.
 
         Args:
             peer: how many places on the GPU is that a remote store goes to.
@@ -168,7 +172,12 @@ class Kernels:
         )
 
     def columns(self, launch_ps: int, slots: int, compute_units: int, observed: int) -> Mapping[str, Column]:
-        """Return the columns of kernels, units, regions and operands; `observed` units tell MCA its threshold."""
+        """Return the columns of kernels, units, regions and operands.
+
+        Args:
+            slots, compute_units: of kernels that do not say them.
+            observed: the first units of a kernel of products, from which MCA takes its threshold; 0 for none.
+        """
         kernels: list[tuple[int, ...]] = []
         first = 0
         for kernel in self.kernels:

@@ -19,7 +19,7 @@ _FAST = "`meshweave simulate --fast` runs it by the rates of the cluster"
 
 
 def simulate_in_detail(program: Program, machine: Machine, arbiter: Arbiter | None = None) -> GpuRun:
-    """Return what a GPU does that runs a program, as do those in a ring with it, or linked to it one by one.
+    """Return the run of a program on one GPU, which stands for all GPUs of a ring or a full mesh.
 
     Raises:
         UnsupportedError: the program or the cluster is not what GPUs in detail run; the error says what does.

@@ -46,7 +46,7 @@ class PlacedMatrix:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Return what tells it from other views."""
+        """Return what identifies the view: address, rows, columns and stride."""
         return self.base, self.rows, self.columns, self.stride
 
 
@@ -66,12 +66,15 @@ class MemoryMap:
         return self._bases[buffer]
 
     def take(self, num_bytes: int) -> int:
-        """Return the address of so many bytes of memory that nothing else has."""
+        """Reserve `num_bytes` of memory that nothing else uses, and return their address."""
         base, self._end = self._end, (self._end + num_bytes) // _ALIGN * _ALIGN + _ALIGN
         return base
 
     def matrix(self, view: View) -> PlacedMatrix:
-        """Return where a view lies that is not transposed. Raises UnsupportedError for others."""
+        """Return the place in memory of a view of a buffer that is not stored transposed.
+
+        Raises UnsupportedError for other views.
+        """
         address, stride, item, is_transposed = self.operand(view)
         if is_transposed:
             raise UnsupportedError(
@@ -80,7 +83,9 @@ class MemoryMap:
         return PlacedMatrix(address, view.shape[0], view.shape[1], item, stride)
 
     def operand(self, view: View) -> tuple[int, int, int, bool]:
-        """Return (address of the first element, bytes from line to line and of an element, lines are columns)."""
+        """Return (address of the first element, bytes from one line to the next, bytes of an element, whether
+        lines are columns). Raises UnsupportedError for a view that is no contiguous part of a matrix.
+        """
         if len(view.selectors) != 2 or not all(isinstance(selector, Range) for selector in view.selectors):
             raise UnsupportedError(f"a GPU in detail takes contiguous parts of matrices, not {view}")
         buffer, shape = self.program.buffer_of[view.buffer], self.program.local_shape(view.buffer, self.rank)
@@ -102,14 +107,17 @@ class MemoryMap:
     # --- tiles ------------------------------------------------------------------------------------------
 
     def known_tiles(self, view: View) -> MatrixTiles | None:
-        """Return the tiles of a view where it has some already."""
+        """Return the tiles into which `tiles` has cut a view of this rank; None where it has not."""
         if view.rank is not None and view.rank != self.rank:
             return None
         is_matrix = len(view.selectors) == 2 and self.program.buffer_of[view.buffer].order != (1, 0)
         return self._tiles.get(self.matrix(view).key) if is_matrix else None
 
     def tiles(self, view: View, size: tuple[int, int], kernel: int, source: Source) -> MatrixTiles:
-        """Return a view in tiles of `size`, each a region of `kernel` that is written and read as `source` says.
+        """Return a view in tiles of `size`, each a region of kernel number `kernel`.
+
+        Reads of it are counted for `source`, and writes for the source that follows.
+
 
         Raises UnsupportedError where another op releases the view in other tiles.
         """

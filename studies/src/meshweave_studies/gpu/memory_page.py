@@ -21,6 +21,7 @@ def memory_page(
     """Return the page of a run.
 
     Args:
+        subject, lead: two lines below the title: what ran where, and its main numbers.
         traffic_bytes: bytes that memory read and wrote, by what for.
         waits: a sentence about who waited for whom.
     """

@@ -79,7 +79,7 @@ class GpuRun:
         return self.spans[-1][2] - self.spans[0][1]
 
     def kernel_ps(self, name: str) -> int:
-        """Return the picoseconds of a kernel; 0 where there is none of this name."""
+        """Return the picoseconds of all kernels of a name together; 0 where there is none."""
         return sum(end - start for label, start, end in self.spans if label == name)
 
 
@@ -93,7 +93,7 @@ def run(
     num_gpus: int = 1,
     plain_sets: bool = False,
 ) -> GpuRun:
-    """Return what a GPU does that runs these kernels in a ring of GPUs that do the same.
+    """Return the run of these kernels on a GPU of a ring, of which all GPUs run the same.
 
     Args:
         link_bytes_per_s, link_ps: bytes per second and latency of the link to the next GPU.

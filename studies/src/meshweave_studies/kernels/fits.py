@@ -14,7 +14,13 @@ from meshweave.describe.machine.kernels import AttentionConstants, CollectiveCon
 
 
 def fit_attention(sizes: Array, seconds: Array, hardware: Hardware, block: int = 64) -> AttentionConstants:
-    """Return the constants of causal attention; `sizes` is (heads of all sequences, length, width, bytes)."""
+    """Return the constants of causal attention.
+
+    Args:
+        sizes: (heads of all sequences, length, head size, bytes of operands and result) of each sample.
+        seconds: of each sample.
+        block: queries, and keys, of a tile.
+    """
     free = {
         "flops_per_s": Free(0.7 * hardware.peak_flops_per_s, hardware.peak_flops_per_s),
         "tile_s": Free(1e-6),
@@ -36,7 +42,11 @@ def fit_attention(sizes: Array, seconds: Array, hardware: Hardware, block: int =
 
 
 def fit_collective(kind: str, chips: Array, num_bytes: Array, seconds: Array) -> CollectiveConstants:
-    """Return the constants of one kind of collective among so many chips of one host."""
+    """Return the constants of one kind of collective on one host.
+
+    Args:
+        chips, num_bytes, seconds: of each sample.
+    """
     most = float((num_bytes / seconds).max()) * (2 if kind == "all_reduce" else 1)
     free = {
         "launch_s": Free(6e-6),

@@ -63,14 +63,17 @@ def sizes_of(rows: Sequence[MeasuredKernel]) -> Array:
 
 
 def attention_columns(sizes: Array) -> Array:
-    """Return heads of all sequences, length, width and bytes of attentions in a dtype of two bytes."""
+    """Return (heads of all sequences, length, head size, bytes) of each attention in a dtype of two bytes.
+
+    `sizes` has (batch, length, query heads, key heads, head size) of each.
+    """
     batch, length, heads, kv_heads, width = sizes.T
     num_bytes = 2 * batch * length * width * (2 * heads + 2 * kv_heads)
     return np.stack([batch * heads, length, width, num_bytes], axis=1)
 
 
 def subsets(kind: str, sizes: Array) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-    """Yield the ranges in which rows of a kind are scored apart, each with which rows are in it."""
+    """Yield (name, mask of the rows in it) of each range of sizes in which rows of a kind are scored apart."""
     if kind == ATTENTION:
         yield "all", np.ones(len(sizes), dtype=bool)
         return
@@ -170,7 +173,9 @@ def score_kernels(
 
 
 def overall(scores: Sequence[Score]) -> list[Score]:
-    """Return the scores over all devices and groups by method and range: means and worst errors, by rows."""
+    """Return the scores over all devices and groups by method and range: the mean, each row weighing alike, and
+    the worst error. There is none for a method and range of one group.
+    """
     out = []
     for method, subset in dict.fromkeys((score.method, score.subset) for score in scores):
         chosen = [x for x in scores if (x.method, x.subset) == (method, subset) and x.mean is not None]

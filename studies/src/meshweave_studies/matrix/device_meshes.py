@@ -121,6 +121,8 @@ def mesh_bandwidth(
 ) -> MeshBandwidth:
     """Return the all-reduce bandwidths along both dimensions of a mesh (equations 3 and 4).
 
+    Bandwidths that the matrix has as measured on this mesh are taken as they are.
+
     Args:
         corrected: whether point-to-point bandwidths limit those of groups, and flow limits those of rings.
         sharing: how many groups of the first dimension share a layer.
@@ -250,6 +252,6 @@ def rank_meshes(
 
 
 def comes_in_shapes(cluster: Cluster) -> bool:
-    """Return whether a cluster is a torus that takes the shape of a mesh."""
+    """Return whether a cluster is a torus of two axes or more that takes the shape of each mesh."""
     network = cluster.network
     return isinstance(network, TorusNetwork) and network.shape is None and len(network.axes) >= 2

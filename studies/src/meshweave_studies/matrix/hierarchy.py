@@ -159,7 +159,13 @@ class MatrixLayer:
 
     @classmethod
     def uniform(cls, name: str, size: int, p2p: int, group: int, flow: int = 0) -> MatrixLayer:
-        """Return a layer whose members are all alike, and so are its pairs."""
+        """Return a layer whose members are all alike.
+
+        Args:
+            p2p: bytes per second between any two members.
+            group: bytes per second of a member to all others together.
+            flow: as `flow_bytes_per_s`.
+        """
         return cls(name, UniformPairs(size, p2p), (group,) * size, flow)
 
     @classmethod
@@ -178,9 +184,10 @@ class MatrixLayer:
         return self.pairs.rows()
 
     def least_to_others(self, members: int, step: int) -> int:
-        """Return the least bytes per second of a member to the other `members` of its group.
+        """Return the least bytes per second of a member to all others of its group together.
 
-        Members of a group are `step` members apart, so that `step` groups take turns in each `members * step`.
+        A group has `members`, each `step` places after the one before, so that `step` groups take turns in each
+        `members * step` members of the layer.
         """
         return self.pairs.least_to_others(members, step)
 

@@ -48,7 +48,7 @@ def slice_times(study: MeshSliceStudy, model: str) -> dict[int, Times]:
 
 
 def product_slice_times(study: MeshSliceStudy, block: FcBlock) -> Iterator[tuple[str, dict[int, Times]]]:
-    """Yield each distinct product of a block with its times by slice count.
+    """Yield the name of each distinct product of a block, and its times by slice count.
 
     The mesh is the one that MeshSlice's tuner takes for the block.
     """
@@ -90,8 +90,8 @@ def product_errors(study: MeshSliceStudy, models: tuple[str, ...], timer: Timer)
     """Return |estimated / timed seconds - 1| in percent of every product in the tables and figures, by
     algorithm.
 
-    The products are those of all compared algorithms at their best under weak and strong scaling, of MeshSlice
-    on every mesh shape, and on the tall mesh at every slice count.
+    The products are those of all compared algorithms at their best under weak and, but for FSDP, strong scaling,
+    of MeshSlice on every mesh shape, and on the tall mesh at every slice count.
     """
     errors: dict[str, dict[tuple[object, ...], float]] = {}
     for chosen in _everything(study, models):

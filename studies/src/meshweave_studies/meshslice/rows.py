@@ -52,7 +52,7 @@ def flops(study: MeshSliceStudy, model: str) -> float:
 
 
 def peak_ms(study: MeshSliceStudy, model: str) -> float:
-    """Return the milliseconds that these FLOPs take at the chip's peak."""
+    """Return the milliseconds that the FLOPs of `flops` take at the chip's peak."""
     return flops(study, model) * 1e13 / study.pod.chip.peak(study.experiment.dtype) * 1e3
 
 
@@ -310,9 +310,10 @@ def overlap_gain(study: MeshSliceStudy, model: str) -> float:
 
 
 def moved_bytes(algorithm: str, mesh_shape: tuple[int, ...]) -> float:
-    """Return the bytes per chip of (M, N, K) = (1024K, 12K, 48K), read off the program (section 7).
+    """Return the bytes that a chip moves for (M, N, K) = (1024K, 12K, 48K), read off the program (section 7).
 
-    The gradient of the weights is part of the traffic of MeshSlice with data parallelism.
+    For "25d" bytes along "tp.depth" are left out. For others they are those of the forward product, and those of
+    the gradient of the weights along "tp.depth".
     """
     if algorithm not in PRODUCTS_2D:
         raise UnsupportedError(f"{algorithm} is not in the table")

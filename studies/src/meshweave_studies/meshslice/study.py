@@ -44,6 +44,8 @@ class FcBlock:
     """The fully connected layers of one block.
 
     Attributes:
+        model: the catalog name.
+        batch: the sequences of all chips together.
         always_stationary: the matrix that stays put in every layer; None to choose it by layer.
     """
 
@@ -72,6 +74,7 @@ class MeshSliceStudy:
 
     Args:
         cluster: the pod, or its catalog name or TOML file.
+        timer: times what estimates have chosen.
         measured: how the blocks ran on the real 4x4 mesh.
     """
 
@@ -150,7 +153,9 @@ class MeshSliceStudy:
     # --- choosing -----------------------------------------------------------------------------------------
 
     def entry(self, algorithm: str, block: FcBlock, product: int | None = None) -> Matmul2d:
-        """Return the algorithm; followers run at the slice counts that MeshSlice takes for the same products."""
+        """Return the algorithm of a name; "wang[S=meshslice]" and others like it run at the slice counts that
+        MeshSlice takes for the same products.
+        """
         if algorithm not in UNROLLED:
             return PRODUCTS_2D[algorithm]
         return unrolled_entry(algorithm, self._counts(block, product))
@@ -233,7 +238,7 @@ class MeshSliceStudy:
         return timing.total_s
 
     def percent_of_peak(self, block: FcBlock, seconds: float) -> float:
-        """Return the FLOP utilisation in percent."""
+        """Return the FLOP utilisation in percent of a block that takes so many seconds."""
         peak = self._pod.chip.peak(self.experiment.dtype)
         return 100 * self.flops(block) / block.chips / peak / seconds
 

@@ -35,7 +35,7 @@ class BandwidthRow:
 
     Attributes:
         counts: whether the row counts; figures that their authors call too low are shown alone.
-        algorithm: what the price takes: "ring" or "tree".
+        algorithm: what the price takes: "ring" or "tree"; "axis" where it knows no algorithm of NCCL.
     """
 
     source: str
@@ -76,7 +76,7 @@ def cluster_of(source: Mapping[str, Any], latency_s: float = 0.0) -> Cluster:
 
 
 def collective_s(cluster: Cluster, kind: str, num_bytes: int) -> float:
-    """Return the seconds of a collective among all chips; `num_bytes` as nccl-tests counts it."""
+    """Return the seconds of a collective among all chips; `num_bytes` is the size that nccl-tests prints."""
     count = cluster.num_chips
     machine = Machine(cluster, (Mesh.of("all", (count,), ("rank",)),))
     part = num_bytes if kind == "all_reduce" else -(-num_bytes // count)
@@ -90,7 +90,7 @@ def bus_bandwidth(kind: str, num_chips: int, num_bytes: int, seconds: float) -> 
 
 
 def network_latency_s(source: Mapping[str, Any]) -> float:
-    """Return the latency between hosts at which the first row of a source's table is met; 0 without such a row."""
+    """Return the latency between hosts in seconds at which a source's first row is met; 0 without such a row."""
     if "smallest" not in source:
         return 0.0
     num_bytes, seconds = source["smallest"][0], source["smallest"][1] * 1e-6

@@ -75,7 +75,10 @@ def cosma_problem(
 def cosma_program(
     m: int, n: int, k: int, grid: Grid, dtype: str = "float32", *, all_reduce: bool = False
 ) -> Program:
-    """Return the program of `cosma_problem`, which raises what it raises: gather A and B, multiply, reduce C."""
+    """Return the program that solves `cosma_problem`, which gathers A and B, multiplies and reduces C.
+
+    Raises what `cosma_problem` raises.
+    """
     problem = cosma_problem(m, n, k, grid, dtype, all_reduce=all_reduce)
     pm, pn, pk = grid
     base = Mesh.of("tp", grid, _AXES)

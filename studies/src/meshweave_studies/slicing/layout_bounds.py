@@ -36,7 +36,7 @@ Groups = tuple[int, ...]
 
 @dataclass(frozen=True)
 class BoxWork:
-    """What ranks compute, one entry per rank.
+    """What ranks compute, one entry per rank. The ranks of a group that share a box are a team.
 
     Attributes:
         flops: FLOPs.
@@ -93,7 +93,7 @@ class LayoutBounds:
     def least(self) -> tuple[Vector, Vector]:
         """Return bounds of the seconds, and of the bytes that all ranks together receive.
 
-        Both are indexed by the numbers of the layouts of A, B and C.
+        Both are indexed by the numbers of the layouts of A, B and C in `options`.
         """
         counts = tuple(len(self.options[operand]) for operand in OPERANDS)
         seconds, received = np.full(counts, np.inf), np.full(counts, np.inf)

@@ -73,7 +73,7 @@ def tune_layouts(
     """Return the `count` best combinations of layouts for C (m, n) = A (m, k) B (k, n), best first.
 
     They are compared by estimated time, then by bytes moved, then by bytes of the matrices on a rank. Every
-    combination that a lower bound does not rule out is tuned. `table` turns the result into rows.
+    combination that a lower bound does not rule out is tuned.
 
     Raises LayoutError where given layouts do not fit the sizes or each other, UnsupportedError where nothing fits
     the memory.

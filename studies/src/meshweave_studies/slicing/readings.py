@@ -28,7 +28,8 @@ class SlicingReading:
 
     Attributes:
         title: the choice in a few words.
-        cuts_everything: whether a copy of every matrix is cut, a 2D block along both dims.
+        cuts_everything: whether only replication factors are tried that leave each copy of a matrix cut, a 2D
+            block along both dims.
         by_shape: whether products take whole waves of tiles.
     """
 
@@ -57,7 +58,7 @@ DTYPE = "float32"
 
 
 def with_waves(cluster: Cluster) -> Cluster:
-    """Return a machine whose products take whole waves of tiles at its peak, or as long as memory has them.
+    """Return a machine whose products take whole waves of tiles at its peak, or what its memory takes if longer.
 
     There are no launches and no costs of a tile. A machine of another chip stays as it is.
     """

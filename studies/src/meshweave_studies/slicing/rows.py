@@ -61,7 +61,7 @@ def _others(case: LayerOnMachine) -> list[str]:
 
 
 def leaders(study: SlicingStudy, case: LayerOnMachine) -> OurValue:
-    """Return by how many percent the fastest leading partitioning is ahead of the fastest other one."""
+    """Return by how many percent the fastest of the paper's `LEADERS` is faster than the fastest other one."""
     return mean_lead(study, fastest(study, case, LEADERS[case.layer]), fastest(study, case, _others(case)))
 
 
@@ -105,7 +105,7 @@ def copies_of_column(study: SlicingStudy, case: LayerOnMachine) -> OurValue:
 
 
 def copies_of_slow(study: SlicingStudy, case: LayerOnMachine) -> OurValue:
-    """Return how many of the other partitionings are best with copies, for some batch."""
+    """Return how many partitionings that are not `LEADERS` are fastest with copies, for some batch."""
     copies = {name: [point.copies[0] for point in study.curve(case, name).points] for name in _others(case)}
     detail = "; ".join(f"{name} {', '.join(map(str, counts))}" for name, counts in copies.items())
     return OurValue(sum(max(counts) > 1 for counts in copies.values()), detail)
@@ -171,7 +171,7 @@ def _dtensor(study: SlicingStudy, case: LayerOnMachine) -> list[float]:
 
 
 def closer_on_h100(study: SlicingStudy, layer: str) -> OurValue:
-    """Return the slowest over the fastest partitioning on PVC, relative to the same on H100."""
+    """Return slowest over fastest time of partitionings on PVC, divided by the same ratio on H100."""
 
     def spread(machine: str) -> float:
         case, names = LayerOnMachine(machine, layer), list(NAMED)

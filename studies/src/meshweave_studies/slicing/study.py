@@ -42,7 +42,7 @@ CUT_BY = {"row": 0, "column": 1}
 
 @dataclass(frozen=True)
 class LayerOnMachine:
-    """A layer on a machine."""
+    """A layer ("mlp1" or "mlp2") on a machine ("pvc" or "h100")."""
 
     machine: str
     layer: str
@@ -113,7 +113,7 @@ class SlicingStudy:
         return batch, *LAYERS[case.layer]
 
     def percent_of_peak(self, case: LayerOnMachine, batch: int, seconds: float) -> float:
-        """Return the percent of the peak of all devices."""
+        """Return the percent of the peak of all devices that a layer of so many seconds reaches."""
         m, n, k = self.sizes(case, batch)
         cluster = self.machines[case.machine]
         return 100 * 2 * m * n * k / cluster.num_chips / cluster.chip.peak(DTYPE) / seconds
@@ -163,7 +163,12 @@ class SlicingStudy:
         stationary: Stationary,
         copies: Sequence[tuple[int, int]] | None = None,
     ) -> BatchTime | None:
-        """Return the time at the best replication; of equals that with the fewest copies."""
+        """Return the time at the best replication, of equals that with the fewest copies; None where none can be
+        computed.
+
+        Args:
+            copies: the factors to try; None for those of `SlicingStudy.copies`.
+        """
         points = []
         for pair in self.copies(case, partitioning) if copies is None else copies:
             seconds = self.seconds(case, partitioning, batch, stationary, pair)

@@ -69,7 +69,10 @@ def all_times(study: T3Study, layers: Sequence[SubLayer], gpu: str = GPU) -> dic
 def iterations(
     study: T3Study, models: Sequence[str], phase: Phase, basis: Basis, degrees: tuple[int, ...] = ()
 ) -> dict[str, Iteration]:
-    """Return the iterations of models at each of their degrees, or at those of some."""
+    """Return by "MODEL TP DEGREE" the iterations of models at each of their degrees that is in `degrees`.
+
+    () stands for all degrees.
+    """
     all_times(study, sub_layers(*models, degrees=degrees))
     return {
         f"{model} TP {degree}": iteration(study, model, degree, phase, basis)
@@ -80,7 +83,7 @@ def iterations(
 
 
 def twice_gain(study: T3Study, layer: SubLayer, gpu: str) -> float:
-    """Return the gain of T3-MCA in a sub-layer on a GPU."""
+    """Return by how many percent T3-MCA is faster than sequential in a sub-layer on a GPU of the catalog."""
     sequential, mca = (
         study.run(GpuJob(layer.product, what, gpu)).duration_ps for what in (SEQUENTIAL, T3_MCA)
     )

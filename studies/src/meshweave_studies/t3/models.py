@@ -52,7 +52,7 @@ class SlicedModel:
 
     @property
     def transformer(self) -> Transformer:
-        """Return its sizes."""
+        """Return the model as a `Transformer`."""
         return Transformer(
             self.name, self.layers, self.hidden, self.heads, self.heads, self.hidden // self.heads,
             4 * self.hidden, None, False, "T3, ASPLOS '24, table 2",
@@ -60,7 +60,7 @@ class SlicedModel:
 
     @property
     def workload(self) -> Workload:
-        """Return its batch."""
+        """Return its batch, sequence length and dtype."""
         return Workload(self.batch, SEQUENCE, DTYPE)
 
 
@@ -116,7 +116,7 @@ class SubLayer:
 def sub_layers(
     *models: str, degrees: tuple[int, ...] = (), names: tuple[SubLayerName, ...] = (*FORWARD, *BACKWARD)
 ) -> tuple[SubLayer, ...]:
-    """Return the sub-layers of these names, of some models at all their degrees, or at some of them."""
+    """Return the sub-layers of these names, of each model at its degrees that are in `degrees`; () for all."""
     return tuple(
         SubLayer(model, degree, name)
         for model in models
@@ -127,5 +127,5 @@ def sub_layers(
 
 
 def sub_layer_of(text: str) -> SubLayer:
-    """Return the sub-layer that `str` prints so. Raises KeyError for one that is not studied."""
+    """Return the sub-layer whose `str` is this text, such as "T-NLG TP 8, FC-2". Raises KeyError for others."""
     return {str(layer): layer for layer in sub_layers(*MODELS)}[text]

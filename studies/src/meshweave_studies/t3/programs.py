@@ -45,7 +45,7 @@ class SlicedProduct:
 
     @property
     def problem(self) -> UniversalProblem:
-        """Return it as a problem of fused entries."""
+        """Return it as a `UniversalProblem`, which the algorithms of `algorithms.fused` solve."""
         mesh = Mesh.of("tp", (self.ranks,), ("x",))
         a, b, c = (Layout(mesh, (placement,)) for placement in (Shard(1), Shard(0), Replicate()))
         a_order, b_order = (

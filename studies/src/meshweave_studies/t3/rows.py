@@ -59,7 +59,7 @@ def _statistic(gains: dict[SubLayer, float], subject: str) -> OurValue:
 
 
 def gain(study: T3Study, subject: str, *, configuration: str, layers: Sequence[SubLayer]) -> OurValue:
-    """Return the geomean or maximum of a configuration's gain over sequential."""
+    """Return a configuration's gain over sequential: the geomean for subject "geomean", else the largest."""
     times = all_times(study, layers)
     return _statistic({layer: one.gain(configuration) for layer, one in times.items()}, subject)
 
@@ -70,7 +70,7 @@ def ideal_case(study: T3Study, subject: str) -> OurValue:
 
 
 def mca_over_t3(study: T3Study, subject: str) -> OurValue:
-    """Return the geomean or maximum of T3-MCA's gain over T3."""
+    """Return T3-MCA's gain over T3: the geomean for subject "geomean", else the largest."""
     times = all_times(study, SMALL)
     return _statistic({layer: 100 * (one.t3 / one.mca - 1) for layer, one in times.items()}, subject)
 
@@ -92,14 +92,14 @@ def order(study: T3Study, subject: str) -> OurValue:
 
 
 def near_memory(study: T3Study, subject: str) -> OurValue:
-    """Return the mean gain of near-memory reduction in a reduce-scatter at a tensor-parallel degree."""
+    """Return the geomean gain of near-memory reduction in a reduce-scatter at the degree of subject "TP n"."""
     degree = int(subject.removeprefix("TP "))
     times = all_times(study, sub_layers(*STUDIED, degrees=(degree,)))
     return OurValue(geomean_gain(100 * (one.reduce_scatter / one.near_memory - 1) for one in times.values()))
 
 
 def near_memory_gain(study: T3Study, subject: str) -> OurValue:
-    """Return the largest further gain of ideal overlap by a near-memory reduce-scatter."""
+    """Return the further gain of ideal overlap by a near-memory reduce-scatter: geomean, or else the largest."""
     times = all_times(study, SMALL)
     gains = {layer: 100 * (one.ideal / one.ideal_near_memory - 1) for layer, one in times.items()}
     return _statistic(gains, subject)
@@ -120,13 +120,13 @@ def op_exceeds(study: T3Study, subject: str) -> OurValue:
 
 
 def fc_far(study: T3Study, subject: str) -> OurValue:
-    """Return by how many percent ideal overlap is faster than T3 in the FC layer where it is most."""
+    """Return by how many percent ideal overlap is faster than T3 in FC-1 and FC-2: geomean, or else the most."""
     times = all_times(study, sub_layers(*STUDIED, names=("FC-2", "FC-1")))
     return _statistic({layer: 100 * (one.t3 / one.ideal - 1) for layer, one in times.items()}, subject)
 
 
 def mca_far(study: T3Study, subject: str) -> OurValue:
-    """Return how much farther from ideal overlap T3-MCA is in a sub-layer than on average."""
+    """Return by how many points more T3-MCA is slower than ideal overlap in a sub-layer than on average."""
     times = all_times(study, SMALL)
     lost = {str(layer): 100 * (one.mca / one.ideal - 1) for layer, one in times.items()}
     return OurValue(lost[subject] - mean(lost.values()), f"{lost[subject]:.1f} % there")
@@ -136,7 +136,10 @@ def mca_far(study: T3Study, subject: str) -> OurValue:
 
 
 def split_value(study: T3Study, subject: str, *, value: str) -> OurValue:
-    """Return the geomean over figure 6's sub-layers of a slowdown in percent, or of the potential speed-up."""
+    """Return the geomean over figure 6's sub-layers under the split `subject`, one of `SPLITS`.
+
+    `value` is "product" or "all-reduce" for its slowdown in percent, "potential" for the potential speed-up.
+    """
     study.prefetch(split_job(layer, split) for layer in SHARED for split in ("ideal", *SPLITS))
     shared = [shared_times(study, layer, subject) for layer in SHARED]
     if value == "potential":

@@ -175,7 +175,7 @@ class T3Study:
         )
 
     def traffic(self, layer: SubLayer, what: Simulated) -> dict[Source, int]:
-        """Return bytes by source of a configuration."""
+        """Return the bytes that memory reads and writes in a sub-layer's run, by source."""
         return dict(self.run(GpuJob(layer.product, what)).traffic_bytes)
 
 
@@ -263,7 +263,7 @@ def last_sum_s(study: T3Study, megabytes: int) -> float:
 
 
 def traffic_curve(one: GpuRun, source: Source, bins: int = 10) -> list[tuple[float, float]]:
-    """Return (ms, GB/s) of a source, over so many bins of the run (microseconds) each."""
+    """Return points (ms, GB/s) of a source's memory traffic, each the mean of `bins` microseconds of the run."""
     of_bin = np.asarray(one.traffic_over_time[:, source], dtype=np.float64)
     whole = np.add.reduceat(of_bin, np.arange(0, len(of_bin), bins))
     return [

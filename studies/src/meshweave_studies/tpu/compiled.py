@@ -61,7 +61,7 @@ class Emission:
     Attributes:
         ring_directions: 0 for collectives as they are, 1 or 2 for rings of permutes.
         num_parts: the parts into which each product is cut.
-        along_sum: whether these are terms of a sum, rather than parts of the result.
+        along_sum: whether the parts are terms of a sum, rather than parts of the result.
         in_order: whether each transfer waits for the product before it, in the order of `tpu.interleave`.
         most_beside: the most transfers beside one product, where it is in order; None for one of each lane.
         options: of the compiler.
@@ -202,7 +202,7 @@ class CompiledProgram:
 
     @cached_property
     def module(self) -> ScheduledModule:
-        """Return the module, read."""
+        """Return the scheduled module, parsed from `text`."""
         return ScheduledModule(self.text)
 
     @cached_property
@@ -212,7 +212,7 @@ class CompiledProgram:
 
     @property
     def axes(self) -> Axes:
-        """Return the mesh axes by which partitions are numbered, and their sizes."""
+        """Return (name, size) of each mesh axis; partitions are numbered along them, row by row."""
         mesh = self.machine.meshes[0]
         return tuple(zip(mesh.axes, mesh.shape, strict=True))
 

@@ -27,7 +27,7 @@ def interleave(program: Program, most_beside: int | None = None) -> Program:
         most_beside: the most transfers that are issued before one product; None for one of each lane.
 
     Raises:
-        UnsupportedError: ranks run different ops, or not all ranks of one mesh run them.
+        UnsupportedError: ranks run different ops, or no mesh has all ranks of the program.
         ProgramError: the program deadlocks.
     """
     program = program.expanded

@@ -92,7 +92,7 @@ class ModuleCollective:
 
     Attributes:
         name: of its instruction, or of its start.
-        kind: of ours ("all_gather", "permute").
+        kind: the kind of our op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "permute".
         part_bytes: bytes that one member contributes (all-gather, permute, all-reduce), or receives
             (reduce-scatter).
         group: the partitions of one group, or sender and receiver of one message of a permute.
@@ -221,7 +221,7 @@ class ScheduledModule:
 
     @property
     def num_exposed_within(self) -> int:
-        """Return how many collectives between the first product and the last have none beside them.
+        """Return how many collectives between the first product and the last have no product beside them.
 
         Those before the first product and after the last are the prologue and epilogue, which nothing can hide.
         """

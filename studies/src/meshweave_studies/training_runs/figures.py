@@ -69,7 +69,7 @@ def peak(case: RunCase) -> float:
 
 
 def published_bytes(case: RunCase) -> float | None:
-    """Return the memory that a row states, None where it states none.
+    """Return the bytes of a chip's memory that a row states, None where it states none.
 
     GB are read as 2^30 bytes: PyTorch counts bytes, and nanotron and others divide by 1024^3.
     """

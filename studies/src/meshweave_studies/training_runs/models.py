@@ -88,7 +88,7 @@ def size_of(run: PublishedRun) -> str:
 
 
 def with_source_columns(run: PublishedRun) -> PublishedRun:
-    """Return a run with the columns that its source states elsewhere, where the row leaves them empty."""
+    """Return a run with what its source states elsewhere: empty columns, and words added to `config`."""
     chips, config, counts = run.chips, run.config, dict(run.counts)
     for stated in _tables()["stated"]:
         if any(word in run.source for word in stated["sources"]) and stated.get("model") in (

@@ -86,7 +86,7 @@ class SourceScore:
     """The errors of a source's rows; None where none of them could be predicted.
 
     Attributes:
-        predicted: the number of rows that count.
+        predicted: the number of rows that are predicted and count.
         median, worst: of the absolute relative errors; `bias` is the median of the signed ones.
         num_within: the number of rows with an error of at most `ROW_GOAL`.
     """
@@ -112,8 +112,9 @@ class Summary:
 
     Attributes:
         sources: the number of sources with predictions.
-        median: the median over sources of their median errors.
-        within: the share of predicted rows with an error of at most `ROW_GOAL`.
+        rows: the number of rows that are predicted and count.
+        median: the median over sources of their median errors; `memory_median` that of memory.
+        within: the share of these rows with an error of at most `ROW_GOAL`.
     """
 
     sources: int
@@ -178,7 +179,7 @@ def run_bytes(case: RunCase, parallelism: Parallelism) -> int:
 def score_run(
     run: PublishedRun, constants: SoftwareStack | None = None, *, experts: bool = False
 ) -> tuple[ScoredRun, RunCase | None]:
-    """Return a row beside its prediction, and what was predicted; None with a reason where nothing could be."""
+    """Return (row beside its prediction, its case); (row with a reason, None) where it cannot be predicted."""
     scored = ScoredRun(run.line, run.source, run.model, run.chips, run.metric, run.value)
     try:
         case = case_of(run, constants, experts=experts)
@@ -222,7 +223,7 @@ def score_runs(
     """Return all rows beside their predictions. Of rows of one figure in several sources the first source counts.
 
     Args:
-        constants: those of the stack of a run; None for those that ship with the package.
+        constants: returns those of the stack of a run; None for those that ship with the package.
         experts: whether runs of models with experts are predicted.
     """
     out, first = [], dict[tuple[object, ...], str]()

@@ -25,9 +25,11 @@ class RunStack:
     Attributes:
         words: words of a source, any of which names this stack.
         name: its name (`algorithms.step.stack_names`); "ideal" where it has no constants.
+        dtype: of weights and activations.
         gradient_dtype: of gradients that are accumulated and reduced.
         compiled_loss: the loss, as of `StepProblem`, where the row says that the model was compiled.
         memory_of_first_rank: whether the memory that it prints is that of the first rank, and not of the fullest.
+        recompute: what is computed again where a row does not say.
         recomputes_instead: what is computed again where rows cannot be right; None: what they say.
         is_sequence_parallel: whether norms and dropout are sharded over tensor ranks.
         zero: the level of ZeRO where a row names none, or a lower one.
@@ -119,5 +121,5 @@ def stack_of(run: PublishedRun) -> RunStack:
 
 
 def software_of(stack: RunStack) -> SoftwareStack:
-    """Return a stack in `StepProblem`'s words, with the constants that ship with the package."""
+    """Return a stack as `StepProblem` takes it, with the constants that ship with the package."""
     return replace(load_stack(stack.name), runs_programs=False, **stack.does)

@@ -25,7 +25,13 @@ _MICRO_BATCHES = re.compile(r"(\d+) micro-?batches", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class RunSweep:
-    """Rows that differ in one thing, and Spearman's rank correlation of predicted with published figures."""
+    """Rows that differ in one thing, and Spearman's rank correlation of predicted with published figures.
+
+    Attributes:
+        model: the size in the models' names, such as "7b"; for "layout" the name.
+        varies: "schedule", "layout", "sequence" or "chips".
+        rows: how many rows.
+    """
 
     source: str
     model: str
@@ -39,7 +45,7 @@ class RunSweep:
 
 
 def sweeps_of(runs: Sequence[PublishedRun], rows: Sequence[ScoredRun]) -> list[RunSweep]:
-    """Return the sweeps of runs of at least `LEAST_ROWS` rows, of which `rows` are the predictions in order."""
+    """Return the sweeps of at least `LEAST_ROWS` rows; `rows` are the predictions of `runs` in order."""
     groups: dict[tuple[str, str, str, str], list[ScoredRun]] = {}
     for run, row in zip(runs, rows, strict=True):
         if row.predicted is None:

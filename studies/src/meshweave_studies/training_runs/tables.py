@@ -24,7 +24,7 @@ _WIDTH = 58
 
 
 def scores_csv(rows: Sequence[ScoredRun]) -> str:
-    """Return the errors of the rows that were predicted and count, with their chips: what the wheel ships."""
+    """Return as CSV the errors of rows that were predicted and count, with their chips: what the wheel ships."""
     out = io.StringIO()
     lines = csv.writer(out, lineterminator="\n")
     lines.writerow(("chip", "num_chips", "model", "stack", "precision", "experts", "fitted", "error", "mfu"))
@@ -37,7 +37,9 @@ def scores_csv(rows: Sequence[ScoredRun]) -> str:
 
 
 def runs_table(rows: Sequence[ScoredRun], num_worst: int = 10) -> str:
-    """Return errors by source, the rows with the largest errors first, and the reasons of the others."""
+    """Return as Markdown the errors by source, the `num_worst` rows with the largest errors, the reasons of rows
+    that were not predicted, and the summary.
+    """
     return "\n".join(
         [source_table(rows), worst_table(rows, num_worst), reasons_table(rows), summary_line(rows)]
     )

@@ -53,7 +53,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model of table 3 with its micro-batch and GPUs."""
+    """A model of table 3 with the sequences of its micro-batch and the number of its GPUs."""
 
     name: str
     layers: int
@@ -64,7 +64,7 @@ class TrainedModel:
 
     @property
     def transformer(self) -> Transformer:
-        """Return its sizes."""
+        """Return the model as a `Transformer`."""
         return Transformer(
             self.name, self.layers, self.hidden, self.heads, self.heads, self.hidden // self.heads,
             4 * self.hidden, VOCABULARY, False, "Zero Bubble, arXiv 2401.10241, table 3",

@@ -69,7 +69,7 @@ class ReadTimes:
     """What a model takes by a reading.
 
     Attributes:
-        parts: seconds of the parts of each stage.
+        parts: by stage, the seconds of a forward, an input gradient and a weight gradient of one micro-batch.
         cluster: a chip for each GPU, and the network between them.
     """
 
@@ -81,7 +81,7 @@ Reading = Callable[[TrainedModel, int], ReadTimes]
 
 
 def by_flops(model: TrainedModel, per_gpu: int) -> ReadTimes:
-    """Return the times of `flops`."""
+    """Return the times of a model by the reading `flops`, with `per_gpu` stages on a GPU."""
     parts = []
     for stage in model.stages(per_gpu):
         forward, backward, weights = (flops / FLOPS_PER_S for flops in model.flops(stage))
@@ -90,14 +90,17 @@ def by_flops(model: TrainedModel, per_gpu: int) -> ReadTimes:
 
 
 def by_kernels(model: TrainedModel, per_gpu: int) -> ReadTimes:
-    """Return the times of `kernels`."""
+    """Return the times of a model by the reading `kernels`, with `per_gpu` stages on a GPU."""
     cluster = hosts(model)
     parts = tuple(_kernel_seconds(model, stage, cluster) for stage in model.stages(per_gpu))
     return ReadTimes(parts, cluster)
 
 
 def by_profile(model: TrainedModel, per_gpu: int) -> ReadTimes:
-    """Return the times of `profiled`; several stages of a GPU share the time of the one that they are cut from."""
+    """Return the times of a model by the reading `profiled`, with `per_gpu` stages on a GPU.
+
+    Several stages of a GPU share the time of the one that they are cut from.
+    """
     times = PROFILED[model.name]
     parts = tuple(
         milliseconds / 1000 / per_gpu for milliseconds in (times.forward, times.input_grad, times.weight_grad)
@@ -149,7 +152,7 @@ def _kernel_seconds(model: TrainedModel, stage: Slots, cluster: Cluster) -> Part
 
 
 def product_s(cluster: Cluster, m: int, n: int, k: int) -> float:
-    """Return the seconds of a product on a chip of the cluster."""
+    """Return the seconds of a product (m, k) by (k, n) in fp16 on a chip of the cluster."""
     work = Compute("matmul", 2 * m * n * k, dims=(m, n, k), item_bytes=BYTES_PER_ELEMENT, dtype=DTYPE)
     return call_s(work, cluster.chip)
 

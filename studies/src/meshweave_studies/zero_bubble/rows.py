@@ -45,7 +45,7 @@ def gain(study: ZeroBubbleStudy, subject: str, *, schedule: str, reading: str) -
 
 
 def mean_error(study: ZeroBubbleStudy, subject: str, *, reading: str) -> OurValue:
-    """Return the mean of the differences of our gains from the published ones, in percent."""
+    """Return the mean absolute relative difference of our gains from the published ones, in percent."""
     errors: dict[str, list[float]] = {}
     for row in published_rows(PAPER):
         for name, schedule in GAINS.items():
@@ -66,7 +66,7 @@ def memory(study: ZeroBubbleStudy, subject: str, *, schedule: str) -> OurValue:
 
 
 def fewest_micro_batches(model: str) -> int:
-    """Return three micro-batches a GPU, the fewest of table 4; the memory does not depend on more."""
+    """Return the fewest micro-batches of a model in table 4, three a GPU; the memory does not depend on more."""
     return 3 * MODELS[model].gpus
 
 

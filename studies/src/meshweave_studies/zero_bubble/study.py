@@ -98,7 +98,7 @@ class ZeroBubbleStudy:
         return self._known[key]
 
     def gain(self, run: TrainingRun, reading: str) -> float:
-        """Return the throughput of a run over that of 1F1B."""
+        """Return the throughput of a run over that of 1F1B with as many micro-batches."""
         base = TrainingRun(run.model, ONE_F_ONE_B, run.micro_batches)
         return self.step(base, reading).step_s / self.step(run, reading).step_s
 
