@@ -35,7 +35,10 @@ class LayersPiece(LayerWriter):
         self._declare()
 
     def reduce(self, landed: Stored, out: Stored) -> None:
-        """Record the layout of a partial gradient instead of reducing it; only a reduce-scatter is written."""
+        """Record partial sums `landed` of a weight's gradient `out`, for the caller to all-reduce.
+
+        Where they are in another buffer than `out`, the reduce-scatter into `out` is written first.
+        """
         if landed.buffer != out.buffer:
             super().reduce(landed, out)
             landed = out
@@ -43,7 +46,7 @@ class LayersPiece(LayerWriter):
         self.unsummed[out.tensor] = landed
 
     def leave_terms(self, landed: Stored, out: Stored) -> None:
-        """Record the layout of a partial gradient, for the caller to reduce."""
+        """Record that `landed` has partial sums of a weight's gradient `out`, for the caller to reduce."""
         self.unsummed[out.tensor] = landed
 
 

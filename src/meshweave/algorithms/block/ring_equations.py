@@ -27,13 +27,21 @@ _REDUCED = "softmax"
 
 
 def ring_names(at: NodePlace[Attention]) -> dict[str, str]:
-    """Return the tensor names of ring attention, by "queries", "keys", "so_far", "greatest" and "weights"."""
+    """Return the tensor names of ring attention, by what they hold.
+
+    Keys are "queries", "keys" (with values), and of online softmax "so_far" (numerators), "greatest" (scores)
+    and "weights" (their sums).
+    """
     keys = ("queries", "keys", "so_far", "greatest", "weights")
     return {key: at.own(name) for key, name in zip(keys, ("Q", "KV", "RA", "RM", "RL"), strict=True)}
 
 
 def ring_tensors(at: NodePlace[Attention]) -> Iterator[Tensor]:
-    """Yield the tensors of the forward part of ring attention, (batch, sequence, groups, width) over all ranks."""
+    """Yield the tensors of `ring_names`, (batch, sequence, groups, features of a group) over all ranks.
+
+    A group of r query heads of width d has r d features of queries and of numerators, 2 d of keys with
+    values, and r of greatest scores and of sums.
+    """
     p, names = at.problem, ring_names(at)
     r, d = at.node.per_group, at.node.width
     widths = {"queries": r * d, "keys": 2 * d, "so_far": r * d, "greatest": r, "weights": r}
@@ -43,7 +51,7 @@ def ring_tensors(at: NodePlace[Attention]) -> Iterator[Tensor]:
 
 
 def ring_gradient_tensors(at: NodePlace[Attention]) -> Iterator[Tensor]:
-    """Yield the gradients with respect to queries, and to keys beside values, of ring attention."""
+    """Yield the gradients of queries and of keys with values, shaped as these are in `ring_tensors`."""
     queries, keys, *_ = ring_tensors(at)
     for tensor in (queries, keys):
         yield Tensor(f"D{tensor.name}", tensor.shape, tensor.dtype)

@@ -2,7 +2,7 @@
 
 A dim of `count` units of `unit` elements is dealt to an axis in runs of ceil(count / ranks) whole units: the first
 ranks have that many, the next one the rest, and the last ones may have none. That is `Shard` where all have
-equally many or one axis deals single elements, else `Tile`. Two axes that share a dim deal it one after the other.
+equally many or one axis deals single elements, else `Tile`. Two axes that share a dim deal it one after another.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ class AttentionRecord(NodeRecord[Attention]):
     node_type = Attention
 
     def tensors(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Tensor]:
-        """Yield the tensors that attention declares.
+        """Yield the tensors that the equations of attention name.
 
-        They are its operand and result seen by groups of heads, their gradients, and the softmax statistics
-        (tokens, heads); under a role with a ring also the tensors of the ring, and the positions (sequence,).
+        They are the log-sum-exp of scores (tokens, heads); it, the operand and the result seen by groups of
+        heads, with gradients of the last two; and with a ring its own tensors, and the positions (sequence,).
         """
         node, real = at.node, at.problem.statistics_dtype
         sums = at.own(node.sums)
@@ -86,7 +86,7 @@ class AttentionRecord(NodeRecord[Attention]):
         return widened(RealAttention(node, problem.sequence).table())
 
     def compute(self, at: NodePlace[Attention], known: Known, functions: Functions) -> None:
-        """Compute the heads and their softmax sums without sharding and store them in `known`."""
+        """Compute the heads and the log-sum-exp of their scores without sharding and store them in `known`."""
         known[at.out], known[at.own(at.node.sums)] = functions[at.fn("attention")](known[at.operand])
 
     def compute_gradient(self, at: NodePlace[Attention], known: Known, functions: Functions) -> None:
@@ -95,7 +95,7 @@ class AttentionRecord(NodeRecord[Attention]):
         known[at.contribution(at.node.ins[0])] = functions[at.fn("attention_grad")](*ins)
 
     def kernels(self, at: NodePlace[Attention], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the kernels of attention and of its gradient on the first rank, once per step of a ring."""
+        """Yield the first rank's kernels of attention and its gradient; each runs once per rank of a ring."""
         node, core, dtype = at.node, roles.core(at.node.group == "attention"), at.problem.dtype
         queries = sizes.sequence(core)
         heads = sizes.features(Features("heads", node.groups, node.per_group), core)
@@ -152,7 +152,7 @@ class SinkAttentionRecord(AttentionRecord):
 def priced_keys(at: NodePlace[Attention], sequence: int) -> int:
     """Return the keys per query that attention over `sequence` positions is priced for.
 
-    All of them if the problem counts masked pairs, else the mean number that a query attends to.
+    All of them if the problem counts masked pairs, else the mean number that mask and window leave.
     """
     return sequence if at.problem.counts_masked else at.node.mean_keys(sequence)
 

@@ -40,11 +40,11 @@ class CallRecord(NodeRecord[AnyNode]):
 
     @abstractmethod
     def calls(self, node: AnyNode, is_exact: bool) -> tuple[Callable[..., Any], ...]:
-        """Return the function of (input, parameters), and its gradients; of small integers if `is_exact`.
+        """Return (function, gradient by the input), and with parameters also the gradient by parameters.
 
-        The gradient with respect to the input is a function of (gradient of the result, input, parameters).
-        That with respect to parameters is one of (gradient of the result, input, sum so far) and returns the
-        new sum.
+        The first takes (input, parameters), the second (gradient of the result, input, parameters), the third
+        (gradient of the result, input, sum so far), of which it returns the new sum. With `is_exact` they
+        are of small integers.
         """
 
     def functions(self, node: AnyNode, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
@@ -78,7 +78,10 @@ class CallRecord(NodeRecord[AnyNode]):
         return TensorPart(name, at.element)
 
     def tensors(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Tensor]:
-        """Yield the tensors of the edges seen by units, such as heads, and of their gradients."""
+        """Yield the input seen by units, (tokens, units, features of a unit), and its gradient.
+
+        Where units of the result have several features, as heads have, the result is seen by units, too.
+        """
         for name, features in self._ends(at):
             for prefix in ("", "D"):
                 shape = (*at.layer.tokens, features.count, features.unit)
