@@ -40,9 +40,10 @@ def write_skeleton(
     mesh: Mesh,
     piece: Piece | None = None,
 ) -> Skeleton:
-    """Return the tasks of rank 0 of the program that `write_program` writes.
+    """Return the skeleton of rank 0 of the program that `write_program` writes.
 
-    With a `piece` ("layers", "embedding" or "head") they are those of this piece of the model alone.
+    With a `piece` ("layers", "embedding" or "head") it is that of this piece of the model alone, without the
+    all-reduces of gradients of weights and of the loss.
     """
     writer = SkeletonWriter(problem, config, mesh, batch_dims(roles))
     if piece is None:

@@ -52,7 +52,7 @@ class EndFunctions:
         return total
 
     def row_max(self, logits: Values) -> Values:
-        """Return the greatest of the given logits of each token; minus infinity where none is given."""
+        """Return the greatest of these logits of each token, (...,); minus infinity where a rank has none."""
         if not logits.shape[-1]:
             return like(np.full(logits.shape[:-1], -np.inf), logits)
         return array_module(logits).amax(logits, -1)
@@ -104,7 +104,7 @@ class IntegerEnds(EndFunctions):
         return array_module(logits).stack(sums, -1)
 
     def loss(self, sums: Values, greatest: Values, so_far: Values) -> Values:
-        """Return small integers in place of the loss, added to that of earlier tokens."""
+        """Return `so_far` plus a sum of small integers in place of the loss of these tokens."""
         return so_far + (small(sums[..., 0] + greatest) + sums[..., 1]).sum()
 
     def loss_grad(

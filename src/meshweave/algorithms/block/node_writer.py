@@ -45,7 +45,7 @@ class NodeWriter(BlockTensors):
     # --- edges --------------------------------------------------------------------------------------------------
 
     def edge(self, at: NodePlace[LayerNode], number: int = 0) -> Stored:
-        """Return the buffer of input `number` of a node."""
+        """Return the buffer of input `number` of a node, from 0."""
         return self.stored[at.layer.home(at.node.ins[number])]
 
     def out(self, at: NodePlace[LayerNode]) -> Stored:
@@ -89,7 +89,8 @@ class NodeWriter(BlockTensors):
             fn: function of `ins` that is called.
             ins: its inputs; the layout of the first one says which ranks divide the features.
 
-        Returns the buffer of the complete sums.
+        Returns:
+            The buffer of the complete sums.
         """
         sides = *self._token_sides, Side("", rows)
         sums = self.new(tensor, sides, self.roles.statistics, self.problem.statistics_dtype)

@@ -31,7 +31,7 @@ class LayersPiece(LayerWriter):
     unsummed: dict[str, Stored] = field(default_factory=dict)
 
     def declare(self) -> None:
-        """Declare inputs and outputs."""
+        """Declare the buffers of inputs and outputs; it comes first, and once."""
         self._declare()
 
     def reduce(self, landed: Stored, out: Stored) -> None:
@@ -62,7 +62,7 @@ class _EndPiece(LayersPiece, EndsWriter):
 
 @dataclass
 class EmbeddingPiece(_EndPiece):
-    """Writes the embedding alone."""
+    """Writes the embedding alone: TOKENS to X, and the gradient of E from DX."""
 
     def _weights(self) -> list[WeightSpec]:
         return super()._weights()[:1]
@@ -83,7 +83,7 @@ class EmbeddingPiece(_EndPiece):
 
 @dataclass
 class HeadPiece(_EndPiece):
-    """Writes the last norm, logits and loss alone."""
+    """Writes the last norm, logits and loss alone: Z to LOSS; backward, DZ and gradients of weights."""
 
     def _weights(self) -> list[WeightSpec]:
         return super()._weights()[1:]

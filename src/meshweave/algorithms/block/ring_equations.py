@@ -79,7 +79,7 @@ def ring_meanings(at: NodePlace[Attention]) -> Iterator[Meaning]:
 
 
 def ring_gradient_meanings(at: NodePlace[Attention]) -> Iterator[Meaning]:
-    """Yield the equations from the gradient of the heads to that of queries, keys and values."""
+    """Yield the equations from the gradient of the heads to the contribution to the operand's gradient."""
     names = ring_names(at)
     yield Same(f"D{at.out}_units", at.arriving)
     of_queries = (f"D{at.out}_units", names["queries"], f"{at.out}_units", f"{at.own(at.node.sums)}_units")

@@ -259,7 +259,7 @@ class MoveSite:
     Attributes:
         sides: those of the tensor; the first two are batch and sequence, where it has tokens.
         before, after: its layouts; `before` may be "partial" along some axes.
-        op: the reduction of partial values: "sum" or "max".
+        op: the reduction of partial values: "sum", "max", "min" or "prod".
     """
 
     sides: Sides
@@ -280,7 +280,7 @@ class MoveSite:
 
 
 def move_program(site: MoveSite, mesh: Mesh, dtype: str) -> Program:
-    """Return the program of a move, with input "x" and output "y" of this dtype."""
+    """Return the program of a move on `mesh`, with input "x" and output "y" of this dtype."""
     token_counts = [side.count for side in site.sides if side.dim in TOKENS]
     batch, sequence = (*token_counts, 1, 1)[:2]
     problem = site_problem(batch, sequence, 1, mesh.shape, dtype)

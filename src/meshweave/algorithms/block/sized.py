@@ -85,7 +85,10 @@ class TaskAccess:
 
 @dataclass(frozen=True, slots=True)
 class SizedTask:
-    """A task of a `SizedSkeleton`; `work_of` returns its work for a number of sequences per rank."""
+    """A task of a `SizedSkeleton`; `work_of` returns its work for a number of sequences per rank.
+
+    `after` are the indices of the tasks that it waits for, besides the one before it in its lane.
+    """
 
     lane: str
     work_of: Callable[[int], Work]
@@ -96,12 +99,12 @@ class SizedTask:
 
 @dataclass(frozen=True, slots=True)
 class SizedProduct:
-    """An included 2D product.
+    """An included 2D product of a `SizedSkeleton`.
 
     Attributes:
         name: the algorithm of `matmul2d`.
         problem: the product for one sequence per rank.
-        after: for each lane the tasks that its first task waits for.
+        after: for each lane the indices of the tasks that its first task waits for.
     """
 
     name: str

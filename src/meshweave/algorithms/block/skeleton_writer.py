@@ -78,7 +78,7 @@ class SkeletonWriter(BlockWriter):
         self._extents: dict[tuple[Side, AxisDims], int] = {}
 
     def skeleton(self) -> Skeleton:
-        """Return all tasks written so far, as one phase of one turn."""
+        """Return all tasks written so far, as one phase of one turn; an open loop over chunks ends."""
         self.cut()
         return Skeleton((Phase(1, tuple(self._tasks)),))
 

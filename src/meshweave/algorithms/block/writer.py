@@ -130,7 +130,7 @@ class BlockWriter(ABC):
         return stored
 
     def partial_buffer(self, out: Stored, dims: AxisDims) -> Stored:
-        """Return a new buffer for partial sums of `out`, in layout `dims`."""
+        """Return a new buffer for partial sums of the tensor of `out`, in layout `dims`."""
         return self._like(out, dims, "part")
 
     def _like(self, stored: Stored, dims: AxisDims, suffix: str) -> Stored:

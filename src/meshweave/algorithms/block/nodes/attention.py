@@ -58,7 +58,7 @@ class AttentionRecord(NodeRecord[Attention]):
             yield Tensor(POSITIONS, (at.problem.sequence,), real)
 
     def meanings(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of attention: of each group of heads, or of a ring over the sequence."""
+        """Yield the equations of the heads and their log-sum-exp: by group of heads, or with a ring."""
         yield Same(f"{at.operand}_units", at.operand)
         if roles.ring_axis is not None:
             yield from ring_meanings(at)
@@ -69,7 +69,7 @@ class AttentionRecord(NodeRecord[Attention]):
             yield Same(name, f"{name}_units")
 
     def gradient_meanings(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the gradient with respect to queries, keys and values, by group or of a ring."""
+        """Yield the equations of the contribution to the input's gradient: by group of heads, or with a ring."""
         if roles.ring_axis is not None:
             yield from ring_gradient_meanings(at)
             return
@@ -90,7 +90,7 @@ class AttentionRecord(NodeRecord[Attention]):
         known[at.out], known[at.own(at.node.sums)] = functions[at.fn("attention")](known[at.operand])
 
     def compute_gradient(self, at: NodePlace[Attention], known: Known, functions: Functions) -> None:
-        """Store in `known` the gradient with respect to queries, keys and values, one joint tensor."""
+        """Store in `known` the contribution to the gradient of the joint queries, keys and values."""
         ins = (known[name] for name in (at.arriving, at.operand, at.out, at.own(at.node.sums)))
         known[at.contribution(at.node.ins[0])] = functions[at.fn("attention_grad")](*ins)
 

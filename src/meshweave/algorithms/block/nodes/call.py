@@ -96,7 +96,7 @@ class CallRecord(NodeRecord[AnyNode]):
             yield Same(at.out, self._units(at.out))
 
     def gradient_meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the gradients with respect to the input and the parameters."""
+        """Yield the equations of the contribution to the input's gradient, and of gradients of parameters."""
         arriving = at.arriving
         if at.node.makes.unit > 1:
             arriving = f"D{at.out}"
@@ -116,7 +116,7 @@ class CallRecord(NodeRecord[AnyNode]):
         known[at.out] = functions[at.fn(self.fn)](known[at.operand], *parameters)
 
     def compute_gradient(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Store in `known` the gradients with respect to the input and the parameters."""
+        """Store in `known` the contribution to the input's gradient, and gradients of parameters."""
         ins, names = (known[at.arriving], known[at.operand]), self._parameters(at)
         gradient = functions[at.fn(f"{self.fn}_grad")](*ins, *(known[name] for name in names))
         known[at.contribution(at.node.ins[0])] = gradient
@@ -124,7 +124,7 @@ class CallRecord(NodeRecord[AnyNode]):
             known[f"D{name}"] = functions[at.fn(f"{self.fn}_weight_grad")](*ins, 0 * known[name])
 
     def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the first rank's kernels of the function and of its gradient with respect to the input."""
+        """Yield the first rank's kernels of the function and of its gradient by the input, not by parameters."""
         node, core = at.node, roles.core(at.node.group == "attention")
         if node.makes.dim == "hidden":
             core = roles.residual
@@ -145,7 +145,7 @@ class CallRecord(NodeRecord[AnyNode]):
         writer.writer.call(at.fn(self.fn), (out,), ins, self.work, self._shape(writer, out))
 
     def write_gradient(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the call of the gradient with respect to the input; delay those of parameters."""
+        """Write the call of the contribution to the input's gradient; delay the gradients of parameters."""
         edge, names = at.node.ins[0], self._parameters(at)
         arriving, out = writer.arriving(at), writer.contribution(at, edge)
         ins, shape = (arriving, writer.edge(at)), self._shape(writer, arriving)

@@ -51,7 +51,7 @@ class RankSizes:
         self._batch, self._sequence = Side("batch", problem.batch), Side("sequence", problem.sequence)
 
     def batch(self, dims: AxisDims) -> int:
-        """Return how many sequences the rank has of a tensor in layout `dims`."""
+        """Return how many sequences the rank has in layout `dims`."""
         return largest_extent(self._mesh, self._batch, dims)
 
     def sequence(self, dims: AxisDims) -> int:

@@ -53,7 +53,7 @@ class NormRecord(NodeRecord[Norm]):
         yield Function(TensorPart(at.out, at.element), at.fn("normalize"), ins)
 
     def gradient_meanings(self, at: NodePlace[Norm], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the gradients with respect to the norm's input and parameters."""
+        """Yield the equations of the contribution to the input's gradient, and of the parameters' gradient."""
         two_steps, name = roles.two_step_norms, at.own(at.node.statistics)
         dims = at.element if two_steps else at.row
         gain = TensorPart(at.own(at.node.gain), (None, "j" if two_steps else None))
@@ -78,7 +78,7 @@ class NormRecord(NodeRecord[Norm]):
         known[at.out] = functions[at.fn("norm")](known[at.operand], known[at.own(at.node.gain)])
 
     def compute_gradient(self, at: NodePlace[Norm], known: Known, functions: Functions) -> None:
-        """Store in `known` the gradients with respect to the norm's input and parameters."""
+        """Store in `known` the contribution to the input's gradient, and the parameters' gradient."""
         gain, ins = known[at.own(at.node.gain)], (known[at.arriving], known[at.operand])
         known[at.contribution(at.node.ins[0])] = functions[at.fn("norm_grad")](*ins, gain)
         known[f"D{at.own(at.node.gain)}"] = functions[at.fn("norm_weight_grad")](*ins, 0 * gain)
@@ -103,7 +103,7 @@ class NormRecord(NodeRecord[Norm]):
         writer.writer.call(at.fn(fn), (out,), ins, "norm", writer.rows_and_features(stream))
 
     def write_gradient(self, at: NodePlace[Norm], writer: NodeWriter) -> None:
-        """Write the call of the gradient with respect to the input; delay that of the parameters."""
+        """Write the contribution to the input's gradient; delay the parameters' gradient by `then`."""
         writer.write_postponed()
         edge, arriving, stream = at.node.ins[0], writer.arriving(at), writer.edge(at)
         gain = writer.stored[at.own(at.node.gain)]

@@ -57,7 +57,7 @@ class TimedRecord(NodeRecord[AnyNode]):
         _refuse()
 
     def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the computations of one rank, forward and backward, without its transfers."""
+        """Yield the computations of the rank with the most tokens, forward and backward, no transfers."""
         tokens = sizes.tokens(roles.residual)
         for part in ("forward", "backward"):
             for _, work in self.works(at.node, at.problem, tokens, part):
@@ -70,7 +70,10 @@ class TimedRecord(NodeRecord[AnyNode]):
         self._write(at, writer, "forward", ins, (writer.out(at),))
 
     def write_gradient(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the backward part as ops without values, one for each work that `works` yields."""
+        """Write the backward part as ops without values, one for each work that `works` yields.
+
+        Gradients of parameters are left as partial sums where ranks divide the tokens.
+        """
         writer.end_site()
         outs = tuple(writer.contribution(at, edge) for edge in at.node.ins)
         arriving = writer.arriving(at)
