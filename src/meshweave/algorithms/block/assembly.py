@@ -23,7 +23,11 @@ from meshweave.ir.skeleton import Skeleton
 
 
 def write_program(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh, name: str) -> Program:
-    """Return the program of a block on a mesh whose axes have these roles; `name` is that of the program."""
+    """Return the program of a block on a mesh whose axes have these roles; `name` is that of the program.
+
+    Raises:
+        UnsupportedError: a layer has experts or latent attention, which have no equations.
+    """
     writer = ProgramWriter(problem, config, mesh, batch_dims(roles))
     _layers(problem, roles, writer).write()
     return _assembled(writer, roles, name)
@@ -36,9 +40,10 @@ def write_skeleton(
     mesh: Mesh,
     piece: Piece | None = None,
 ) -> Skeleton:
-    """Return the tasks of rank 0 of the program that `write_program` writes.
+    """Return the skeleton of rank 0 of the program that `write_program` writes.
 
-    With a `piece` ("layers", "embedding" or "head") they are those of this piece of the model alone.
+    With a `piece` ("layers", "embedding" or "head") it is that of this piece of the model alone, without the
+    all-reduces of gradients of weights and of the loss.
     """
     writer = SkeletonWriter(problem, config, mesh, batch_dims(roles))
     if piece is None:
@@ -51,9 +56,9 @@ def write_skeleton(
 def write_sized_skeleton(
     problem: BlockProblem, roles: Roles, mesh: Mesh, overlap: Overlap = "layers"
 ) -> SizedSkeleton:
-    """Return the tasks of `write_skeleton` in one chunk, to be priced for any number of sequences.
+    """Return the tasks of rank 0 of a block in one chunk, to be priced for any number of sequences.
 
-    The batch of the problem is ignored.
+    The batch of the problem is ignored. `overlap` is as in `BlockConfig`.
     """
     writer = SizedWriter(problem, mesh, batch_dims(roles), overlap)
     _layers(writer.problem, roles, writer).write()
@@ -95,7 +100,10 @@ def equations(problem: BlockProblem, roles: Roles) -> list[Meaning]:
 
 
 def tensors_of(problem: BlockProblem, roles: Roles) -> list[Tensor]:
-    """Return all tensors of the layers, and with a vocabulary those of embedding, last norm, logits and loss."""
+    """Return all tensors of the layers, and with a vocabulary those of embedding, last norm, logits and loss.
+
+    They have global shapes; gradients are among them, also without training.
+    """
     residual = Tensor("X", (*token_sizes(problem, roles.is_flat), problem.hidden), problem.dtype)
     tensors = [residual, replace(residual, name="DZ")]
     for layer in layers_of(problem, roles.is_flat):
@@ -106,5 +114,5 @@ def tensors_of(problem: BlockProblem, roles: Roles) -> list[Tensor]:
 
 
 def batch_dims(roles: Roles) -> AxisDims:
-    """Return "batch" for each mesh axis that divides the batch and "" for the others, as in all operands."""
+    """Return for each mesh axis "batch" if it divides the batch of the residual, else ""."""
     return tuple("batch" if dim == "batch" else "" for dim in roles.residual)

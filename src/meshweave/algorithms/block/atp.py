@@ -25,10 +25,10 @@ class Atp(BlockAlgorithm):
     roles = (INNER, HIDDEN)
 
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
-        """Yield configs by number of chunks, first with a reduce-scatter of sums, then with an all-reduce.
+        """Yield configs by number of chunks, first with `scatter` "reduce_scatter", then with "all_reduce".
 
-        The paper's is the all-reduce, after which each rank takes its shard. On one column both are the same, and
-        only the first are yielded.
+        The paper's is the all-reduce, after which each rank takes its shard. On one column both are the same,
+        and only the first are yielded.
         """
         yield from super().candidates(problem, cluster)
         if problem.mesh_shape[1] > 1:

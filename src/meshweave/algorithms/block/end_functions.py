@@ -24,7 +24,7 @@ class EndFunctions:
         return {name: getattr(self, name) for name in names}
 
     def embed(self, tokens: Values, vocabulary: Values, table: Values) -> Values:
-        """Return the rows of part of an embedding table for tokens, zeros for tokens of other parts.
+        """Return each token's row of part of an embedding table, (..., hidden); zeros for tokens of other parts.
 
         `vocabulary` has the consecutive token numbers of the rows of `table` (tokens of the part, hidden).
         """
@@ -34,7 +34,10 @@ class EndFunctions:
         return table[rows] * is_here[..., None]
 
     def embed_grad(self, tokens: Values, vocabulary: Values, dx: Values, so_far: Values) -> Values:
-        """Return `so_far` plus what `tokens` with gradient `dx` add to that of part of an embedding table."""
+        """Return `so_far`, the gradient of part of an embedding table, with each token's `dx` added to its row.
+
+        `vocabulary` has the consecutive token numbers of the rows; tokens of other parts add nothing.
+        """
         rows, is_here = _rows_of(tokens, vocabulary)
         if not vocabulary.shape[0]:
             return so_far
@@ -49,7 +52,7 @@ class EndFunctions:
         return total
 
     def row_max(self, logits: Values) -> Values:
-        """Return the greatest of the given logits of each token; minus infinity where none is given."""
+        """Return the greatest of these logits of each token, (...,); minus infinity where a rank has none."""
         if not logits.shape[-1]:
             return like(np.full(logits.shape[:-1], -np.inf), logits)
         return array_module(logits).amax(logits, -1)
@@ -70,7 +73,8 @@ class RealEnds(EndFunctions):
     def softmax_sums(self, logits: Values, greatest: Values, targets: Values, vocabulary: Values) -> Values:
         """Return two sums per token, (..., 2): of exp(logit - greatest) over this part, and its target's logit.
 
-        The logit is 0 where the target is in another part of the vocabulary.
+        The logit is 0 where the target is in another part. `vocabulary` has the token numbers of the last dim of
+        `logits`; `greatest` and `targets` have one value per token.
         """
         module = array_module(logits)
         is_target = targets[..., None] == vocabulary
@@ -79,13 +83,13 @@ class RealEnds(EndFunctions):
         )
 
     def loss(self, sums: Values, greatest: Values, so_far: Values) -> Values:
-        """Return `so_far` plus the cross-entropy summed over these tokens."""
+        """Return `so_far` (1,) plus the cross entropy summed over these tokens."""
         return so_far + (array_module(sums).log(sums[..., 0]) + greatest - sums[..., 1]).sum()
 
     def loss_grad(
         self, logits: Values, greatest: Values, sums: Values, targets: Values, vocabulary: Values
     ) -> Values:
-        """Return the gradient with respect to the given logits: softmax less one-hot targets."""
+        """Return the gradient of the summed loss with respect to these logits: softmax less one-hot targets."""
         weights = array_module(logits).exp(logits - greatest[..., None]) / sums[..., :1]
         return weights - as_numbers(targets[..., None] == vocabulary, logits)
 
@@ -100,7 +104,7 @@ class IntegerEnds(EndFunctions):
         return array_module(logits).stack(sums, -1)
 
     def loss(self, sums: Values, greatest: Values, so_far: Values) -> Values:
-        """Return small integers in place of the loss, added to that of earlier tokens."""
+        """Return `so_far` plus a sum of small integers in place of the loss of these tokens."""
         return so_far + (small(sums[..., 0] + greatest) + sums[..., 1]).sum()
 
     def loss_grad(

@@ -38,7 +38,7 @@ def _of_units(dims: AxisDims) -> AxisDims:
 
 
 class EndsWriter(LayerWriter):
-    """Layers with an embedding before and a loss after them."""
+    """Writes layers with an embedding before and a loss after them, and the gradients of both ends."""
 
     @property
     def _head(self) -> LayerPlace:

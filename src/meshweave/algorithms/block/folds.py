@@ -29,7 +29,10 @@ def _gradients(at: NodePlace[LayerNode]) -> Iterator[tuple[str, list[str]]]:
 
 
 def layer_tensors(layer: LayerPlace, roles: Roles) -> Iterator[Tensor]:
-    """Yield the tensors of a layer and their gradients, in global shapes."""
+    """Yield the tensors that the equations of a layer name, gradients among them, in global shapes.
+
+    A name may come more than once.
+    """
     dtype, tokens = layer.problem.dtype, layer.tokens
     for parameter in layer.parameters():
         yield parameter
@@ -58,7 +61,11 @@ def layer_gradient_meanings(layer: LayerPlace, roles: Roles) -> Iterator[Meaning
 
 @lru_cache(maxsize=64)
 def functions_of(problem: BlockProblem) -> Functions:
-    """Return the functions that the programs of a problem call, by name; of integers if the problem is `exact`."""
+    """Return the functions that programs of a problem call, by name; of integers if it is `exact`.
+
+    Raises:
+        UnsupportedError: a node has no functions, as attention with sinks.
+    """
     layer = layers_of(problem)[0]
     table = {**end_functions(problem), NEXT_SITE: lambda *_: None}
     for at in layer.nodes:
@@ -71,13 +78,19 @@ def functions_of(problem: BlockProblem) -> Functions:
 
 
 def compute(layer: LayerPlace, known: dict[str, Array], functions: Functions) -> None:
-    """Compute every edge of a layer without sharding and store it in `known`, by tensor name."""
+    """Compute every edge of a layer without sharding and store it in `known`, by tensor name.
+
+    `known` must have the layer's input and parameters, `functions` what `functions_of` returns.
+    """
     for at in layer.nodes:
         record_of(at.node).compute(at, known, functions)
 
 
 def compute_gradients(layer: LayerPlace, known: dict[str, Array], functions: Functions) -> None:
-    """Compute every gradient of a layer without sharding and store it in `known`, by tensor name."""
+    """Compute every gradient of a layer without sharding and store it in `known`, by tensor name.
+
+    `known` must have what `compute` has stored, and the gradient with respect to the layer's output.
+    """
     for at in reversed(layer.nodes):
         record_of(at.node).compute_gradient(at, known, functions)
         for whole, terms in _gradients(at):

@@ -38,7 +38,7 @@ def over_rows(x: Values) -> Values:
 
 
 def like(values: Any, x: Values) -> Values:
-    """Convert a numpy array to the library, dtype and device of `x`."""
+    """Return a numpy array as an array of the library, dtype and device of `x`."""
     if hasattr(x, "new_tensor"):
         return x.new_tensor(values)
     return array_module(x).asarray(values, dtype=x.dtype)
@@ -60,7 +60,10 @@ def sigmoid(x: Values) -> Values:
 
 
 def widened(functions: Functions) -> dict[str, Callable[..., Any]]:
-    """Return functions that convert 16-bit inputs to single precision and compute in it; others are unchanged."""
+    """Return the functions with arrays of 16-bit numbers converted to single precision before each call.
+
+    What they return stays in single precision. Other arrays pass as they are.
+    """
 
     def wide(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *ins: function(*map(_wide, ins))

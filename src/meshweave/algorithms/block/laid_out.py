@@ -86,7 +86,10 @@ class LaidLayer:
 
 
 def laid_out(problem: BlockProblem, config: BlockConfig, roles: Roles) -> LaidLayer:
-    """Return how the first layer of a problem is sharded and what its nodes transfer, in one chunk."""
+    """Return how the first layer of a problem is sharded and what its nodes transfer, in one chunk.
+
+    `config.chunks` is ignored, and so are embedding and head.
+    """
     alone = replace(problem, layers=1, training=False, vocabulary=0)
     config, mesh = replace(config, chunks=1), problem.mesh
     writer = SkeletonWriter(alone, config, mesh, batch_dims(roles))
@@ -119,7 +122,7 @@ def laid_out(problem: BlockProblem, config: BlockConfig, roles: Roles) -> LaidLa
 
 
 def moved_by(tasks: Iterable[Task | Part]) -> tuple[Moved, ...]:
-    """Return the transfers among tasks, equal ones counted together; those of no bytes are left out."""
+    """Return the transfers among a rank's tasks, equal ones counted together; those of no bytes are left out."""
     counts: Counter[tuple[str, str, int, int]] = Counter()
     for work, times in _transfers(tasks):
         copies = work.tokens * work.chosen if isinstance(work, CopyExchange) else 1

@@ -14,7 +14,7 @@ class LayerWriter(NodeWriter):
     """Writes all layers of a problem with the ops of a writer."""
 
     def write(self) -> None:
-        """Write the forward part of all layers, and for training the backward part."""
+        """Declare and write the forward part, for training the backward part, and reductions made last."""
         self._declare()
         self.write_forward()
         if self.problem.training:
@@ -24,7 +24,7 @@ class LayerWriter(NodeWriter):
             self.writer.move_once(landed, out.dims, GRADIENTS, out)
 
     def write_forward(self) -> None:
-        """Write the forward part of all layers; all tensors must have been declared."""
+        """Write the forward part of the layers and of what is around them; all must have been declared."""
         self._before()
         self.end_site()
         for layer in self.layers:
@@ -33,7 +33,7 @@ class LayerWriter(NodeWriter):
         self.end_site()
 
     def write_backward(self) -> None:
-        """Write the backward part of all layers, after the forward part."""
+        """Write the backward part of the layers and of what is around them, after the forward part."""
         self._before_backward()
         self.end_site()
         for layer in reversed(self.layers):

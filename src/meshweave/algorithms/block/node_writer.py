@@ -45,7 +45,7 @@ class NodeWriter(BlockTensors):
     # --- edges --------------------------------------------------------------------------------------------------
 
     def edge(self, at: NodePlace[LayerNode], number: int = 0) -> Stored:
-        """Return the buffer of input `number` of a node."""
+        """Return the buffer of input `number` of a node, from 0."""
         return self.stored[at.layer.home(at.node.ins[number])]
 
     def out(self, at: NodePlace[LayerNode]) -> Stored:
@@ -76,7 +76,7 @@ class NodeWriter(BlockTensors):
                     self.writer.add(out, self.stored[name])
 
     def rows_and_features(self, stored: Stored) -> tuple[Index, Index]:
-        """Return how many tokens and how many features of a tensor a rank has in the current chunk."""
+        """Return (tokens, features) that a rank has of a tensor in the current chunk, as ints or expressions."""
         *tokens, features = (self.writer.extent(side, stored.dims) for side in stored.sides)
         return (tokens[0] * tokens[1] if len(tokens) > 1 else tokens[0]), features
 
@@ -89,7 +89,8 @@ class NodeWriter(BlockTensors):
             fn: function of `ins` that is called.
             ins: its inputs; the layout of the first one says which ranks divide the features.
 
-        Returns the buffer of the complete sums.
+        Returns:
+            The buffer of the complete sums.
         """
         sides = *self._token_sides, Side("", rows)
         sums = self.new(tensor, sides, self.roles.statistics, self.problem.statistics_dtype)
@@ -132,15 +133,15 @@ class NodeWriter(BlockTensors):
     def moved_once(self, src: Stored, dims: AxisDims, suffix: str, key: str) -> Stored:
         """Return `src` moved to the layout `dims`; the move is written once per `key`, for all that read it.
 
-        A later call with the same `key` returns the first result, whatever its other arguments. `suffix` is that
-        of `BlockWriter.move`.
+        A later call with the same `key` returns the first result, whatever its other arguments. `suffix` ends
+        the names of new buffers.
         """
         if key not in self.stored:
             self.stored[key] = self.writer.move(src, dims, suffix)
         return self.stored[key]
 
     def multiply_back(self, at: NodePlace[Linear]) -> None:
-        """Write the product for the gradient of the operand; delay that for the weight's gradient by `then`."""
+        """Write the product for the gradient of the operand with its moves; delay the weight's by `then`."""
         self.end_site()
         node, edge, arriving = at.node, at.node.ins[0], self.arriving(at)
         first, weight_name = self.edge(at), at.own(at.node.weight)
@@ -203,20 +204,21 @@ class NodeWriter(BlockTensors):
     # --- gradients of parameters --------------------------------------------------------------------------------
 
     def then(self, write: Callable[[], None]) -> None:
-        """Delay ops that nothing waits for until after the next communication, beside which they may run.
+        """Call `write`, which writes ops that nothing waits for, now or later.
 
-        They are written at once if no loop over chunks is open.
+        While a loop over chunks is open it is delayed: to the next call of `then` after a communication, beside
+        which the ops may run, or to the end of the group of nodes.
         """
         self._later.append(write)
         if self.writer.is_between_loops:
             self._write_later()
 
     def postpone(self, write: Callable[[], None]) -> None:
-        """Delay small ops that nothing waits for until `write_postponed`, after the products of the group."""
+        """Keep `write`, which writes small ops that nothing waits for, until `write_postponed`."""
         self._small.append(write)
 
     def write_postponed(self) -> None:
-        """Hand all that was postponed to `then`."""
+        """Give all that was postponed to `then`, once the products of a group of nodes are written."""
         small, self._small = self._small, []
         for write in small:
             self.then(write)
@@ -253,13 +255,15 @@ class NodeWriter(BlockTensors):
         work: str,
         shape: tuple[Index, ...],
     ) -> None:
-        """Write a call that adds to the gradient of a parameter, and the reduction of partial sums over ranks.
+        """Write a call that sums the gradient of a parameter over tokens, and its reduction over ranks.
+
+        The gradient starts from 0 and grows chunk by chunk.
 
         Args:
             parameter: name of the parameter.
-            arriving: gradient that the call starts from; the ranks that divide its tokens have partial sums.
-            fn, ins: the function that is called, and its inputs before the sum so far.
-            work, shape: how the call is priced.
+            arriving: gradient of the node's output; ranks that divide its tokens have partial sums.
+            fn, ins: the function that is called, and its inputs; the sum so far follows them as the last one.
+            work, shape: how the call is priced: a key of `CALL_DIMS`, and its sizes.
         """
         out = self.stored[f"D{parameter}"]
         self.writer.zero(out)
@@ -269,10 +273,10 @@ class NodeWriter(BlockTensors):
         self.reduce(replace(out, dims=natural), out)
 
     def leave_terms(self, landed: Stored, out: Stored) -> None:
-        """Do nothing; a subclass records that ranks keep partial sums of a weight's gradient `out` in `landed`."""
+        """Do nothing; a subclass records that `landed` has partial sums of a weight's gradient `out`."""
 
     def reduce(self, landed: Stored, out: Stored) -> None:
-        """Write the reduction of a weight's gradient over ranks, from `landed` into `out`.
+        """Write the reduction of a weight's gradient over ranks, from the partial sums `landed` into `out`.
 
         If the roles reduce last, it is written at the end of the program instead.
         """

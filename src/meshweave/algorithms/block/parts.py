@@ -125,9 +125,11 @@ def parts_of_writer(
         name: what the names of both programs begin with.
         tensors: those of the piece, of which each program declares what it needs.
         meanings: the equations of the piece, of which each program has those that lead to its outputs.
-        recompute: as in `write_parts`.
+        recompute: what the backward program recomputes: "none", "full" for all, or "selective" for attention.
 
-    Raises UnsupportedError as `write_parts` does.
+    Raises:
+        UnsupportedError: "selective" without attention, or with products between its statements; or the
+            backward program reads scratch that the forward one writes in a loop, or writes to what is kept.
     """
     mesh = writer.mesh
     layers.declare()
@@ -188,10 +190,12 @@ def _multiplies(ops: Iterable[Op]) -> bool:
 
 
 def makers_of(scratch: set[str], statements: tuple[Statement, ...], readers: str) -> tuple[Statement, ...]:
-    """Return the calls among `statements` that write one of the `scratch` buffers.
+    """Return the calls among `statements`, none inside loops, that write one of the `scratch` buffers.
 
-    Raises UnsupportedError for a buffer that none of them writes. `readers` begins the message of the error, as
-    "the backward part reads".
+    `readers` begins the message of an error, as "the backward part reads".
+
+    Raises:
+        UnsupportedError: none of them writes one of the buffers.
     """
     calls = tuple(
         each
@@ -268,10 +272,10 @@ def _part(
 
 
 def reaching(meanings: list[Meaning], buffers: Iterable[Buffer]) -> list[Meaning]:
-    """Return the equations that lead from the inputs of a program to its other buffers.
+    """Return the equations that lead from the input buffers of a program to the tensors of its other buffers.
 
-    Where an input is `Same` as another tensor, that tensor is taken from the input, and its own equations are left
-    out.
+    An equation `Same` of an input and a tensor that is no input is turned round: the tensor equals the
+    input, and other equations for it are left out.
     """
     by_out: dict[str, list[Meaning]] = {}
     given = {buffer.tensor for buffer in buffers if buffer.kind == "input"}

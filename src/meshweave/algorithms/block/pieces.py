@@ -31,11 +31,14 @@ class LayersPiece(LayerWriter):
     unsummed: dict[str, Stored] = field(default_factory=dict)
 
     def declare(self) -> None:
-        """Declare inputs and outputs."""
+        """Declare the buffers of inputs and outputs; it comes first, and once."""
         self._declare()
 
     def reduce(self, landed: Stored, out: Stored) -> None:
-        """Record the layout of a partial gradient instead of reducing it; only a reduce-scatter is written."""
+        """Record partial sums `landed` of a weight's gradient `out`, for the caller to all-reduce.
+
+        Where they are in another buffer than `out`, the reduce-scatter into `out` is written first.
+        """
         if landed.buffer != out.buffer:
             super().reduce(landed, out)
             landed = out
@@ -43,7 +46,7 @@ class LayersPiece(LayerWriter):
         self.unsummed[out.tensor] = landed
 
     def leave_terms(self, landed: Stored, out: Stored) -> None:
-        """Record the layout of a partial gradient, for the caller to reduce."""
+        """Record that `landed` has partial sums of a weight's gradient `out`, for the caller to reduce."""
         self.unsummed[out.tensor] = landed
 
 
@@ -59,7 +62,7 @@ class _EndPiece(LayersPiece, EndsWriter):
 
 @dataclass
 class EmbeddingPiece(_EndPiece):
-    """Writes the embedding alone."""
+    """Writes the embedding alone: TOKENS to X, and the gradient of E from DX."""
 
     def _weights(self) -> list[WeightSpec]:
         return super()._weights()[:1]
@@ -80,7 +83,7 @@ class EmbeddingPiece(_EndPiece):
 
 @dataclass
 class HeadPiece(_EndPiece):
-    """Writes the last norm, logits and loss alone."""
+    """Writes the last norm, logits and loss alone: Z to LOSS; backward, DZ and gradients of weights."""
 
     def _weights(self) -> list[WeightSpec]:
         return super()._weights()[1:]

@@ -43,7 +43,7 @@ class LayerPlace:
 
     @cached_property
     def nodes(self) -> list[NodePlace[LayerNode]]:
-        """Return the nodes of the layer in the order of the forward part."""
+        """Return the nodes of the layer in the order of the forward part, each with its place."""
         return [NodePlace(self, node) for node in self.graph.nodes]
 
     @property
@@ -53,7 +53,7 @@ class LayerPlace:
 
     @property
     def token_names(self) -> PositionNames:
-        """Return index names for the token dims, as equations use them."""
+        """Return the index names of the token dims in equations: ("b", "s"), or ("i",) if tokens are flat."""
         return ("i",) if self.is_flat else ("b", "s")
 
     def own(self, name: str) -> str:
@@ -88,11 +88,11 @@ class LayerPlace:
         return self._edges[edge]
 
     def home(self, edge: str) -> str:
-        """Return the name of the tensor whose buffer an edge is written to: its own, or that of a sum."""
+        """Return the name of the tensor whose buffer holds an edge: its own, or a sum made in place of it."""
         return self._edges[self.graph.homes.get(edge, edge)]
 
     def gradient(self, edge: str) -> str:
-        """Return the tensor name of the gradient with respect to an edge."""
+        """Return the tensor name of the gradient with respect to an edge; for a term of a sum, the sum's."""
         return self._gradients[edge]
 
     def contributions(self, edge: str) -> list[str]:
@@ -144,17 +144,17 @@ class NodePlace(Generic[AnyNode]):
 
     @property
     def row(self) -> PositionNames:
-        """Return index names for all features of one token; None stands for a whole dim."""
+        """Return index names for all features of one token: ("b", "s", None), where None is a whole dim."""
         return (*self.layer.token_names, None)
 
     @property
     def element(self) -> PositionNames:
-        """Return index names for one feature of one token."""
+        """Return index names for one feature of one token: ("b", "s", "j"), flat ("i", "j")."""
         return (*self.layer.token_names, "j")
 
     @property
     def unit(self) -> PositionNames:
-        """Return index names for one unit of features, such as a head, of one token."""
+        """Return index names for one unit of features of one token, such as a head: ("b", "s", "j", None)."""
         return (*self.layer.token_names, "j", None)
 
     def own(self, name: str) -> str:
@@ -162,7 +162,7 @@ class NodePlace(Generic[AnyNode]):
         return self.layer.own(name)
 
     def fn(self, name: str) -> str:
-        """Return the name of a function of the node in programs.
+        """Return what the function `name` of the node's record is called in programs.
 
         Nodes of one type with unlike settings have unlike functions, told apart by a number at the end.
         """
@@ -170,12 +170,12 @@ class NodePlace(Generic[AnyNode]):
         return f"{name}_{number}" if number else name
 
     def tensor(self, edge: str, prefix: str = "") -> Tensor:
-        """Return the tensor of an edge in its global shape; a `prefix` names another tensor of that shape."""
+        """Return the tensor of an edge in its global shape; `prefix` goes before its name, as "D"."""
         layer, size = self.layer, self.layer.graph.features[edge].size
         return Tensor(f"{prefix}{layer.edge(edge)}", (*layer.tokens, size), self.problem.dtype)
 
     def units(self, name: str, features: Features, dtype: str = "", whole: bool = False) -> Tensor:
-        """Return the tensor `name` seen by units, (tokens, units, features of a unit), named "NAME_units".
+        """Return the tensor "NAME_units", `name` with two dims of features: (tokens, units, features of a unit).
 
         With `whole` batch and sequence are two dims even if tokens are flat elsewhere. A `dtype` of "" is the
         problem's.
@@ -219,7 +219,9 @@ def side_of(features: Features) -> Side:
 
 @lru_cache(maxsize=64)
 def layers_of(problem: BlockProblem, is_flat: bool = False) -> tuple[LayerPlace, ...]:
-    """Return the places of all layers of a problem; the first one's input is X and the last one's output Z.
+    """Return all layers of a problem with the names of their tensors, in forward order.
+
+    The input of the first is X, the output of the last Z.
 
     Args:
         is_flat: whether tokens are one dim, batch times sequence, and not two.
@@ -234,13 +236,17 @@ def layers_of(problem: BlockProblem, is_flat: bool = False) -> tuple[LayerPlace,
 
 @lru_cache(maxsize=64)
 def head_of(problem: BlockProblem, is_flat: bool = False) -> LayerPlace:
-    """Return the last norm and the product to logits, as a layer of their own."""
+    """Return the last norm and the product to logits as a layer of their own; names have no suffix.
+
+    Args:
+        is_flat: whether tokens are one dim, batch times sequence, and not two.
+    """
     graph = dense_head(problem.hidden, problem.vocabulary, problem.norm)
     return LayerPlace(problem, graph, 0, "", graph.input, graph.output, is_flat)
 
 
 @lru_cache(maxsize=64)
 def attention_of(problem: BlockProblem) -> LayerPlace:
-    """Return the attention of the first layer, as a layer of its own."""
+    """Return the attention of a problem's first layer, which must have exactly one, as a layer of its own."""
     (node,) = problem.layer.attentions
     return LayerPlace(problem, LayerGraph((node,)), 0, "0", f"{node.ins[0]}0", f"{node.out}0")

@@ -34,7 +34,7 @@ class ExpertRanks:
         expert: ranks that share the experts; each has equally many.
         tensor: ranks that share each expert, in the dim of its inner features.
         load: copies of tokens that the most loaded rank gets, divided by the mean of all ranks.
-        dispatcher: how copies travel, a name of `cost.exchange`.
+        dispatcher: the library that carries copies, a name in `cost.exchange.libraries()`.
         grouped: whether one kernel multiplies for all experts, and activates between its products.
         loads: for a program, the copies of each rank of a group divided by their mean; the first one's is `load`.
             () where all have equally many.
@@ -52,7 +52,10 @@ class ExpertRanks:
     mesh: Mesh | None = None
 
     def elements(self, weight: NodeWeight) -> int:
-        """Return how many elements of a parameter of experts one rank has, rounded up."""
+        """Return the most elements of a parameter of experts on one rank.
+
+        A rank has ceil(experts / `expert`) experts, and of each ceil(units / `tensor`) units of inner features.
+        """
         own = math.prod(
             -(-side.count // self.tensor) * side.unit if side.dim == "inner" else side.size
             for side in weight.sides
@@ -60,9 +63,10 @@ class ExpertRanks:
         return -(-weight.experts // self.expert) * own
 
     def side(self, weight: NodeWeight) -> Side | None:
-        """Return the flat dim of an expert parameter: one unit of `elements(weight)` for each rank of `mesh`.
+        """Return the one dim of a parameter of experts in a program, where ranks hold it flattened.
 
-        None without a mesh, or for a parameter that is not of experts.
+        It has `elements(weight)` elements for each rank of `mesh`, copies included. None without a `mesh`, or
+        for a parameter that is not of several experts.
         """
         if self.mesh is None or weight.experts == 1:
             return None
@@ -90,8 +94,8 @@ class BlockProblem:
         batch, sequence: sequences of all ranks together, and tokens of a sequence.
         hidden, ffn: features of the residual, and inner features of the feed-forward half.
         heads, kv_heads, head_dim: heads of queries, heads of keys and values, and the width of each.
-        mesh_shape: the sizes of the mesh: rows and columns, after depth if there are three, after replicas and
-            depth if there are four.
+        mesh_shape: the sizes of the mesh: rows and columns; with three axes depth before them, with four
+            replicas before these, with five an outer axis before all (`AXES`).
         layers: how many consecutive layers.
         training: whether the gradients are computed, too.
         vocabulary: the number of different tokens; 0 for layers alone.
@@ -162,10 +166,10 @@ class BlockProblem:
         training: bool = True,
         counts_masked: bool = False,
     ) -> BlockProblem:
-        """Return the problem of `layers` layers of a model, each as `model.layer`.
+        """Return the problem of `layers` layers of a model, each as `model.layer`, without embedding and head.
 
         The family is "llama" for a gated FFN, else "gpt". Where `model.layer` is not the layer that sizes and
-        family describe, it becomes the `graph`.
+        family describe, it becomes the `graph`. `workload.batch` is that of all ranks.
 
         Raises:
             LayoutError: a size of the model, the workload or the mesh fits no `BlockProblem`.
@@ -189,12 +193,15 @@ class BlockProblem:
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh of shape `mesh_shape`."""
+        """Return the mesh "tp" of shape `mesh_shape` over ranks from 0; its axes are the last ones of `AXES`."""
         return Mesh.of(MESH, self.mesh_shape, AXES[-len(self.mesh_shape) :])
 
     @property
     def norm(self) -> NormKind:
-        """Return the type of the last norm, "layer" or "rms": that of the layer's first norm, or the family's."""
+        """Return the kind of the norm before the logits, "layer" or "rms".
+
+        It is that of the first norm of `graph`; without a graph, or norms in it, the family's.
+        """
         norms = (node.kind for node in self.graph.nodes if isinstance(node, Norm)) if self.graph else ()
         return next(iter(norms), "layer" if self.family == "gpt" else "rms")
 
@@ -233,8 +240,8 @@ class BlockConfig:
         chunks: the most chunks into which a rank's batch is cut, so that the communication of one runs beside the
             products of the next. All have ceil(batch / chunks) sequences, but the last may have fewer, and there
             may be fewer chunks: 5 sequences in at most 4 chunks are 2, 2 and 1.
-        scatter: how a sum of which each rank needs a part gets there: by "reduce_scatter", or by "all_reduce",
-            after which a rank takes its part.
+        scatter: how partial sums of heads or FFN features become a rank's part, as before attention in ATP:
+            by "reduce_scatter", or by "all_reduce", after which a rank takes its part.
         slices: the most slices of each 2D product, which has as many as its sizes allow up to this, or else the
             fewest that they allow; 0 for the fewest, and where a strategy has no 2D products.
         packets: the most packets of each broadcast and reduction of a 2D product.

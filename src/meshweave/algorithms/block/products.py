@@ -17,7 +17,7 @@ _KEPT = 4096
 def product_config(name: str, problem: Matmul2dProblem, slices: int, packets: int = 1) -> Matmul2dConfig:
     """Return the config of a 2D product with the most slices up to `slices`; with the fewest if all have more.
 
-    Of its packet counts it has the largest up to `packets`. `name` is the algorithm's.
+    `name` is the algorithm's in `matmul2d`. The config has the largest number of packets up to `packets`.
     """
     configs = list(PRODUCTS_2D.named(name).candidates(problem))
     fitting = max(config.packets for config in configs if config.packets <= packets)
@@ -30,11 +30,14 @@ def product_config(name: str, problem: Matmul2dProblem, slices: int, packets: in
 
 @lru_cache(_KEPT)
 def product_program(name: str, problem: Matmul2dProblem, slices: int, packets: int = 1) -> Program:
-    """Return the program of a 2D product. Equal arguments return the same object, which is then proved once."""
+    """Return the program of a 2D product by the algorithm `name`, in the config of `product_config`.
+
+    Equal arguments return the same object, which is then proved once.
+    """
     return PRODUCTS_2D.named(name).program(problem, product_config(name, problem, slices, packets))
 
 
 @lru_cache(_KEPT)
 def product_skeleton(name: str, problem: Matmul2dProblem, slices: int, packets: int = 1) -> Skeleton:
-    """Return the tasks of the product of `product_program`."""
+    """Return the skeleton of a 2D product by the algorithm `name`, in the config of `product_config`."""
     return PRODUCTS_2D.named(name).skeleton(problem, product_config(name, problem, slices, packets))

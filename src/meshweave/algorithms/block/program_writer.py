@@ -117,7 +117,7 @@ class ProgramWriter(BlockWriter):
         return extent(self.mesh, side, window.dims, window.axis, self._turned(window))
 
     def extent(self, side: Side, dims: AxisDims) -> Index:
-        """Return how many elements of a side a rank has; of the batch, those of the current chunk."""
+        """Return how many elements of a side a rank has, by its coordinates; of the batch, the chunk's."""
         chunk = self._chunk_range(side.unit)
         if side.dim != "batch" or chunk.stop is None:
             return extent(self.mesh, side, dims)
@@ -138,7 +138,7 @@ class ProgramWriter(BlockWriter):
     # --- sites --------------------------------------------------------------------------------------------------
 
     def begin_part(self, arriving: Iterable[Stored]) -> None:
-        """Begin another program, whose ops wait for nothing written before.
+        """Begin the ops of another program: they wait for nothing written before.
 
         If the writer `is_by_sites`, its first op in each lane waits for the `arriving` tensors.
         """
@@ -187,16 +187,20 @@ class ProgramWriter(BlockWriter):
     def call(
         self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
-        """Write a call of `fn` for the current chunk, priced as `work` (`CALL_DIMS`) with sizes `shape`."""
+        """Write a call of `fn` on `ins` for the current chunk, priced as `work` with sizes `shape`.
+
+        `part` is "" or the gradient that it computes: "input_grad" or "weight_grad".
+        """
         written, read = tuple(map(self._view, outs)), tuple(map(self._view, ins))
         self._do(ir.Call(fn=fn, outs=written, ins=read, work=work, shape=shape, part=part, lane=COMPUTE))
 
     def timed(
         self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
-        """Write an op without values that costs the work of a rank's tokens, as `BlockWriter.timed` says.
+        """Write an op that computes no values and costs `work_of` the number of a rank's tokens of `ins[0]`.
 
-        An exchange takes as long as that of the rank with the most copies.
+        It also reads the parameters in `beside`, and writes the gradients of parameters there. An exchange takes
+        as long as that of the rank with the most copies.
 
         Raises:
             UnsupportedError: ranks have different numbers of tokens.
@@ -265,9 +269,10 @@ class ProgramWriter(BlockWriter):
         self._body.append(ir.Repeat(TURN.name, count, tuple(inner)))
 
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
-        """Write a shift along a mesh axis: `src` is sent to the rank before this one, `out` comes from the next.
+        """Write a shift round an axis: `src` is sent to the rank before this one, `out` comes from the next.
 
-        `when` is a condition on the turn of the loop of `turns`: where it is 0, nothing is sent; 1 is all turns.
+        `lane` ends the name of the lane. `when` is a condition on the turn of the loop of `turns`: where it is
+        0, nothing is sent; 1 is all turns.
         """
         name = self._lane(axis, lane)
         op = ir.Permute(out=self._view(out), src=self._view(src), over=self._over(axis), shift=-1, lane=name)

@@ -22,7 +22,7 @@ from meshweave.ir.program.expressions import Index, equal
 
 @dataclass
 class RingCore:
-    """Writes one layer's ring attention along mesh axis number `axis`, with its buffers.
+    """Writes one layer's ring attention along the mesh axis with index `axis`, with its buffers.
 
     Attributes:
         inner: the joint queries, keys and values, the input of attention.
@@ -74,7 +74,7 @@ class RingCore:
         return batch, heads, queries, count, self.at.node.width
 
     def forward(self) -> None:
-        """Write attention forward, from queries, keys and values to the heads and their log-sum-exp."""
+        """Write ring attention: from the joint queries, keys and values into the heads `core` and `log_sums`."""
         writer, names, node, fn = self.writer, ring_names(self.at), self.at.node, self.at.fn
         elements = (writer.elements(self.inner),)
         ins: tuple[Stored, ...] = (self.inner, self._positions())
@@ -97,7 +97,7 @@ class RingCore:
         writer.call(fn("finish_attention"), (self.core, self.log_sums), running, "elementwise", elements)
 
     def backward(self, of_core: Stored, of_inner: Stored) -> None:
-        """Write the gradient of queries, keys and values into `of_inner`, from `of_core`, that of the heads."""
+        """Write the gradient of queries, keys and values, `of_inner`, from that of the heads, `of_core`."""
         writer, names, node, fn = self.writer, ring_names(self.at), self.at.node, self.at.fn
         width = node.per_group * node.width
         names = {**names, **{f"of {key}": f"D{names[key]}" for key in ("queries", "keys")}}

@@ -27,7 +27,11 @@ _REDUCED = "softmax"
 
 
 def ring_names(at: NodePlace[Attention]) -> dict[str, str]:
-    """Return the tensor names of ring attention, by "queries", "keys", "so_far", "greatest" and "weights"."""
+    """Return the tensor names of ring attention, by what they hold.
+
+    Keys are "queries", "keys" (with values), and of online softmax "so_far" (numerators), "greatest" (scores)
+    and "weights" (their sums).
+    """
     keys = ("queries", "keys", "so_far", "greatest", "weights")
     return {key: at.own(name) for key, name in zip(keys, ("Q", "KV", "RA", "RM", "RL"), strict=True)}
 
@@ -47,7 +51,7 @@ def ring_tensors(at: NodePlace[Attention]) -> Iterator[Tensor]:
 
 
 def ring_gradient_tensors(at: NodePlace[Attention]) -> Iterator[Tensor]:
-    """Yield the gradients with respect to queries, and to keys beside values, of ring attention."""
+    """Yield the gradients of queries and of keys with values, shaped as these are in `ring_tensors`."""
     queries, keys, *_ = ring_tensors(at)
     for tensor in (queries, keys):
         yield Tensor(f"D{tensor.name}", tensor.shape, tensor.dtype)
@@ -75,7 +79,7 @@ def ring_meanings(at: NodePlace[Attention]) -> Iterator[Meaning]:
 
 
 def ring_gradient_meanings(at: NodePlace[Attention]) -> Iterator[Meaning]:
-    """Yield the equations from the gradient of the heads to that of queries, keys and values."""
+    """Yield the equations from the gradient of the heads to the contribution to the operand's gradient."""
     names = ring_names(at)
     yield Same(f"D{at.out}_units", at.arriving)
     of_queries = (f"D{at.out}_units", names["queries"], f"{at.out}_units", f"{at.own(at.node.sums)}_units")

@@ -27,7 +27,7 @@ have terms of a sum."""
 
 @dataclass(frozen=True)
 class Side:
-    """One dim of a tensor: its name, and `count` units of `unit` elements that are never divided."""
+    """One dim of a tensor: its name, and `count` units of `unit` elements. Ranks have whole units."""
 
     dim: Dim
     count: int
@@ -53,7 +53,7 @@ class AxisRole:
     rank has all.
 
     Attributes:
-        name: what the axis is called in messages and programs of one strategy.
+        name: the key in `BLOCK_ROLES`, and what the role is called in errors and titles of strategies.
         residual: the residual, norms and what is added to it.
         operand_in: the operand of the first product, that with W_qkv or W_1.
         attention, feed_forward: what attention and the activation read and make.
@@ -182,12 +182,17 @@ BLOCK_ROLES = {
 
 
 def num_parts(dims: AxisDims, shape: tuple[int, ...], of: Iterable[Dim]) -> int:
-    """Return into how many parts mesh axes of the sizes `shape` split a tensor along the dims `of` together."""
+    """Return into how many parts a tensor in layout `dims` is split along the dims `of` together.
+
+    `shape` has the sizes of the mesh axes.
+    """
     return math.prod(size for dim, size in zip(dims, shape, strict=True) if dim in of)
 
 
 def product(a: AxisDims, b: AxisDims, contracted: Iterable[Dim]) -> AxisDims:
-    """Return the layout of a product from the layouts of its operands; `contracted` are the dims summed over.
+    """Return the layout of a product before any communication, from the layouts `a` and `b` of its operands.
+
+    An axis that splits both along a `contracted` dim, over which the product sums, leaves it "partial".
 
     Raises:
         LayoutError: an axis splits one operand alone along a contracted dim, or the operands along two dims
@@ -213,9 +218,9 @@ def _along(left: Dim, right: Dim, contracted: tuple[Dim, ...]) -> Dim:
 
 
 def gradient_dims(dims: AxisDims) -> AxisDims:
-    """Return the layout of the gradient with respect to a product, before the products of the backward part.
+    """Return the layout in which backward products read the gradient of a product whose own layout is `dims`.
 
-    It is the product's layout, replicated where that is partial: the gradient of a sum is that of each term.
+    It is `dims`, replicated where that is "partial": the gradient of a sum is that of each term.
     """
     return tuple("" if dim == "partial" else dim for dim in dims)
 
@@ -257,41 +262,44 @@ class Roles:
 
     @property
     def ring_axis(self) -> int | None:
-        """Return the number of the mesh axis of ring attention; None without a ring."""
+        """Return the index of the mesh axis of ring attention; None without one."""
         axes = [number for number, role in enumerate(self.axes) if role.attention == "sequence"]
         return axes[0] if axes else None
 
     @property
     def expert_dims(self) -> AxisDims:
-        """Return the layout of the parameters of experts."""
+        """Return how each mesh axis divides parameters of experts, in the words of `experts`."""
         return self.experts or tuple("inner" if dim == "inner" else "" for dim in self.core(False))
 
     def core(self, is_attention: bool) -> AxisDims:
-        """Return the layout of the inner features of attention, or else of the feed-forward part."""
+        """Return the layout of activations inside attention, or else inside the feed-forward part."""
         return tuple(role.attention if is_attention else role.feed_forward for role in self.axes)
 
     def operand(self, is_first: bool) -> AxisDims:
-        """Return the layout of the operand of the first product of a half (into inner features), or of its second.
+        """Return the layout in which the operand of a product is multiplied, its moves done.
 
-        It is that in which the operand is multiplied.
+        With `is_first` it is the product with W_qkv or W_1, else that with W_o or W_2.
         """
         return tuple(role.operand_in if is_first else role.operand_out for role in self.axes)
 
     def weight(self, is_first: bool) -> AxisDims:
-        """Return the layout of the weight of a half's first product, or of its second, where it is multiplied."""
+        """Return the layout in which W_qkv and W_1 (`is_first`), or else W_o and W_2, are multiplied."""
         return tuple(role.w_in if is_first else role.w_out for role in self.axes)
 
     def product(self, is_first: bool) -> AxisDims:
-        """Return the layout of the result of the first or second product of a half, before any communication.
+        """Return the layout of the result of the product with W_qkv or W_1 (`is_first`), or else W_o or W_2.
 
-        Raises LayoutError as the function `product` does.
+        It is that before any communication: "partial" along axes where ranks have terms of a sum.
+
+        Raises:
+            LayoutError: an axis splits operand and weight along dims that do not go together.
         """
         k: Dim = "hidden" if is_first else "inner"
         return product(self.operand(is_first), self.weight(is_first), (k,))
 
     @property
     def scatters_core(self) -> bool:
-        """Return whether partial sums of inner features are reduce-scattered by inner features."""
+        """Return whether an axis has partial sums after W_qkv or W_1, and then splits heads or FFN features."""
         return any(
             before == "partial" and "inner" in (role.attention, role.feed_forward)
             for before, role in zip(self.product(True), self.axes, strict=True)
@@ -339,7 +347,10 @@ class Roles:
         return _divided(used, sides, [role.shards_weights for role in self.axes])
 
     def gradient(self, used: AxisDims, sides: Iterable[Side]) -> AxisDims:
-        """Return the layout in which the gradient of a weight ends: as `stored` does, by `scatters_gradients`.
+        """Return the layout in which the gradient of a weight ends.
+
+        It is `used`, as the weight is multiplied, but axes with `scatters_gradients` shard the first of the
+        dims `sides` that no axis splits in `used`.
 
         Raises:
             LayoutError: no dim of the weight is left to scatter over.

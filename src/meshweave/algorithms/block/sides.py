@@ -1,8 +1,8 @@
 """Sides of tensors: how many units a dim has, and how mesh axes deal them out, evenly or not.
 
 A dim of `count` units of `unit` elements is dealt to an axis in runs of ceil(count / ranks) whole units: the first
-ranks have that many, the next one the rest, and the last ones may have none. That is `Shard` where each unit is
-one element, else `Tile`. Two axes that share a dim deal it one after the other.
+ranks have that many, the next one the rest, and the last ones may have none. That is `Shard` where all have
+equally many or one axis deals single elements, else `Tile`. Two axes that share a dim deal it one after another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from meshweave.ir.program.expressions import Index, Var, maximum, minimum
 
 
 def layout_of(mesh: Mesh, sides: Sides, dims: AxisDims) -> Layout:
-    """Return the layout of a tensor with these sides; `dims` says for each mesh axis which side it shards."""
+    """Return the layout of a tensor with these sides; `dims` says for each mesh axis which side it shards.
+
+    An uneven split is `Shard` where one axis deals single elements, else `Tile`.
+    """
     left = [side.count for side in sides]
     is_even = [True] * len(sides)
     places = {side.dim: number for number, side in enumerate(sides)}
@@ -38,9 +41,9 @@ PEER = Var("peer")
 
 
 def extent(mesh: Mesh, side: Side, dims: AxisDims, other_axis: int = -1, other: Index = PEER) -> Index:
-    """Return how many elements of a side a rank has, as an expression in the rank's coordinates.
+    """Return how many elements of a side a rank has: an int, or an expression in the rank's coordinates.
 
-    With `other_axis`, the number of a mesh axis, it is that of another rank, whose coordinate along this axis is
+    With `other_axis`, the index of a mesh axis, it is that of another rank, whose coordinate along this axis is
     `other`; -1 for the rank itself.
     """
     count: Index = side.count
@@ -61,7 +64,7 @@ def extent(mesh: Mesh, side: Side, dims: AxisDims, other_axis: int = -1, other: 
 def within(side: Side, mesh: Mesh, dims: AxisDims, num_axes: int) -> int | None:
     """Return how many elements of a side are left for the last `num_axes` mesh axes to divide.
 
-    None if the axes before them divide the side unevenly.
+    They are the part of each coordinate along the axes before; None if these divide the side unevenly.
     """
     count = side.count
     for dim, parts in list(zip(dims, mesh.shape, strict=True))[:-num_axes]:

@@ -84,15 +84,15 @@ class ProductSite:
         return tuple(h if is_here else dim for dim, h, is_here in zip(left, here, self.gathers, strict=True))
 
     def beside_buckets(self, roles: Roles, shape: tuple[int, ...]) -> ProductSite:
-        """Return the site with `gathers` set, for a caller that gathers many weights at once.
+        """Return the site with `gathers` set, for a caller that gathers many weights at once along some axes.
 
-        A product gathers its weight itself along axes whose role has `products_gather`; the caller does along the
-        others. Included 2D products gather along all such axes. Other products leave an axis to the caller, too,
-        where another axis divides the same dim of the stored weight, where the weight is multiplied whole, or
-        where the size of the axis does not divide the units of the dim.
+        A product gathers its weight itself along axes whose role has `products_gather`; the caller does along
+        the others. Included 2D products gather along all such axes. Other products leave an axis to the caller,
+        too, where another axis divides the same dim of the stored weight, where the weight is multiplied whole,
+        or where the size of the axis does not divide the units of the dim.
 
         Args:
-            shape: the sizes of the axes.
+            shape: the sizes of the mesh axes.
         """
         used = roles.weight(self.is_first)
         stored, counts = roles.stored(used, self.weight_sides), {s.dim: s.count for s in self.weight_sides}
@@ -146,8 +146,9 @@ def product_parts(
 ) -> BlockParts:
     """Return the forward and the backward program of one product.
 
-    Inputs are "x" and "w", and "dy" backward; outputs "y", and "dx" and "dw" backward. Gradients of the weight are
-    complete and sharded as it is stored, unless `site.gathers` leaves partial sums (`site.gradient_terms`).
+    Inputs are "x" and "w", and "dy" backward; outputs "y", and "dx" and "dw" backward. Of "x" and "y" that of
+    hidden features lies as the residual, the other as activations inside its half. Gradients of the weight
+    are complete and sharded as it is stored, unless `site.gathers` leaves partial sums (`site.gradient_terms`).
 
     Raises:
         LayoutError: the roles fit no product.
@@ -204,7 +205,10 @@ class ProductPiece(LayersPiece):
             self.writer.move_once(landed, out.dims, "gradients", out)
 
     def reduce(self, landed: Stored, out: Stored) -> None:
-        """Write the reduction of a gradient in this program, as in a program of whole layers."""
+        """Write the reduction of the weight's gradient over ranks, from its partial sums `landed` into `out`.
+
+        Other pieces leave all-reduces to the caller; this one makes them.
+        """
         super(LayersPiece, self).reduce(landed, out)
 
 
@@ -214,9 +218,9 @@ class ProductPiece(LayersPiece):
 def ring_parts(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh) -> BlockParts:
     """Return the forward and the backward program of ring attention alone.
 
-    The layer of the problem must have exactly one attention, and one of the roles must be a ring. With family
-    "gpt" queries and keys are not rotated. Inputs are "qkv0" in groups of heads and "positions", and "da0"
-    backward; outputs "a0", and "dqkv0" backward.
+    The layer of the problem must have exactly one attention, and one of the roles must be a ring. Queries and
+    keys are rotated as the attention says: with family "gpt" and no `graph`, not at all. For layers without a
+    `graph` inputs are "qkv0" and "positions", and "da0" backward; outputs "a0", and "dqkv0" backward.
     """
     writer = ProgramWriter(problem, _alone(config), mesh, _batch_dims(roles))
     layer = attention_of(problem)
@@ -255,7 +259,7 @@ class MoveSite:
     Attributes:
         sides: those of the tensor; the first two are batch and sequence, where it has tokens.
         before, after: its layouts; `before` may be "partial" along some axes.
-        op: the reduction of partial values, as "sum".
+        op: the reduction of partial values: "sum", "max", "min" or "prod".
     """
 
     sides: Sides
@@ -270,13 +274,13 @@ class MoveSite:
 
     @property
     def is_sum(self) -> bool:
-        """Return whether the move is all-reduces alone, or nothing."""
+        """Return whether the move is all-reduces alone, from partial to replicated, or nothing."""
         pairs = zip(self.before, self.after, strict=True)
         return all(x == y or (x == "partial" and not y) for x, y in pairs)
 
 
 def move_program(site: MoveSite, mesh: Mesh, dtype: str) -> Program:
-    """Return the program of a move, with input "x" and output "y" of this dtype."""
+    """Return the program of a move on `mesh`, with input "x" and output "y" of this dtype."""
     token_counts = [side.count for side in site.sides if side.dim in TOKENS]
     batch, sequence = (*token_counts, 1, 1)[:2]
     problem = site_problem(batch, sequence, 1, mesh.shape, dtype)

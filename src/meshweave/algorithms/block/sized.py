@@ -30,7 +30,8 @@ ProductPart = Literal["forward", "dgrad", "wgrad"]
 class FlatTask(NamedTuple):
     """A task of rank 0, in a list of tasks. `after` are numbers of tasks in the list that it waits for.
 
-    `times` is as in `ir.skeleton.Task`; `part` says which of the three products of training it belongs to.
+    It stands for `times` equal ops that follow each other in its lane. `part` says which of the three products
+    of training it belongs to.
     """
 
     lane: str
@@ -63,7 +64,11 @@ class TaskAccess:
 
     @classmethod
     def of(cls, reads: Iterable[Stored], writes: Iterable[Stored]) -> TaskAccess:
-        """Return the access of an op; an output "D..." with tokens is a gradient of activations, else weights."""
+        """Return the access of an op, by the tensors that it reads and writes.
+
+        A written tensor "D..." is a gradient: of activations if it has tokens, else of a weight. `reads` and
+        `writes` of the access leave out buffers without a tensor, the scratch of 2D products.
+        """
         writes = tuple(writes)
         makes: BackwardPart = ""
         if any(each.tensor == "DX" for each in writes):
@@ -80,7 +85,10 @@ class TaskAccess:
 
 @dataclass(frozen=True, slots=True)
 class SizedTask:
-    """A task of a `SizedSkeleton`; `work_of` returns its work for a number of sequences per rank."""
+    """A task of a `SizedSkeleton`; `work_of` returns its work for a number of sequences per rank.
+
+    `after` are the indices of the tasks that it waits for, besides the one before it in its lane.
+    """
 
     lane: str
     work_of: Callable[[int], Work]
@@ -91,12 +99,12 @@ class SizedTask:
 
 @dataclass(frozen=True, slots=True)
 class SizedProduct:
-    """An included 2D product.
+    """An included 2D product of a `SizedSkeleton`.
 
     Attributes:
         name: the algorithm of `matmul2d`.
         problem: the product for one sequence per rank.
-        after: for each lane the tasks that its first task waits for.
+        after: for each lane the indices of the tasks that its first task waits for.
     """
 
     name: str
@@ -128,7 +136,7 @@ class SizedSkeleton:
 
     @cached_property
     def for_weights(self) -> frozenset[int]:
-        """Return the numbers of the backward tasks that gradients of weights depend on, and DX does not."""
+        """Return the indices of the backward tasks that gradients of weights depend on, and DX does not."""
         begin = next((at for at, task in enumerate(self.tasks) if task.access.is_backward), 0)
         numbers = self._leading_to("weight_grad") - self._leading_to("input_grad")
         return frozenset(number for number in numbers if number >= begin)
@@ -146,7 +154,7 @@ class SizedSkeleton:
 
         Args:
             config: of it `slices` and `packets` of 2D products count, and nothing else.
-            part: "input_grad" leaves out the tasks of `for_weights`, "weight_grad" all others; "" none.
+            part: "" for all; "input_grad" leaves out the tasks of `for_weights`, "weight_grad" has these alone.
         """
         steps: list[FlatTask] = []
         last: list[tuple[int, ...]] = []  # of each task of this skeleton, the steps that end it

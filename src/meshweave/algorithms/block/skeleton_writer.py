@@ -78,7 +78,7 @@ class SkeletonWriter(BlockWriter):
         self._extents: dict[tuple[Side, AxisDims], int] = {}
 
     def skeleton(self) -> Skeleton:
-        """Return all tasks written so far, as one phase of one turn."""
+        """Return all tasks written so far, as one phase of one turn; an open loop over chunks ends."""
         self.cut()
         return Skeleton((Phase(1, tuple(self._tasks)),))
 
@@ -186,7 +186,7 @@ class SkeletonWriter(BlockWriter):
     # --- sizes --------------------------------------------------------------------------------------------------
 
     def extent(self, side: Side, dims: AxisDims) -> Index:
-        """Return how many elements of a side rank 0 has; of the batch, those of a whole chunk."""
+        """Return how many elements of a side rank 0 has; of the batch, those of a full chunk."""
         if side.dim == "batch" and self.num_chunks > 1:
             return self.chunk * side.unit
         return self._largest(side, dims)
@@ -219,7 +219,10 @@ class SkeletonWriter(BlockWriter):
     def call(
         self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
-        """Add the task of a call for each chunk, priced as `work` (a key of `CALL_DIMS`) with sizes `shape`."""
+        """Add the task of a call for each chunk, priced as `work` (a key of `CALL_DIMS`) with sizes `shape`.
+
+        `shape` is for a full chunk. `part` is "", or the gradient that is computed: "input_grad", "weight_grad".
+        """
         flops = call_flops(work, part, shape)
         assert isinstance(flops, int) and all(isinstance(size, int) for size in shape)
         per_sequence, chunk = flops // max(self.chunk, 1), max(self.chunk, 1)
@@ -241,7 +244,7 @@ class SkeletonWriter(BlockWriter):
     def timed(
         self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
-        """Add a task whose work follows from a rank's number of tokens of `ins[0]`; `beside` is not used."""
+        """Add a task that costs `work_of` the number of rank 0's tokens of `ins[0]`; `beside` is not used."""
         del beside
         per_sequence = self._elements_per_sequence(ins[0]) // self._size(ins[0], len(ins[0].sides) - 1)
         self._do(lane, lambda size: work_of(size * per_sequence), ins, outs)
@@ -300,7 +303,7 @@ class SkeletonWriter(BlockWriter):
         self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype), (src,), (out,))
 
     def turns(self, count: int) -> Iterator[Index]:
-        """Yield the number of each turn; of more than 32 turns, yield the first and then groups of the others.
+        """Yield the number of each turn; of more than 32, yield 0 for the first, then numbers of groups.
 
         A task that is added for a group counts once for each of its turns. A group waits for all of the group
         before; the time is within 1 % of that turn by turn. The first turn and the groups are even in number if
@@ -314,9 +317,10 @@ class SkeletonWriter(BlockWriter):
         self._times = 1
 
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
-        """Add the task of a shift along a mesh axis: `src` goes to the rank before, `out` comes from the next.
+        """Add the task of a shift round an axis: `src` goes to the rank before, `out` comes from the next.
 
-        It is added only if `when` is true, a condition on the turn in the loop of `turns`; 1 for every turn.
+        `lane` ends the name of the lane. The task is added only if `when` is not 0, a condition on the turn of
+        `turns`; 1 is every turn.
         """
         if not when:
             return

@@ -46,21 +46,24 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
 
     @property
     def is_one_dimensional(self) -> bool:
-        """Return whether the strategy has one mesh axis: the second splits nothing."""
+        """Return whether the strategy splits along one mesh axis: there are two, and the second is idle."""
         return len(self.roles) == 2 and self.roles[1] is IDLE
 
     def roles_of(self, problem: BlockProblem) -> Roles:
-        """Return the role of each axis of a problem's mesh; an axis of a single rank is idle."""
+        """Return the roles of the axes of a problem's mesh: the strategy's, but an axis of one rank is idle."""
         pairs = zip(self.roles, problem.mesh_shape, strict=True)
         return Roles(tuple(role if size > 1 else IDLE for role, size in pairs))
 
     def examples(self) -> Iterator[BlockProblem]:
-        """Yield blocks of integers whose sizes a mesh of this strategy does not divide."""
+        """Yield two small `exact` problems, one of training, some of whose sizes the mesh does not divide."""
         for problem in _EXAMPLES:
             yield replace(problem, mesh_shape=(3, 1)) if self.roles[1] is IDLE else problem
 
     def refusal(self, problem: BlockProblem) -> str | None:
-        """Return why the problem's mesh has an axis too many or too few for the strategy; None if it fits."""
+        """Return why the strategy does not fit the problem's mesh, as the rest of a sentence; None if it fits.
+
+        It needs as many axes as it has `roles`, and one rank along the second axis where that is idle.
+        """
         if len(problem.mesh_shape) != len(self.roles):
             axes = ", ".join(AXIS_SIZES[-len(self.roles) :])
             return f"has {len(self.roles)} mesh axes; give a mesh of ({axes})"
@@ -69,20 +72,23 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return None
 
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
-        """Yield configs that cut a rank's batch into 1, 2 and 4 chunks, or fewer if it has fewer sequences."""
+        """Yield configs that cut a rank's batch into at most 1, 2 and 4 chunks, each number of chunks once.
+
+        Other fields have their defaults; `cluster` is ignored.
+        """
         batch = self.max_chunks(problem)
         sizes = (-(-batch // count) for count in (1, 2, 4) if count <= batch)
         yield from map(BlockConfig, dict.fromkeys(-(-batch // size) for size in sizes))
 
     def max_chunks(self, problem: BlockProblem) -> int:
-        """Return the most chunks that the batch of a rank can be cut into: its number of sequences."""
+        """Return the most chunks that the batch of a rank can be cut into: the most sequences of any rank."""
         batch = problem.batch
         for dim, parts in zip(self.roles_of(problem).residual, problem.mesh_shape, strict=True):
             batch = -(-batch // parts) if dim == "batch" else batch
         return batch
 
     def program(self, problem: BlockProblem, config: BlockConfig) -> Program:
-        """Return the layers as one program.
+        """Return the layers, and with a vocabulary embedding and head around them, as one program.
 
         Raises:
             LayoutError: the problem or config does not fit.
@@ -109,8 +115,10 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
             recompute: what the backward program recomputes: "none", "full" for all, or "selective" for attention.
 
         Raises:
-            LayoutError: the problem or config does not fit.
-            UnsupportedError: as `write_parts` does.
+            LayoutError: the problem or config does not fit, or the problem is one without training.
+            UnsupportedError: the strategy is ZeRO-1; attention cannot be recomputed alone; one of several layers
+                has experts or latent attention, or ranks have unequal tokens there; or the backward program
+                needs what cannot be kept. `write_parts` lists the cases.
         """
         self._check(problem, config)
         name = f"{self.title}, {piece}, {config}"
@@ -144,17 +152,23 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return estimate_skeleton(self.skeleton(problem, config), machine)
 
     def skeleton(self, problem: BlockProblem, config: BlockConfig, piece: Piece | None = None) -> Skeleton:
-        """Return the tasks of rank 0 of the program, or of one piece.
+        """Return the skeleton of rank 0 of the program; with a `piece`, of that piece of the model alone.
 
-        Raises LayoutError for a problem or config that does not fit.
+        A piece leaves out all-reduces of gradients of weights and of the loss, which a step makes once.
+
+        Raises:
+            LayoutError: the problem or config does not fit.
         """
         self._check(problem, config)
         return write_skeleton(problem, config, self.roles_of(problem), problem.mesh, piece)
 
     def sized_skeleton(self, problem: BlockProblem, overlap: Overlap = "layers") -> SizedSkeleton:
-        """Return the tasks of rank 0 in one chunk, for any number of sequences.
+        """Return the tasks of rank 0 in one chunk, to be priced for any number of sequences per rank.
 
-        Raises LayoutError for a problem that does not fit.
+        The batch of the problem does not matter. `overlap` is as in `BlockConfig`.
+
+        Raises:
+            LayoutError: the problem does not fit.
         """
         self._check(problem, BlockConfig())
         return write_sized_skeleton(problem, self.roles_of(problem), problem.mesh, overlap)

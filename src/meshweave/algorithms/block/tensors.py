@@ -55,9 +55,10 @@ class BlockTensors:
         return *self._token_sides, Side("hidden", self.problem.hidden)
 
     def dims(self, at: NodePlace[LayerNode], features: Features) -> AxisDims:
-        """Return the layout of an activation of a node: that of the residual, or of inner features of its half.
+        """Return the layout of an activation of a node that has these features.
 
-        It is that of the residual for "hidden" features and those of `WITH_TOKENS`.
+        "hidden" features and those of `WITH_TOKENS` lie as the residual, others as activations inside attention
+        or the feed-forward part, whichever the node belongs to.
         """
         return (
             self.roles.residual
@@ -156,7 +157,10 @@ class BlockTensors:
         return self.stored[tensor]
 
     def weight(self, at: NodePlace[Linear]) -> Stored:
-        """Return the weight of a product as it is multiplied; write its all-gather if ranks store shards."""
+        """Return the weight of a product as it is multiplied; write its all-gather if ranks store shards.
+
+        It is gathered for each use, or with `roles.keeps_weights` once.
+        """
         return self._gathered(at.node.weight, at.layer, self.roles.weight(at.node.enters))
 
     def _gathered(self, weight: str, layer: LayerPlace, used: AxisDims) -> Stored:

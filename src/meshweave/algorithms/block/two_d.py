@@ -34,7 +34,7 @@ class IncludedProducts(BlockAlgorithm):
 
     Attributes:
         product_2d: the name of the algorithm.
-        slices: the numbers of slices to choose among.
+        slices: the upper limits of the number of slices to choose among.
         packets: the packet counts to choose among.
     """
 
@@ -45,12 +45,12 @@ class IncludedProducts(BlockAlgorithm):
     packets: ClassVar[tuple[int, ...]] = (1,)
 
     def examples(self) -> Iterator[BlockProblem]:
-        """Yield a block of which every product is a 2D product, and one with uneven groups of heads."""
+        """Yield two `exact` problems: one whose products are all included, one with uneven groups of heads."""
         yield BlockProblem(2, 2, 5, 4, 2, 1, 6, (2, 2), exact=True)
         yield BlockProblem(1, 2, 4, 3, 3, 1, 3, (1, 2), family="llama", training=False, exact=True)
 
     def roles_of(self, problem: BlockProblem) -> Roles:
-        """Return the roles of the axes, with the 2D product that is included."""
+        """Return the roles of the axes of a problem's mesh, with the name of the 2D product that is included."""
         return Roles(super().roles_of(problem).axes, self.product_2d)
 
     def max_chunks(self, problem: BlockProblem) -> int:
@@ -58,7 +58,7 @@ class IncludedProducts(BlockAlgorithm):
         return 1
 
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
-        """Yield configs by number of slices, each an upper limit for every product, and by number of packets.
+        """Yield a config for each upper limit of slices with each number of packets; `cluster` is ignored.
 
         There is one packet where no mesh axis has more than two ranks.
         """
@@ -116,6 +116,6 @@ class TwoHalfDBlock(IncludedProducts):
     packets = (4,)
 
     def examples(self) -> Iterator[BlockProblem]:
-        """Yield a block of which every product is a 2D product, and one whose batch `depth` does not divide."""
+        """Yield two `exact` problems: one whose products are all included, one of a batch uneven over depth."""
         yield BlockProblem(4, 2, 4, 2, 2, 1, 6, (2, 2, 2), exact=True)
         yield BlockProblem(3, 2, 4, 3, 3, 1, 3, (2, 1, 2), family="llama", training=False, exact=True)

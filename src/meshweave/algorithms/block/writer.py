@@ -38,8 +38,8 @@ class SequenceWindow:
 
     Attributes:
         dims: layout of the sequence on the mesh.
-        axis: number of the mesh axis.
-        turn: how many places further the rank is; 0 is this rank.
+        axis: index of the mesh axis.
+        turn: how many places further the rank is, the first after the last; 0 is this rank.
         is_whole: whether the buffer holds all positions, of which the window is a part; else only those of the
             window.
     """
@@ -54,7 +54,7 @@ class SequenceWindow:
 class Stored:
     """A tensor, or partial sums of it, in a buffer on every rank: its sides, and its layout on the mesh.
 
-    With a `window` it is the part for the positions of one rank, this one or another.
+    Of a scratch buffer `slot` says which copy. With a `window` it is the part for the positions of one rank.
     """
 
     buffer: str
@@ -80,13 +80,13 @@ WeightTensors = tuple[Tensors, Tensors]
 
 
 class TimedWork(Protocol):
-    """Returns the work of a rank with `tokens`.
-
-    `load` is the copies of tokens at its experts divided by the mean of all ranks; None for that of the problem.
-    """
+    """Says what an op costs a rank, from the tokens that the rank has."""
 
     def __call__(self, tokens: int, *, load: float | None = None) -> Work:
-        """Return the work."""
+        """Return the work of a rank with so many tokens, counted before they are sent to experts.
+
+        `load` is the copies of tokens at its experts divided by the mean of all ranks; None for the problem's.
+        """
 
 
 class BlockWriter(ABC):
@@ -115,7 +115,7 @@ class BlockWriter(ABC):
     def new(
         self, name: str, tensor: str, sides: Sides, dims: AxisDims, dtype: str, kind: Kind = "temp"
     ) -> Stored:
-        """Declare a buffer for a tensor with layout `dims`, and return it."""
+        """Declare the buffer `name` for `tensor` in layout `dims` and return it; the name must be new."""
         assert name not in self._names, name
         self._names.add(name)
         stored = Stored(name, tensor, sides, dims, dtype)
@@ -130,7 +130,7 @@ class BlockWriter(ABC):
         return stored
 
     def partial_buffer(self, out: Stored, dims: AxisDims) -> Stored:
-        """Return a new buffer for partial sums of `out`, in layout `dims`."""
+        """Return a new buffer for partial sums of the tensor of `out`, in layout `dims`."""
         return self._like(out, dims, "part")
 
     def _like(self, stored: Stored, dims: AxisDims, suffix: str) -> Stored:
@@ -152,7 +152,7 @@ class BlockWriter(ABC):
         """Return how many elements of a side a rank has; of the batch, those of the current chunk."""
 
     def extent_of(self, stored: Stored, number: int) -> Index:
-        """Return the size of dim `number` of a buffer in the current chunk and in its window, if it has one."""
+        """Return a rank's elements of dim `number`: of the batch the current chunk's, of a window its own."""
         side, window = stored.sides[number], stored.window
         if window is not None and side.dim == "sequence":
             return self._extent_in(side, window)
@@ -162,7 +162,7 @@ class BlockWriter(ABC):
     def _extent_in(self, side: Side, window: SequenceWindow) -> Index: ...
 
     def elements(self, stored: Stored) -> Index:
-        """Return how many elements of a rank's part of a buffer belong to one chunk."""
+        """Return how many elements of a rank's buffer belong to the current chunk; all if it has no tokens."""
         total: Index = 1
         for number in range(len(stored.sides)):
             total = total * self.extent_of(stored, number)
@@ -191,18 +191,20 @@ class BlockWriter(ABC):
     def call(
         self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
-        """Write a call of `fn` for the current chunk, priced as `work` (`CALL_DIMS`) with sizes `shape`."""
+        """Write a call of `fn` on `ins` for the current chunk, priced as `work` with sizes `shape`.
+
+        `work` is a key of `CALL_DIMS`, which names the sizes. `part` is "" or, where its price depends on that,
+        the gradient that it computes: "input_grad" or "weight_grad".
+        """
 
     @abstractmethod
     def timed(
         self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
-        """Write an op of known work but without values; its work follows from a rank's tokens of `ins[0]`.
+        """Write an op that computes no values and costs `work_of` the number of a rank's tokens of `ins[0]`.
 
-        Args:
-            lane: the lane of the op, or the name of the mesh of experts for their exchanges.
-            work_of: returns the work for a number of tokens.
-            beside: the parameters that it reads, and the gradients of parameters that it computes.
+        `lane` is its lane, for exchanges of experts the name of their mesh. `beside` are the parameters that it
+        reads, and the gradients of parameters that it computes.
         """
 
     def matmul(
@@ -215,7 +217,7 @@ class BlockWriter(ABC):
         transpose_b: bool = False,
         sums_chunks: bool = False,
     ) -> None:
-        """Write a product for the current chunk; with `sums_chunks` its results are summed over chunks."""
+        """Write out = a b for the current chunk, or of transposes; `sums_chunks` adds up all chunks."""
         self._multiplied.add((b.buffer, b.slot))
         self._matmul(out, a, b, (transpose_a, transpose_b), sums_chunks)
 
@@ -225,10 +227,10 @@ class BlockWriter(ABC):
     ) -> None: ...
 
     def product_2d(self, name: str, dataflow: Dataflow, out: Stored, a: Stored, b: Stored) -> None:
-        """Write a product by the algorithm `name` of `matmul2d`, its communication included.
+        """Write out = a b ("os"), a b^T ("ls") or a^T b ("rs") by the algorithm `name` of `matmul2d`.
 
-        It runs on the last two mesh axes; each coordinate along other axes has a product of its own. The batch
-        must be in one chunk, and other axes must divide the dims evenly.
+        Its communication is included, along the last two mesh axes; each coordinate along others has its own
+        product. The batch must be in one chunk, and other axes must divide the dims evenly.
         """
         assert self.num_chunks == 1
         sizes = [[within(side, self.mesh, x.dims, 2) for side in x.sides] for x in (a, b)]
@@ -256,15 +258,14 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def turns(self, count: int) -> Iterator[Index]:
-        """Write a loop of `count` turns inside that over chunks; yield the numbers to write its body with."""
+        """Write a loop of `count` turns in that over chunks; yield each turn, or one variable, to fill it."""
 
     @abstractmethod
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
-        """Write a shift along a mesh axis: `src` is sent to the rank before this one, `out` comes from the next.
+        """Write a shift round a mesh axis: `src` is sent to the rank before this one, `out` comes from the next.
 
-        Args:
-            lane: ends the name of the lane, which begins with the axis.
-            when: a condition on the turn of the loop of `turns`: where it is 0, nothing is sent; 1 is all turns.
+        `lane` ends the name of the lane, which begins with the axis. `when` is a condition on the turn of the
+        loop of `turns`: where it is 0, nothing is sent; 1 is all turns.
         """
 
     # --- moving -------------------------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ class BlockWriter(ABC):
     def move_once(self, src: Stored, dims: AxisDims, lane: str, into: Stored | None = None) -> Stored:
         """Write a move of a tensor without tokens, outside the loop over chunks; return it in layout `dims`.
 
-        No loop may be open. `lane` and `into` are those of `move`.
+        No loop may be open. `lane` ends the names of lanes; `into` is for the result, None for a new buffer.
         """
         assert self.is_between_loops and not src.has_tokens
         chunks, self.num_chunks = self.num_chunks, 1
@@ -321,8 +322,8 @@ class BlockWriter(ABC):
     def gather_once(self, kept: Stored, into: Stored | None, dims: AxisDims, lane: str) -> Stored:
         """Write a gather of a weight before the open loop over chunks; return it in layout `dims`.
 
-        If that loop already multiplies by the contents of `into`, the loop is ended first. `lane` and `into` are
-        those of `move`.
+        If that loop already multiplies by the contents of `into`, the loop is ended first. `lane` ends the names
+        of lanes; `into` is the buffer of the result, None for a new one.
         """
         if into is not None and (into.buffer, into.slot) in self._multiplied:
             self.cut()

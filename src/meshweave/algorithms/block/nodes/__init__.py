@@ -65,7 +65,11 @@ def _table() -> dict[type[LayerNode], NodeRecord[Any]]:
 
 
 def record_of(node: LayerNode) -> NodeRecord[Any]:
-    """Return the record of a node's type. Raises UnsupportedError where no record is registered for the type."""
+    """Return the record of a node's type.
+
+    Raises:
+        UnsupportedError: there is no record of the type, also none of an installed package.
+    """
     record = _table().get(type(node))
     if record is None:
         raise UnsupportedError(
@@ -76,9 +80,10 @@ def record_of(node: LayerNode) -> NodeRecord[Any]:
 
 
 def is_timed(layer: LayerGraph) -> bool:
-    """Return whether the programs of a layer state costs only and have no equations.
+    """Return whether the programs of a layer state costs only and have no equations: one of its nodes is so.
 
-    Raises UnsupportedError as `record_of` does, for nodes up to the first that makes it true.
+    Raises:
+        UnsupportedError: there is no record of a node before the first of these.
     """
     return any(record_of(node).is_timed for node in layer.nodes)
 
@@ -86,7 +91,8 @@ def is_timed(layer: LayerGraph) -> bool:
 def kernels_of(problem: BlockProblem, roles: Roles) -> Iterator[Kernel]:
     """Yield the kernels of the first layer, forward and backward, on the rank with the largest shards.
 
-    Raises UnsupportedError as `record_of` does.
+    Raises:
+        UnsupportedError: there is no record of a node.
     """
     sizes, layer = RankSizes(problem), layers_of(problem)[0]
     for at in layer.nodes:

@@ -20,7 +20,7 @@ class ActivationRecord(CallRecord[Activation]):
     fn = "activation"
 
     def calls(self, node: Activation, is_exact: bool) -> tuple[Callable[..., Any], ...]:
-        """Return the activation and its gradient, of small integers if `is_exact`; see `CallRecord.calls`."""
+        """Return (activation(y), gradient(dout, y)), functions of arrays; of small integers if `is_exact`."""
         return (_INTEGER if is_exact else _REAL)["gated" if node.gated else "plain"]
 
 

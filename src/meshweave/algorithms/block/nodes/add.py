@@ -39,7 +39,7 @@ class AddRecord(NodeRecord[EdgeSum]):
         """Do nothing: each term has the gradient of the sum."""
 
     def kernels(self, at: NodePlace[EdgeSum], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield an addition for each term but one, which is already in the buffer of the sum."""
+        """Yield the additions of the forward part: one for each term but the first."""
         elements = sizes.tokens(roles.residual) * sizes.features(at.node.features, roles.residual)
         for _ in at.node.ins[1:]:
             yield Kernel(move_work(elements, sizes.problem.dtype, "add"), "forward")

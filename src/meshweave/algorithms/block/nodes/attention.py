@@ -40,10 +40,10 @@ class AttentionRecord(NodeRecord[Attention]):
     node_type = Attention
 
     def tensors(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Tensor]:
-        """Yield the tensors that attention declares.
+        """Yield the tensors that the equations of attention name.
 
-        They are its operand and result seen by groups of heads, their gradients, and the softmax statistics
-        (tokens, heads); under a role with a ring also the tensors of the ring, and the positions (sequence,).
+        They are the log-sum-exp of scores (tokens, heads); it, the operand and the result seen by groups of
+        heads, with gradients of the last two; and with a ring its own tensors, and the positions (sequence,).
         """
         node, real = at.node, at.problem.statistics_dtype
         sums = at.own(node.sums)
@@ -58,7 +58,7 @@ class AttentionRecord(NodeRecord[Attention]):
             yield Tensor(POSITIONS, (at.problem.sequence,), real)
 
     def meanings(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of attention: of each group of heads, or of a ring over the sequence."""
+        """Yield the equations of the heads and their log-sum-exp: by group of heads, or with a ring."""
         yield Same(f"{at.operand}_units", at.operand)
         if roles.ring_axis is not None:
             yield from ring_meanings(at)
@@ -69,7 +69,7 @@ class AttentionRecord(NodeRecord[Attention]):
             yield Same(name, f"{name}_units")
 
     def gradient_meanings(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the gradient with respect to queries, keys and values, by group or of a ring."""
+        """Yield the equations of the contribution to the input's gradient: by group of heads, or with a ring."""
         if roles.ring_axis is not None:
             yield from ring_gradient_meanings(at)
             return
@@ -86,16 +86,16 @@ class AttentionRecord(NodeRecord[Attention]):
         return widened(RealAttention(node, problem.sequence).table())
 
     def compute(self, at: NodePlace[Attention], known: Known, functions: Functions) -> None:
-        """Compute the heads and their softmax sums without sharding and store them in `known`."""
+        """Compute the heads and the log-sum-exp of their scores without sharding and store them in `known`."""
         known[at.out], known[at.own(at.node.sums)] = functions[at.fn("attention")](known[at.operand])
 
     def compute_gradient(self, at: NodePlace[Attention], known: Known, functions: Functions) -> None:
-        """Store in `known` the gradient with respect to queries, keys and values, one joint tensor."""
+        """Store in `known` the contribution to the gradient of the joint queries, keys and values."""
         ins = (known[name] for name in (at.arriving, at.operand, at.out, at.own(at.node.sums)))
         known[at.contribution(at.node.ins[0])] = functions[at.fn("attention_grad")](*ins)
 
     def kernels(self, at: NodePlace[Attention], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the kernels of attention and of its gradient on the first rank, once per step of a ring."""
+        """Yield the first rank's kernels of attention and its gradient; each runs once per rank of a ring."""
         node, core, dtype = at.node, roles.core(at.node.group == "attention"), at.problem.dtype
         queries = sizes.sequence(core)
         heads = sizes.features(Features("heads", node.groups, node.per_group), core)
@@ -152,7 +152,7 @@ class SinkAttentionRecord(AttentionRecord):
 def priced_keys(at: NodePlace[Attention], sequence: int) -> int:
     """Return the keys per query that attention over `sequence` positions is priced for.
 
-    All of them if the problem counts masked pairs, else the mean number that a query attends to.
+    All of them if the problem counts masked pairs, else the mean number that mask and window leave.
     """
     return sequence if at.problem.counts_masked else at.node.mean_keys(sequence)
 

@@ -47,7 +47,8 @@ class AttentionFunctions(ABC):
     def mask(self, here: Values, there: Values) -> Values:
         """Return booleans (queries, keys): whether the query at `here` attends to the key at `there`.
 
-        A query attends to keys up to its own position, and within the window of the node if it has one.
+        Both are positions, of one dim. A query attends to keys up to its own position, and within the window of
+        the node if it has one.
         """
         distance = here[:, None] - there[None, :]
         if self.node.window is None:
@@ -121,7 +122,10 @@ class AttentionFunctions(ABC):
         return self._merged(queries, keys, values, like)
 
     def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
-        """Return the gradient of attention with respect to `qkv`, in its shape."""
+        """Return the gradient of attention with respect to `qkv`, in its shape.
+
+        `dout` is the gradient of the heads `out`, and `log_sums` their log-sum-exp, both results of `attention`.
+        """
         *operands, scores = self._scores(qkv)
         queries, keys, values = self._gradients(scores, operands, dout, out, log_sums)
         here = like(np.arange(queries.shape[-2]), queries)
@@ -130,10 +134,11 @@ class AttentionFunctions(ABC):
     def attend_grad(
         self, dout: Values, queries: Values, out: Values, log_sums: Values, keys: Values, *positions: Values
     ) -> list[Values]:
-        """Return the gradients with respect to `queries` and `keys` of attention to these keys alone.
+        """Return [gradient of `queries`, gradient of `keys`] of attention to these keys alone.
 
-        Those of the queries add up over all parts of the keys. `keys` are keys beside values, as of
-        `split_heads`; `positions` are those of the queries, then those of the keys.
+        Those of the queries add up over all parts of the keys. In `keys` a group has its key, then its value.
+        `dout` is the gradient of the heads `out`, and `log_sums` their log-sum-exp, both over all keys.
+        `positions` are those of the queries, then those of the keys.
         """
         operands = self._heads(queries, self.width), *self._keys(keys)
         scores = self._masked(*operands[:2], *positions)
@@ -189,7 +194,7 @@ class RealAttention(AttentionFunctions):
         return module.concatenate(parts, -1)
 
     def attention(self, qkv: Values) -> list[Values]:
-        """Return the heads of causal softmax attention, (..., heads x width), and log-sum-exp, (..., heads)."""
+        """Return [heads, log-sum-exp] of causal softmax attention, (..., heads x width) and (..., heads)."""
         module = array_module(qkv)
         _, _, values, scores = self._scores(qkv)
         greatest = module.amax(scores, -1)[..., None]
@@ -211,10 +216,10 @@ class RealAttention(AttentionFunctions):
     def attend(
         self, queries: Values, keys: Values, here: Values, there: Values, *before: Values
     ) -> list[Values]:
-        """Return numerators, greatest scores and sums of weights after more keys, by online softmax.
+        """Return [numerators, greatest scores, sums of weights] after more keys, by online softmax.
 
-        `before` has the same three after the keys so far; `here` and `there` are positions of queries and
-        keys.
+        `before` has the same three after the keys so far, all 0 at first. `here` and `there` are positions
+        of queries and keys.
         """
         if not there.shape[0]:
             return list(before)
@@ -232,7 +237,7 @@ class RealAttention(AttentionFunctions):
         return [self._joined(part, queries) for part in (out, finite, total)]
 
     def finish_attention(self, so_far: Values, greatest: Values, weights: Values) -> list[Values]:
-        """Return the heads, numerators over sums of weights, and the log-sum-exp of each row of scores."""
+        """Return [heads, log-sum-exp of each row of scores] from what `attend` returned after all keys."""
         d = self.width
         out = self._heads(so_far, d) / self._heads(weights, 1)
         return [self._joined(out, so_far), greatest + array_module(weights).log(weights)]
@@ -288,7 +293,7 @@ class IntegerAttention(AttentionFunctions):
         return [so_far + more[0], greatest + more[1], weights + count]
 
     def finish_attention(self, so_far: Values, greatest: Values, weights: Values) -> list[Values]:
-        """Return small integers in place of heads and log-sum-exp, from what `attend` returned after all keys."""
+        """Return small integers in place of [heads, log-sum-exp], from what `attend` returned after all keys."""
         return [small(so_far), greatest]
 
     def merge_heads(self, of_queries: Values, of_keys: Values, positions: Values) -> Values:

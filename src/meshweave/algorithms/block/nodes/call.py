@@ -40,11 +40,11 @@ class CallRecord(NodeRecord[AnyNode]):
 
     @abstractmethod
     def calls(self, node: AnyNode, is_exact: bool) -> tuple[Callable[..., Any], ...]:
-        """Return the function of (input, parameters), and its gradients; of small integers if `is_exact`.
+        """Return (function, gradient by the input), and with parameters also the gradient by parameters.
 
-        The gradient with respect to the input is a function of (gradient of the result, input, parameters).
-        That with respect to parameters is one of (gradient of the result, input, sum so far) and returns the
-        new sum.
+        The first takes (input, parameters), the second (gradient of the result, input, parameters), the third
+        (gradient of the result, input, sum so far), of which it returns the new sum. With `is_exact` they
+        are of small integers.
         """
 
     def functions(self, node: AnyNode, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
@@ -78,7 +78,10 @@ class CallRecord(NodeRecord[AnyNode]):
         return TensorPart(name, at.element)
 
     def tensors(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Tensor]:
-        """Yield the tensors of the edges seen by units, such as heads, and of their gradients."""
+        """Yield the input seen by units, (tokens, units, features of a unit), and its gradient.
+
+        Where units of the result have several features, as heads have, the result is seen by units, too.
+        """
         for name, features in self._ends(at):
             for prefix in ("", "D"):
                 shape = (*at.layer.tokens, features.count, features.unit)
@@ -93,7 +96,7 @@ class CallRecord(NodeRecord[AnyNode]):
             yield Same(at.out, self._units(at.out))
 
     def gradient_meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the gradients with respect to the input and the parameters."""
+        """Yield the equations of the contribution to the input's gradient, and of gradients of parameters."""
         arriving = at.arriving
         if at.node.makes.unit > 1:
             arriving = f"D{at.out}"
@@ -113,7 +116,7 @@ class CallRecord(NodeRecord[AnyNode]):
         known[at.out] = functions[at.fn(self.fn)](known[at.operand], *parameters)
 
     def compute_gradient(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Store in `known` the gradients with respect to the input and the parameters."""
+        """Store in `known` the contribution to the input's gradient, and gradients of parameters."""
         ins, names = (known[at.arriving], known[at.operand]), self._parameters(at)
         gradient = functions[at.fn(f"{self.fn}_grad")](*ins, *(known[name] for name in names))
         known[at.contribution(at.node.ins[0])] = gradient
@@ -121,7 +124,7 @@ class CallRecord(NodeRecord[AnyNode]):
             known[f"D{name}"] = functions[at.fn(f"{self.fn}_weight_grad")](*ins, 0 * known[name])
 
     def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the first rank's kernels of the function and of its gradient with respect to the input."""
+        """Yield the first rank's kernels of the function and of its gradient by the input, not by parameters."""
         node, core = at.node, roles.core(at.node.group == "attention")
         if node.makes.dim == "hidden":
             core = roles.residual
@@ -142,7 +145,7 @@ class CallRecord(NodeRecord[AnyNode]):
         writer.writer.call(at.fn(self.fn), (out,), ins, self.work, self._shape(writer, out))
 
     def write_gradient(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the call of the gradient with respect to the input; delay those of parameters."""
+        """Write the call of the contribution to the input's gradient; delay the gradients of parameters."""
         edge, names = at.node.ins[0], self._parameters(at)
         arriving, out = writer.arriving(at), writer.contribution(at, edge)
         ins, shape = (arriving, writer.edge(at)), self._shape(writer, arriving)

@@ -43,10 +43,9 @@ class RouterRecord(TimedRecord[Router]):
     def works(
         self, node: Router, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield (lane, work): the product with the router's weight, or its two gradients; then passes over
-        scores.
+        """Yield (lane, work) of the router for `tokens` of one rank.
 
-        `tokens` are those of one rank.
+        Forward it is the product with the router's weight, backward its two gradients; then passes over scores.
         """
         if part == "forward":
             yield COMPUTE, matmul_work(tokens, node.experts, node.hidden, problem.dtype)
@@ -102,7 +101,11 @@ class DispatchRecord(TimedRecord[DispatchCopies]):
     def works(
         self, node: DispatchCopies, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield (lane, work) of the dispatch of one rank's `tokens`; backward, of the combine of gradients."""
+        """Yield (lane, work) of sending copies of a rank's `tokens`; backward, of bringing gradients back.
+
+        In "compute" copies are written and sorted; in "experts" are the exchange, and the all-gather of ranks
+        that share an expert. Backward all come in reverse, with a reduce-scatter.
+        """
         return _exchanged(node, problem, tokens, "dispatch" if part == "forward" else "combine")
 
 
@@ -114,7 +117,11 @@ class CombineRecord(TimedRecord[CombineCopies]):
     def works(
         self, node: CombineCopies, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield (lane, work) of the combine of one rank's `tokens`; backward, of the dispatch of gradients."""
+        """Yield (lane, work) of bringing results back for a rank's `tokens`; backward, of sending gradients.
+
+        In "experts" are the reduce-scatter of ranks that share an expert, and the exchange; in "compute"
+        copies are sorted and summed. Backward all come in reverse, with an all-gather.
+        """
         return _exchanged(node, problem, tokens, "combine" if part == "forward" else "dispatch")
 
 
@@ -167,7 +174,7 @@ def _works_apart(
 
 
 def experts_work(shape: tuple[int, int, int, int, int], dtype: str, part: str = "") -> Compute:
-    """Return the work of one rank's experts as one call.
+    """Return the work of one rank's experts as one call: both products and the activation between them.
 
     Args:
         shape: (rows of all experts, hidden features, inner features, experts, columns of the first product

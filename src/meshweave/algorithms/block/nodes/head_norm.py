@@ -21,7 +21,7 @@ class HeadNormRecord(CallRecord[HeadNorm]):
     view = "heads_units"
 
     def calls(self, node: HeadNorm, is_exact: bool) -> tuple[Callable[..., Any], ...]:
-        """Return the norm and its gradients with respect to input and gains; see `CallRecord.calls`."""
+        """Return functions of (x, gain), (dy, x, gain) and (dy, x, so_far): the norm and its gradients."""
         own = _HeadNorms(node, is_exact)
         return own.norm, own.gradient, own.weight_gradient
 
@@ -61,9 +61,9 @@ class _HeadNorms:
         return array_module(like).concatenate((heads, values), -2).reshape(like.shape)
 
     def norm(self, x: Values, gain: Values) -> Values:
-        """Return x (tokens, joint features) with queries and keys normalised head by head, times `gain`.
+        """Return `x` with queries and keys normalised head by head, times `gain`; values pass as they are.
 
-        `gain` is (2, width of a head): that of all queries, then that of all keys.
+        `x` is (..., groups x (queries of a group + 2) x width), `gain` (2, width): of queries, then of keys.
         """
         heads = self._heads(x)
         out = self._scaled(heads[..., :-1, :])[0] * self._gains(gain)

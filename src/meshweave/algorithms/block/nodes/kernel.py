@@ -51,7 +51,7 @@ class RankSizes:
         self._batch, self._sequence = Side("batch", problem.batch), Side("sequence", problem.sequence)
 
     def batch(self, dims: AxisDims) -> int:
-        """Return how many sequences the rank has of a tensor in layout `dims`."""
+        """Return how many sequences the rank has in layout `dims`."""
         return largest_extent(self._mesh, self._batch, dims)
 
     def sequence(self, dims: AxisDims) -> int:
@@ -67,18 +67,18 @@ class RankSizes:
         return largest_extent(self._mesh, side_of(features), dims)
 
     def ring(self, roles: Roles) -> int:
-        """Return the number of ranks in a ring of attention; 1 without one."""
+        """Return the number of ranks that keys and values go round in ring attention; 1 without a ring."""
         return 1 if roles.ring_axis is None else self._mesh.shape[roles.ring_axis]
 
     def streamed(
         self, call: str, shape: tuple[int, ...], passes: int, part: PassPart, name: str = ""
     ) -> Kernel:
-        """Return a kernel limited by memory: a call that reads or writes an array of `shape` `passes` times.
+        """Return a kernel limited by memory, with `passes` reads and writes of an array of `shape` in all.
 
         Args:
             call: the kind of work, a key of `CALL_DIMS`.
             part: the part of the layer that it belongs to.
-            name: its `Compute.part`.
+            name: the gradient that it computes, "input_grad" or "weight_grad"; "" forward, or where nobody says.
         """
         dtype = self.problem.dtype
         moved = passes * math.prod(shape) * dtype_bytes(dtype)

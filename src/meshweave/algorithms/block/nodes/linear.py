@@ -44,7 +44,7 @@ class LinearRecord(NodeRecord[Linear]):
         yield Function(TensorPart(at.out, at.element), "add_bias", terms)
 
     def gradient_meanings(self, at: NodePlace[Linear], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the gradients with respect to operand, weight and bias."""
+        """Yield the equations of the contribution to the operand's gradient, and of those of weight and bias."""
         weight, edge = at.own(at.node.weight), at.node.ins[0]
         yield Product(at.contribution(edge), at.arriving, weight, transpose_b=True)
         yield Product(f"D{weight}", at.operand, at.arriving, transpose_a=True)
@@ -54,7 +54,7 @@ class LinearRecord(NodeRecord[Linear]):
             yield Function(of_bias, "bias_grad", ins, reduce="sum")
 
     def functions(self, node: Linear, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions of the sum with a bias and of the bias gradient, by name."""
+        """Return the functions "add_bias" (x, bias) and "bias_grad" (gradient of the result, sum so far)."""
         if problem.exact:
             return {"add_bias": lambda x, bias: small(x + bias), "bias_grad": _small_bias_grad}
         return widened({"add_bias": lambda x, bias: x + bias, "bias_grad": _bias_grad})
@@ -65,7 +65,7 @@ class LinearRecord(NodeRecord[Linear]):
         known[at.out] = functions["add_bias"](out, known[at.own(at.node.bias_name)]) if at.node.bias else out
 
     def compute_gradient(self, at: NodePlace[Linear], known: Known, functions: Functions) -> None:
-        """Store in `known` the gradients with respect to operand, weight and bias."""
+        """Store in `known` the contribution to the operand's gradient, and the gradients of weight and bias."""
         weight, arriving, x = at.own(at.node.weight), known[at.arriving], known[at.operand]
         known[at.contribution(at.node.ins[0])] = arriving @ known[weight].T
         known[f"D{weight}"] = x.reshape(-1, x.shape[-1]).T @ arriving.reshape(-1, arriving.shape[-1])

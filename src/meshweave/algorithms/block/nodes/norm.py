@@ -32,7 +32,10 @@ class NormRecord(NodeRecord[Norm]):
     node_type = Norm
 
     def tensors(self, at: NodePlace[Norm], roles: Roles) -> Iterator[Tensor]:
-        """Yield the tensors (tokens, `rows`) of the sums over features that the norm and its gradient need."""
+        """Yield the sums over features that the norm and its gradient need, (tokens, rows) each.
+
+        There are two rows for a layer norm, and one for a root-mean-square norm.
+        """
         for prefix in ("", "D"):
             name, shape = f"{prefix}{at.own(at.node.statistics)}", (*at.layer.tokens, at.node.rows)
             yield Tensor(name, shape, at.problem.statistics_dtype)
@@ -50,7 +53,7 @@ class NormRecord(NodeRecord[Norm]):
         yield Function(TensorPart(at.out, at.element), at.fn("normalize"), ins)
 
     def gradient_meanings(self, at: NodePlace[Norm], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the gradients with respect to the norm's input and parameters."""
+        """Yield the equations of the contribution to the input's gradient, and of the parameters' gradient."""
         two_steps, name = roles.two_step_norms, at.own(at.node.statistics)
         dims = at.element if two_steps else at.row
         gain = TensorPart(at.own(at.node.gain), (None, "j" if two_steps else None))
@@ -71,17 +74,17 @@ class NormRecord(NodeRecord[Norm]):
         return IntegerNorm(node).table() if problem.exact else widened(RealNorm(node).table())
 
     def compute(self, at: NodePlace[Norm], known: Known, functions: Functions) -> None:
-        """Compute the normalised rows without sharding and store them in `known`."""
+        """Compute the normalised rows, with gain and bias, without sharding and store them in `known`."""
         known[at.out] = functions[at.fn("norm")](known[at.operand], known[at.own(at.node.gain)])
 
     def compute_gradient(self, at: NodePlace[Norm], known: Known, functions: Functions) -> None:
-        """Store in `known` the gradients with respect to the norm's input and parameters."""
+        """Store in `known` the contribution to the input's gradient, and the parameters' gradient."""
         gain, ins = known[at.own(at.node.gain)], (known[at.arriving], known[at.operand])
         known[at.contribution(at.node.ins[0])] = functions[at.fn("norm_grad")](*ins, gain)
         known[f"D{at.own(at.node.gain)}"] = functions[at.fn("norm_weight_grad")](*ins, 0 * gain)
 
     def kernels(self, at: NodePlace[Norm], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the first rank's kernels of the norm and its gradients, and in two steps of the sums apart."""
+        """Yield the first rank's kernels of the norm and its gradients; in two steps, also those of the sums."""
         shape = sizes.tokens(roles.residual), sizes.features(at.node.features, roles.residual)
         for (part, name), passes in zip(PARTS, (2, 3), strict=True):
             yield sizes.streamed("norm", shape, passes, part, name)
@@ -100,7 +103,7 @@ class NormRecord(NodeRecord[Norm]):
         writer.writer.call(at.fn(fn), (out,), ins, "norm", writer.rows_and_features(stream))
 
     def write_gradient(self, at: NodePlace[Norm], writer: NodeWriter) -> None:
-        """Write the call of the gradient with respect to the input; delay that of the parameters."""
+        """Write the contribution to the input's gradient; delay the parameters' gradient by `then`."""
         writer.write_postponed()
         edge, arriving, stream = at.node.ins[0], writer.arriving(at), writer.edge(at)
         gain = writer.stored[at.own(at.node.gain)]
@@ -146,35 +149,41 @@ class NormFunctions(ABC):
 
     @abstractmethod
     def statistics(self, x: Values) -> Values:
-        """Return sums over the given features, (..., `rows`); sums of parts of a row add up to the row's."""
+        """Return sums over the given features that the norm needs, (..., `rows`); those of parts add up."""
 
     @abstractmethod
     def normalize(self, x: Values, statistics: Values, gain: Values) -> Values:
-        """Return the given features normalised, from statistics of whole rows."""
+        """Return these features normalised, with gain and bias; `statistics` are those of whole rows."""
 
     @abstractmethod
     def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
-        """Return the sums over the given features that the gradient needs, (..., `rows`); parts add up."""
+        """Return sums over the given features that the gradient needs, (..., `rows`); those of parts add up.
+
+        `dy` is the gradient of the result, of the shape of `x`.
+        """
 
     @abstractmethod
     def normalize_grad(self, dy: Values, x: Values, statistics: Values, sums: Values, gain: Values) -> Values:
-        """Return the gradient with respect to `x`, from statistics and sums of whole rows."""
+        """Return the gradient with respect to these features `x`; statistics and sums are of whole rows."""
 
     @abstractmethod
     def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
-        """Return `so_far` plus the gradient with respect to the parameters, from statistics of whole rows."""
+        """Return `so_far` plus the gradient of the parameters, (`rows`, features), that these rows `x` add.
+
+        `dy` is the gradient of the result; `statistics` are those of whole rows.
+        """
 
     def norm(self, x: Values, gain: Values) -> Values:
-        """Return whole rows `x` normalised."""
+        """Return whole rows `x` normalised, with gain and bias."""
         return self.normalize(x, self.statistics(x), gain)
 
     def norm_grad(self, dy: Values, x: Values, gain: Values) -> Values:
-        """Return the gradient with respect to whole rows `x`."""
+        """Return the gradient with respect to whole rows `x`, from that of the result, `dy`."""
         statistics = self.statistics(x)
         return self.normalize_grad(dy, x, statistics, self.norm_grad_sums(dy, x, statistics, gain), gain)
 
     def norm_weight_grad(self, dy: Values, x: Values, so_far: Values) -> Values:
-        """Return `so_far` plus the gradient with respect to the parameters, from whole rows `x`."""
+        """Return `so_far` plus the gradient of the parameters, (`rows`, features), that whole rows `x` add."""
         return self.normalize_weight_grad(dy, x, self.statistics(x), so_far)
 
 
@@ -186,15 +195,15 @@ class RealNorm(NormFunctions):
     """
 
     def norm(self, x: Values, gain: Values) -> Values:
-        """Return whole rows `x` normalised."""
+        """Return whole rows `x` normalised, with gain and bias."""
         return super().norm(self._moved(x), gain)
 
     def norm_grad(self, dy: Values, x: Values, gain: Values) -> Values:
-        """Return the gradient with respect to whole rows `x`."""
+        """Return the gradient with respect to whole rows `x`, from that of the result, `dy`."""
         return super().norm_grad(dy, self._moved(x), gain)
 
     def norm_weight_grad(self, dy: Values, x: Values, so_far: Values) -> Values:
-        """Return `so_far` plus the gradient with respect to the parameters, from whole rows `x`."""
+        """Return `so_far` plus the gradient of the parameters, (`rows`, features), that whole rows `x` add."""
         return super().norm_weight_grad(dy, self._moved(x), so_far)
 
     def _moved(self, x: Values) -> Values:

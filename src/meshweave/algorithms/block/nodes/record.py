@@ -41,33 +41,45 @@ class NodeRecord(ABC, Generic[AnyNode]):
     """Whether its program says what it costs and not what it computes: it has no equations."""
 
     def tensors(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Tensor]:
-        """Yield the tensors that the equations name, other than edges, parameters and their gradients."""
+        """Yield the tensors that the equations name besides edges, parameters and their gradients; here none."""
         del at, roles
         yield from ()
 
     @abstractmethod
     def meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the forward part."""
+        """Yield the equations of the forward part, which end in the node's output edge."""
 
     @abstractmethod
     def gradient_meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the backward part."""
+        """Yield the equations of contributions to gradients of inputs, and of gradients of parameters."""
 
     def functions(self, node: AnyNode, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions that the node's programs call, by name; of integers if the problem is `exact`."""
+        """Return the functions that the node's programs call, by name; of integers if the problem is `exact`.
+
+        Names are those before `NodePlace.fn`. Here there are none.
+        """
         del node, problem
         return {}
 
     @abstractmethod
     def compute(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Compute the node's output without sharding, from `known` tensors, and store it there by name."""
+        """Compute the node's output without sharding from tensors in `known`, and store it there by name.
+
+        `functions` has what `functions` of all nodes of the layer return, under the names of `NodePlace.fn`.
+        """
 
     @abstractmethod
     def compute_gradient(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Store in `known` the contributions to the gradients of the edges read, and the parameters' gradients."""
+        """Store in `known` the contributions to gradients of the edges read, and gradients of parameters.
+
+        `known` has the tensors of the forward part, and the gradient of the node's output.
+        """
 
     def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the kernels of the node on the first rank, which has the largest shards."""
+        """Yield the node's kernels, forward and backward, on the first rank, which has the largest shards.
+
+        This default yields none.
+        """
         del at, roles, sizes
         yield from ()
 

@@ -35,7 +35,10 @@ class TimedRecord(NodeRecord[AnyNode]):
     def works(
         self, node: AnyNode, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield the (lane, work) pairs of a pass, "forward" or "backward", in order, for `tokens` of one rank."""
+        """Yield the (lane, work) pairs of one pass in order, "forward" or "backward", for a rank's `tokens`.
+
+        The lane is "compute", or "experts" for what moves between the ranks of experts.
+        """
 
     def meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
         """Raise UnsupportedError, always: programs of such a node have no equations."""
@@ -54,7 +57,7 @@ class TimedRecord(NodeRecord[AnyNode]):
         _refuse()
 
     def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the computations of one rank, forward and backward, without its transfers."""
+        """Yield the computations of the rank with the most tokens, forward and backward, no transfers."""
         tokens = sizes.tokens(roles.residual)
         for part in ("forward", "backward"):
             for _, work in self.works(at.node, at.problem, tokens, part):
@@ -67,7 +70,10 @@ class TimedRecord(NodeRecord[AnyNode]):
         self._write(at, writer, "forward", ins, (writer.out(at),))
 
     def write_gradient(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the backward part as ops without values, one for each work that `works` yields."""
+        """Write the backward part as ops without values, one for each work that `works` yields.
+
+        Gradients of parameters are left as partial sums where ranks divide the tokens.
+        """
         writer.end_site()
         outs = tuple(writer.contribution(at, edge) for edge in at.node.ins)
         arriving = writer.arriving(at)
@@ -106,13 +112,16 @@ class TimedRecord(NodeRecord[AnyNode]):
 
 
 def with_load(problem: BlockProblem, load: float) -> BlockProblem:
-    """Return the problem with another `load`: the copies of tokens of the most loaded rank divided by the mean."""
+    """Return the problem with another `load` of its `experts`, which must not be None.
+
+    The load is the copies of tokens of the most loaded rank divided by the mean.
+    """
     assert problem.experts is not None
     return replace(problem, experts=replace(problem.experts, load=load))
 
 
 def streamed(problem: BlockProblem, elements: int) -> tuple[str, Work]:
-    """Return (lane, work) of a pass over `elements`, counted as read or written once each."""
+    """Return ("compute", work) of an elementwise call that reads and writes `elements` in all."""
     moved = elements * dtype_bytes(problem.dtype)
     return COMPUTE, Compute(
         "call", max(elements, 1), moved, dtype=problem.dtype, call="elementwise", shape=(elements,)
