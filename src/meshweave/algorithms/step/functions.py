@@ -57,7 +57,7 @@ class StepFunctions:
         self.loss = 0.0
 
     def table(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions that the program calls, by name."""
+        """Return the functions on arrays of this rank that the program calls, by name."""
         table: dict[str, Callable[..., Any]] = dict(self._blocks)
         loss = self._blocks.get("loss")
         if loss is not None:

@@ -168,9 +168,9 @@ Split = tuple[PartTime, PartTime]
 
 
 def layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None:
-    """Return the two backward parts of a layer: gradient of the residual, gradients of weights.
+    """Return a layer's backward part for a micro-batch in two: gradient of the residual, gradients of weights.
 
-    None where tasks are not priced one by one (`LayerBlock.split`).
+    The mean over kinds, without recomputation; None where tasks are not priced one by one (`LayerBlock.split`).
     """
     key = layer_key(parallelism), parallelism.recompute, _of_replicas(parallelism)
     return problem.once("layers in two", key, lambda: _layer_split(problem, parallelism))
@@ -192,7 +192,7 @@ def _layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None
 
 
 def ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, Split] | None:
-    """Return the two backward parts of embedding, and of norm, logits and loss; None as `layer_split`."""
+    """Return the `Split` of embedding, and of norm, logits and loss; None where `LayerBlock.split` is None."""
     return problem.once("ends in two", layer_key(parallelism), lambda: _ends_split(problem, parallelism))
 
 
@@ -222,7 +222,7 @@ def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> fl
 
 
 def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, float, float]:
-    """Return the seconds per layer and micro-batch that the software adds, and a layer's program does not have.
+    """Return the seconds that software adds to a layer (of the first kind) per micro-batch, beyond its program.
 
     They are (forward part, backward part with recomputation, of the latter those for gradients of weights).
     """
@@ -236,7 +236,7 @@ def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, floa
 
 
 def best_config(problem: StepProblem, parallelism: Parallelism) -> BlockConfig:
-    """Return the fastest config of the strategy, with which a layer is priced."""
+    """Return the strategy's fastest config for a layer of the first kind, forward and backward together."""
     return layer_block(problem, parallelism).config
 
 
@@ -255,7 +255,7 @@ def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 
 def least_added_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the seconds that software and plain attention add to a layer, without gaps after its own kernels."""
+    """Return the seconds that software and plain attention add to a layer, but for gaps after own kernels."""
     return sum(_added_s(problem, parallelism, 0, part) for part in ("forward", "backward"))
 
 
@@ -321,7 +321,7 @@ def streamed_s(problem: StepProblem, num_bytes: float) -> float:
 
 
 def call_s(problem: StepProblem, work: Compute) -> float:
-    """Return the seconds of work on one chip of the cluster."""
+    """Return the seconds of an op that computes, on one chip of the cluster."""
     return to_s(compute_ps(problem, with_counts(work)))
 
 
