@@ -39,7 +39,8 @@ from meshweave.ir.program import Program
 class StepEstimate(Estimate):
     """The estimate of a step; its parts are computed when they are asked for.
 
-    Seconds are those of the pipeline rank that works longest, as in `StepParts`. No part has waits for the host.
+    Parts are seconds of the pipeline rank that works longest, from `Step.parts`. They add up to `total_s` but
+    for the time in which the chip waits for its host (`StepParts.host`), which no part has.
     """
 
     step: Step
@@ -50,28 +51,31 @@ class StepEstimate(Estimate):
 
     @property
     def compute_s(self) -> float:
-        """Return the seconds of products, attention and element-wise work of a step, recomputation included."""
+        """Return the seconds of layers, recomputation, embedding, head and loss.
+
+        Exposed communication counts here in the last four, and in `transfer_s` in layers.
+        """
         parts = self.step.parts
         return parts.compute + parts.recompute + parts.ends
 
     @property
     def copy_s(self) -> float:
-        """Return the seconds of the optimizer's update of weights."""
+        """Return the seconds of the optimizer's update of weights that follow the pipeline."""
         return self.step.parts.optimizer
 
     @property
     def launch_s(self) -> float:
-        """Return the seconds of a step outside the model, by the constants of the software stack."""
+        """Return the seconds of a step outside the model, such as logging (`SoftwareStack.step_s`)."""
         return self.step.parts.software
 
     @property
     def sync_s(self) -> float:
-        """Return the seconds of the pipeline bubble, transfers left out."""
+        """Return the seconds of the pipeline bubble as it would be if transfers between stages took no time."""
         return self.step.parts.bubble
 
     @property
     def transfer_s(self) -> float:
-        """Return the seconds of exposed communication, without that of recomputed work."""
+        """Return the seconds of exposed communication, but for recomputation, embedding, head and loss."""
         return self.step.parts.exposed
 
 
@@ -126,16 +130,24 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return StepEstimate(step_of(problem, config))
 
     def outside_s(self, problem: StepProblem, config: Parallelism) -> float:
-        """Return the seconds outside the program: software, and the gradient of a table that both ends share."""
+        """Return the seconds that no op of the program takes (`program.outside_s`).
+
+        They are `SoftwareStack.step_s`, and the sum of a tied embedding's gradient over first and last pipeline
+        rank.
+        """
         return outside_s(step_of(problem, config))
 
     def peak_bytes(self, problem: StepProblem, config: Parallelism, rank: int = 0) -> int:
-        """Return the peak bytes of weights, gradients and buffers on one chip of this rank's pipeline rank.
+        """Return the peak bytes of weights, gradients and buffers on a chip of a pipeline rank.
 
-        Leaves out optimizer states, fragmentation, context and communicators, which `step_memory.memory_of` adds.
+        Leaves out optimizer states, fragmentation, context and communicators, which `step_memory.memory_of`
+        adds.
+
+        Args:
+            rank: a global rank, whose pipeline rank is meant.
 
         Raises:
-            UnsupportedError: no program is written for a step of this kind.
+            UnsupportedError: no program is written for such a step, or layers have experts or latent attention.
         """
         return program_memory(step_of(problem, config).stages)[
             rank // config.stride("pipeline") % config.pipeline
@@ -146,7 +158,12 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     def branches(
         self, problem: StepProblem, part: StepPart | None = None, limit_s: float = math.inf
     ) -> Iterator[StepPart] | None:
-        """Return the smaller parts (`step.parts`) of `part`, or of all for None; None for a configuration."""
+        """Return the parts (`parts.StepPart`) or configurations of which a part consists; None for the latter.
+
+        Args:
+            part: a part, or None for all configurations.
+            limit_s: layouts whose steps surely take this many seconds or more are left out.
+        """
         if isinstance(part, Parallelism):
             return None
         if part is None:
@@ -154,13 +171,18 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return part.tree.branches(part, limit_s)
 
     def lower_bound(self, problem: StepProblem, part: StepPart, *, is_tight: bool = False) -> float:
-        """Return a lower bound of a step's seconds from the layers of the busiest rank; 0 for a `LayoutsPart`."""
+        """Return seconds that no step of a part takes less than; 0 for a `LayoutsPart`.
+
+        Args:
+            is_tight: whether layers of a `LayoutPart` are priced where their ranks lie: a higher bound, but
+                slower.
+        """
         if isinstance(part, Parallelism):
             return least_step_s(problem, part)
         return 0.0 if isinstance(part, LayoutsPart) else part.tree.bound_s(part, is_tight=is_tight)
 
     def row(self, problem: StepProblem, part: StepPart) -> Hashable:
-        """Return a key of degrees and strategy; a ranking shows the best configuration of each."""
+        """Return a key of degrees and strategy: a ranking shows the best of each. A `LayoutsPart` is its own."""
         match part:
             case Parallelism():
                 return row_key(part)
@@ -182,19 +204,28 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     # --- meaning ----------------------------------------------------------------------------------------
 
     def random_inputs(self, problem: StepProblem, seed: int = 0) -> dict[str, Array]:
-        """Return small random integers for the weights of the model, by name."""
+        """Return random integers from -4 to 4 for the weights of the model, by name, in its dtype."""
         return random_weights(problem, seed)
 
     def reference(self, problem: StepProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return the gradients of all weights over the whole batch, and the updated weights, by name."""
+        """Return for each weight W its gradient over the batch, as "DW", and its updated value, as "NEW_W"."""
         return dense_step(problem, inputs)
 
     def operands(self, problem: StepProblem, config: Parallelism, inputs: Arrays) -> dict[str, Array]:
-        """Return the buckets of weights over all ranks, by tensor name, from the weights of the model."""
+        """Return the program's input tensors by name: vectors of the weights of each stage, over all its ranks.
+
+        `inputs` are the weights of the model by name.
+        """
         return LaidWeights(step_of(problem, config)).buckets(inputs)
 
     def results(self, problem: StepProblem, config: Parallelism, outputs: Arrays) -> dict[str, Array]:
-        """Return gradients and updated weights of the model by name, from the program's buckets."""
+        """Return for each weight W of the model its gradient, as "DW", and its updated value, as "NEW_W".
+
+        `outputs` are the program's output tensors.
+
+        Raises:
+            UnsupportedError: the model has 2^24 weights or more.
+        """
         return LaidWeights(step_of(problem, config)).whole(outputs)
 
     def calls(self, problem: StepProblem, config: Parallelism) -> Mapping[str, Callable[..., Any]]:

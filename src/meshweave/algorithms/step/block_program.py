@@ -98,7 +98,7 @@ class StagePlace:
 
 @dataclass(frozen=True)
 class WrittenStep:
-    """The program of a step, and what its buckets (vectors of many weights or gradients) hold.
+    """The program of a step, and what its buckets (a rank's weights or gradients of a layer, as a vector) hold.
 
     Attributes:
         units: the pieces of the model by name.
@@ -114,7 +114,7 @@ class WrittenStep:
     loss_copies: int
 
     def mesh_of(self, rank: int) -> Mesh:
-        """Return the mesh of the pipeline rank that a rank belongs to, with the axes of blocks."""
+        """Return the mesh of the pipeline rank to which a global rank belongs, with the axes of blocks."""
         return next(place.mesh for place in self.stages.values() if rank in place.mesh)
 
 
@@ -138,7 +138,9 @@ class StepPieces:
 def step_pieces(step: Stages) -> StepPieces:
     """Return the parts of the program of a step, on one of its replicas.
 
-    Raises UnsupportedError as `lay_step`, and for layers with experts or latent attention.
+    Raises:
+        UnsupportedError: no program is written for such a step (`lay_step`), or layers have experts or latent
+            attention.
     """
     if has_timed_layers(step.problem):
         raise UnsupportedError(
@@ -148,9 +150,11 @@ def step_pieces(step: Stages) -> StepPieces:
 
 
 def write_step(step: Stages) -> WrittenStep:
-    """Return the program of a step on all chips, to be executed.
+    """Return the program of a step on all chips, to be executed, with what its buckets hold.
 
-    Raises UnsupportedError as `lay_step`, and for layers with experts or latent attention.
+    Raises:
+        UnsupportedError: no program is written for such a step (`lay_step`), or layers have experts or latent
+            attention.
     """
     if has_timed_layers(step.problem):
         raise UnsupportedError(REFUSAL)
@@ -158,7 +162,7 @@ def write_step(step: Stages) -> WrittenStep:
 
 
 def has_timed_layers(problem: StepProblem) -> bool:
-    """Return whether the programs of some layers state costs only and have no equations."""
+    """Return whether programs of some layers (experts, latent attention) state costs only, no equations."""
     return problem.once("timed layers", "", lambda: any(is_timed(graph) for _, graph in problem.model.runs))
 
 

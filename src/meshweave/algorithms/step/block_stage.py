@@ -64,7 +64,7 @@ class BlockStage:
         units: the units of the stage, each with how often it occurs here.
         layers: the names of the units of its layers, in order.
         boundaries: its boundaries, by (stage, next stage, "h" for the residual or "g" for its gradient).
-        stashes: the most micro-batches of which something is kept.
+        stashes: how many micro-batches need slots at once, from one part to another (`Stashes`).
         last: the micro-batch whose backward part is the last here.
         is_split: whether gradients of weights are computed apart from those of the residual.
 
@@ -102,7 +102,7 @@ class BlockStage:
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """Return the meshes on which the stage's buckets lie."""
+        """Return the meshes on which the stage's buckets lie: of all weights but experts', and of experts'."""
         return tuple(each.mesh for each in self.ranks if each is not None)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -200,7 +200,12 @@ class BlockStage:
         yield from self.buckets.end()
 
     def action(self, kind: ActionKind, micro_batch: Index, label: str) -> Iterator[Statement]:
-        """Yield the statements of a compute action, all ops called `label`; none for other kinds of action."""
+        """Yield the statements of a forward or backward action; none for other kinds.
+
+        Args:
+            micro_batch: its number, or an expression for it.
+            label: the name of the includes of layers; other ops have names of their own.
+        """
         part = PART_OF_ACTION.get(kind)
         if part == "forward":
             yield from self._forward(_StagePart(part, micro_batch, label))

@@ -69,9 +69,13 @@ class PartTime:
 
 @dataclass(frozen=True)
 class BlockTime:
-    """The time of a block, and how many kernels, collectives and messages to one rank its host issues.
+    """The time of a block for one micro-batch, and what its host issues for it.
 
-    `exchange_s` are the seconds in which tokens travel to experts and back, hidden or not.
+    Attributes:
+        part: its seconds.
+        kernels, collectives: how many of these the host issues.
+        messages: how many point-to-point transfers it issues.
+        exchange_s: seconds in which tokens travel to experts and back, hidden or not; 0 by `estimated`.
     """
 
     part: PartTime
@@ -86,8 +90,12 @@ class PricedTasks:
 
     Args:
         steps: the tasks in order of issue. Reductions of weight gradients are left out (`is_summed_later`).
-        products: the dtypes of the three products of training; None for the problem's dtype.
+        products: the dtypes by which the three products of training are priced; None for the problem's dtype.
         problem: whose chip prices the computing.
+
+    Attributes:
+        kernels, collectives, messages: how many kernels, collectives and point-to-point transfers these are.
+        computing_ps: picoseconds of all computing together.
     """
 
     def __init__(self, steps: list[FlatTask], products: ProductDtypes | None, problem: StepProblem) -> None:
@@ -121,9 +129,11 @@ class PricedTasks:
         self.computing_ps = sum(self._durations)
 
     def time(self, machine: Machine, known: dict[Transfer, int], waits: bool) -> BlockTime:
-        """Return the time of one micro-batch on a machine; `known` caches picoseconds of transfers there.
+        """Return the time of the tasks on a machine, without waits for the host.
 
-        If the software waits for each transfer (`waits`), no transfer is hidden.
+        Args:
+            known: caches the picoseconds of each transfer on this machine.
+            waits: whether the software waits for each transfer, so that none is hidden.
         """
         durations = self._priced(machine, known)
         communication = context = exchanges = 0
@@ -180,9 +190,9 @@ class PricedTasks:
         return durations
 
     def issued(self, machine: Machine, known: dict[Transfer, int], start: int = 0) -> list[IssuedTask]:
-        """Return the tasks from number `start` on as a host issues them, numbered from 0.
+        """Return the tasks from number `start` on as a host issues them, with waits numbered from 0 again.
 
-        Tasks before `start` are taken to have ended.
+        Tasks before `start` are taken to have ended. `known` caches the picoseconds of transfers there.
         """
         durations = self._priced(machine, known)
         transfers = {place: work for place, work, _ in self._transfers}
@@ -201,7 +211,7 @@ class PricedTasks:
 
 
 def compute_ps(problem: StepProblem, work: Compute) -> int:
-    """Return the picoseconds of work on one chip of the cluster."""
+    """Return the picoseconds of an op that computes, on one chip of the problem's cluster."""
     known = problem.cache("computing")
     ticks: int | None = known.get(work)
     if ticks is None:
@@ -210,9 +220,13 @@ def compute_ps(problem: StepProblem, work: Compute) -> int:
 
 
 def adapted_compute(work: Compute, products: ProductDtypes | None, part: ProductPart = "forward") -> Compute:
-    """Return work as a step prices it: products in the dtype of their part, ring attention to half of the keys.
+    """Return the work of an op as a step prices it.
 
-    Attention that declares as many keys as queries, without a causal mask, is taken for a turn of ring attention.
+    Products, and calls of experts, get the dtype that `products` has for their part, if it has one. Attention
+    of as many keys as queries, as only a turn of ring attention without a mask has, gets half of the keys.
+
+    Args:
+        part: which of the three products of training the op is; calls of experts say it themselves.
     """
     if work.kind == "matmul" and products is not None:
         dtype = getattr(products, part)
@@ -233,7 +247,10 @@ def is_call(task: FlatTask, work: str) -> bool:
 
 
 def estimated(skeleton: Skeleton, machine: Machine, waits: bool) -> BlockTime:
-    """Return the time of a block whose tasks are a skeleton; `waits` is that of `PricedTasks.time`."""
+    """Return the time of a block by its skeleton's estimate; all exposed communication counts as `tensor_s`.
+
+    `waits` says whether the software waits for each transfer, so that none is hidden.
+    """
     time = estimate_skeleton(skeleton, machine)
     exposed_s = max(time.total_s - time.compute_s - time.copy_s, 0.0)
     computing_s = time.total_s - exposed_s
@@ -251,7 +268,7 @@ def estimated(skeleton: Skeleton, machine: Machine, waits: bool) -> BlockTime:
 def is_summed_later(lane: str, work: Work) -> bool:
     """Return whether a task reduces gradients of weights, which a step does once and not per micro-batch.
 
-    A reduce-scatter inside a 2D product is no such task.
+    That is any task in a lane for gradients, but for a reduce-scatter, which is inside a 2D product.
     """
     return lane.endswith(_GRADIENTS) and not (isinstance(work, Transfer) and work.kind == "reduce_scatter")
 
@@ -281,9 +298,9 @@ def without_gradients(skeleton: Skeleton) -> Skeleton:
 
 
 def adapted_skeleton(skeleton: Skeleton, products: ProductDtypes | None) -> Skeleton:
-    """Return a skeleton whose work is changed by `adapted_compute`.
+    """Return a skeleton whose ops that compute have the work that `adapted_compute` returns for them.
 
-    Without `products` the work of skeletons inside of it is not changed.
+    Without `products` the work inside of 2D products is not changed.
 
     Raises:
         UnsupportedError: the three products of training have different dtypes.

@@ -36,7 +36,7 @@ from meshweave.ir.skeleton import Skeleton
 
 
 def layer_key(parallelism: Parallelism) -> tuple[object, ...]:
-    """Return the fields of `parallelism` that a layer's time depends on, as a cache key."""
+    """Return what of `parallelism` a layer's time without recomputation depends on, as a cache key."""
     p = parallelism
     experts = (p.expert, p.expert_tensor, expert_axes(p)) if p.expert * p.expert_tensor > 1 else ()
     return p.strategy, p.micro_batch, block_axes(p), experts
@@ -45,10 +45,11 @@ def layer_key(parallelism: Parallelism) -> tuple[object, ...]:
 def block_of(
     problem: StepProblem, parallelism: Parallelism, training: bool = True, vocabulary: int = 0
 ) -> BlockProblem:
-    """Return one layer, for one micro-batch of one replica, as a block on its tensor and context ranks.
+    """Return one layer (of the model's first kind) for one micro-batch on its context and tensor ranks.
 
-    It is forward and backward, or forward alone without `training`. With a `vocabulary` it has embedding, last
-    norm, logits and loss as well.
+    Args:
+        training: whether it is forward and backward; forward alone otherwise.
+        vocabulary: the words of an embedding before it, and of norm, logits and loss after it; 0 for neither.
     """
     shape = tuple(size for _, size, _ in block_axes(parallelism))
     work = Workload(parallelism.micro_batch, problem.sequence, problem.dtype)
@@ -57,14 +58,21 @@ def block_of(
 
 
 def layer_block(problem: StepProblem, parallelism: Parallelism) -> LayerBlock:
-    """Return the block of a layer on its ranks. Raises LayoutError or UnsupportedError as `strategy_of`."""
+    """Return the layer (of the first kind) on its ranks, with products in the problem's precision.
+
+    Layouts with an equal `layer_key` share one object.
+
+    Raises:
+        UnsupportedError: there is no such strategy.
+        LayoutError: the strategy does not fit the ranks of a step (`strategy_of`).
+    """
     return _block(problem, parallelism, 0, problem.products)
 
 
 def wide_block(problem: StepProblem, parallelism: Parallelism, vocabulary: int) -> LayerBlock:
-    """Return the block of a layer priced in the step's own dtype, whatever its products' recipe.
+    """Return the layer with all products in the problem's `dtype`, also where its `precision` is a lower one.
 
-    With a `vocabulary` it has embedding, last norm, logits and loss as well.
+    Embedding, head and loss are priced so. `vocabulary` is their number of words; 0 for a layer without them.
     """
     return _block(problem, parallelism, vocabulary, None)
 
@@ -79,14 +87,15 @@ def _block(
 class LayerBlock:
     """One layer, with or without embedding and head, on the ranks that share it, for one micro-batch.
 
-    `split`, `issued` and `ring` are None where tasks are not priced one by one: where the strategy includes 2D
-    products with broadcasts in chains, or its slices do not divide a micro-batch evenly.
+    Times leave out recomputation, reductions of gradients of weights, and waits for the host. `split`,
+    `issued` and `ring` are None where tasks are not priced one by one: where the strategy includes 2D
+    products whose slices may be unequal, or whose mesh rows do not divide the micro-batch.
 
     One object serves all configurations with an equal `layer_key`.
 
     Attributes:
-        vocabulary: that of embedding and loss; 0 for a layer alone.
-        products: the dtypes of the three products of training; None for the problem's dtype.
+        vocabulary: words of embedding and loss; 0 for a layer alone.
+        products: the dtypes by which the three products of training are priced; None for the problem's dtype.
     """
 
     def __init__(
@@ -119,7 +128,7 @@ class LayerBlock:
 
     @property
     def config(self) -> BlockConfig:
-        """Return the config that is fastest for forward and backward part together.
+        """Return the config for which forward and backward part together take least.
 
         Raises:
             LayoutError: the layer does not fit the strategy.
@@ -128,17 +137,25 @@ class LayerBlock:
 
     @property
     def whole(self) -> BlockTime:
-        """Return the time of forward and backward part of one micro-batch. Raises LayoutError as `config`."""
+        """Return the time of forward and backward part together.
+
+        Raises:
+            LayoutError: the layer does not fit the strategy.
+        """
         return self._best[0]
 
     @cached_property
     def forward(self) -> BlockTime:
-        """Return the time of the forward part, in the config that is fastest for both. Raises as `config`."""
+        """Return the time of the forward part, in the config that is fastest for both parts.
+
+        Raises:
+            LayoutError: the layer does not fit the strategy.
+        """
         return self._time(False, self.config)
 
     @cached_property
     def split(self) -> tuple[PartTime, PartTime] | None:
-        """Return the times of the two backward parts: gradient of the residual, gradients of weights.
+        """Return the times of the backward part in two: gradient of the residual, gradients of weights.
 
         None where tasks are not priced one by one.
         """
@@ -149,7 +166,7 @@ class LayerBlock:
 
     @property
     def issued(self) -> tuple[list[IssuedTask], list[IssuedTask]] | None:
-        """Return the tasks of the forward and of the backward part in the order in which the host issues them.
+        """Return the tasks of forward and backward part, each in the order in which the host issues them.
 
         None where tasks are not priced one by one.
         """
@@ -181,7 +198,7 @@ class LayerBlock:
         return priced.time(self._machine, self._transfers, self.problem.stack.waits_for_tensor).part
 
     def piece(self, training: bool, piece: Piece) -> BlockTime:
-        """Return the time of embedding or head alone, forward or (`training`) forward and backward."""
+        """Return the time of `piece` ("embedding" or "head"), forward or (`training`) forward and backward."""
         problem, entry, config = self.problem, self._entry, self.config
         block = block_of(problem, self._ranks, training, problem.model.vocab_size or 0)
         key = entry.name, block, config, piece  # wherever the ranks lie
@@ -192,7 +209,8 @@ class LayerBlock:
     def spans(self) -> tuple[TaskSpan, ...] | None:
         """Return when each task of `whole` begins and ends; None where broadcasts go along chains of ranks.
 
-        Raises LayoutError as `config`.
+        Raises:
+            LayoutError: the layer does not fit the strategy.
         """
         machine = self._machine
         return task_spans(self._skeleton(True, self.config), lambda work: price(work, machine).total_ps)

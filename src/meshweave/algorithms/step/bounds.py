@@ -74,17 +74,19 @@ class LayerBounds:
         return flops / self._most_flops_per_s / (sizes.context * sizes.tensor)
 
     def apart(self) -> LayerBounds:
-        """Return bounds of the same space that share the prices of kernels, with representatives of their own."""
+        """Return bounds of the same space with the same prices of kernels, but no representatives chosen yet."""
         other = copy(self)
         other._layers, other._places = {}, {}
         return other
 
     def kernels_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
-        """Return the least seconds of a layer and micro-batch wherever its ranks lie, forward and backward.
+        """Return the least seconds of a layer and micro-batch, forward and backward, wherever its ranks lie.
 
-        They are products, attention and what the software adds.
+        They are products, attention and what the software adds; with `recompute` "full" the forward products and
+        attention count twice. Layers of several kinds count as their mean.
 
-        Raises LayoutError where the strategy does not fit.
+        Raises:
+            LayoutError: the strategy does not fit.
         """
         sizes = layout.tensor, layout.context, layout.experts
         key = layout.strategy, sizes, micro_batch
@@ -98,9 +100,12 @@ class LayerBounds:
         return both_s + self._added[with_data] + (forward_s if recompute == "full" else 0.0)
 
     def layer_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
-        """Return the seconds of `bare_layer_s` in a layout, plus a lower bound of those of recomputation.
+        """Return a lower bound of a layer's seconds for one micro-batch, forward and backward, in a layout.
 
-        Raises LayoutError where the strategy does not fit.
+        Communication counts, but for recomputation, of which the kernels alone do. Waits for the host do not.
+
+        Raises:
+            LayoutError: the strategy does not fit.
         """
         layout = self.representative(layout)
         key = layout, micro_batch
@@ -110,14 +115,24 @@ class LayerBounds:
         return self._layers[key] + again_s
 
     def head_s(self, layout: StepLayout, micro_batch: int) -> float:
-        """Return the seconds of last norm, logits and loss per micro-batch. Raises LayoutError as `layer_s`."""
+        """Return the seconds of last norm, logits and loss for one micro-batch, forward and backward.
+
+        Raises:
+            LayoutError: the strategy does not fit.
+        """
         _, head = ends_time(
             self._problem, self.representative(layout).choice(micro_batch, _ANY, 1, 0, "none")
         )
         return max(head.forward.total_s + head.backward.total_s, 0.0)
 
     def recomputed_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute) -> float:
-        """Return the seconds of a layer and micro-batch with recomputation. Raises LayoutError as `layer_s`."""
+        """Return the seconds of a layer for one micro-batch, forward, backward and what is computed again.
+
+        They are those of `layer_time`; with `recompute` "none" without waits for the host.
+
+        Raises:
+            LayoutError: the strategy does not fit.
+        """
         if recompute == "none":
             return self.layer_s(layout, micro_batch)
         layer = layer_time(
@@ -126,10 +141,10 @@ class LayerBounds:
         return layer.forward.total_s + layer.backward.total_s + layer.recompute.total_s
 
     def representative(self, layout: StepLayout) -> StepLayout:
-        """Return the layout that stands for all with equally long layers: the first one that was asked for.
+        """Return the layout whose layers are priced for all layouts with equally long ones: the first asked for.
 
-        Layers are equally long where strategy, tensor and context degrees are equal, groups lie on links of
-        the same levels, and all have replicas or none. So layers are priced once for all such layouts.
+        Layers take equally long where strategy, tensor, context and expert degrees are equal, groups lie on
+        links of the same levels, and all layouts have several replicas or all have one.
         """
         sizes: dict[Degree, int] = {"tensor": ranks_of(layout.tensor), "context": layout.context}
         places = (

@@ -20,7 +20,10 @@ from meshweave.ir.program.views import FULL, Range, View
 
 
 class BucketViews:
-    """The buckets of one stage (vectors of the weights or gradients of many layers), and views of their parts.
+    """The buckets of one stage as buffers, and views of their parts.
+
+    A bucket is a vector of all weights, or gradients, of one layer on a rank. A buffer has the buckets of all
+    layers of a unit in this stage, one after the other.
 
     Args:
         number: of the stage.
@@ -47,7 +50,12 @@ class BucketViews:
         self.units = {each.name: (each, count) for unit, count in units.values() for each in unit.buckets}
 
     def term(self, unit: Unit, weight: Weight, layer: Index, at: Index) -> View:
-        """Return the view of a layer's gradient of `weight` from micro-batch `at`, not yet added to a bucket."""
+        """Return the view of a weight's gradient from one micro-batch, before it is added to the bucket.
+
+        Args:
+            layer: its number among the layers of the unit in this stage.
+            at: the micro-batch.
+        """
         name = f"d{weight.name}"
         slots = self.early.get(f"{unit.name}_{name}", 0)
         slot = (at % slots) * self.units[unit.name][1] + layer if slots else 0

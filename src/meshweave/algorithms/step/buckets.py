@@ -125,16 +125,18 @@ class StageBuckets(BucketViews):
     def waits_to_gather(
         self, unit: Unit, layer: Index, ins: tuple[View, ...], *, is_forward: bool
     ) -> Iterator[Op]:
-        """Yield a call that the first gather of an action waits for: it writes an element that is gathered then.
+        """Yield a call before the first gather of an action, which cannot begin before this call ends.
 
-        `ins` are views that the call reads, and so waits for. Yields nothing where no gather overlaps.
+        The call reads `ins`, and writes an element that the gather overwrites. Yields nothing where no gather
+        overlaps.
         """
         yield from self._before_gather(self._gathers_beside(unit, layer, is_forward=is_forward), ins)
 
     def weights_used(self, unit: Unit, layer: Index) -> Iterator[Op]:
-        """Yield a call after a part of a layer that lets the next gather reuse the memory of its weights.
+        """Yield a call after a part of a layer, after which the next gather may overwrite its gathered weights.
 
-        The weights of two layers are gathered at a time: those of the layer in use and of the next one.
+        There is memory for the weights of two layers: the one in use and the next. Yields nothing where weights
+        are not gathered for each part (ZeRO-3), or the stage has at most two layers of the unit.
         """
         for each in unit.buckets:
             if self.settings_of(each).shards_weights and self.units[each.name][1] > GATHERED_LAYERS:
@@ -189,9 +191,10 @@ class StageBuckets(BucketViews):
     # --- gradients --------------------------------------------------------------------------------------
 
     def gradients(self, unit: Unit, layer: Index, at: Index) -> Iterator[Statement]:
-        """Yield what follows a layer's gradients of micro-batch `at`: adding them to the bucket, reductions.
+        """Yield what follows a layer's gradients for micro-batch `at`: adding them up, and reductions.
 
-        Reductions of a micro-batch that overlap with other work come later (`reductions_beside`).
+        Where each micro-batch reduces its gradients, the share of a reduction that overlaps with other work is
+        not among these (`reductions_beside`); else the exposed share is not (`end`).
         """
         for each in unit.buckets:
             yield from self._added(each, layer, at)
@@ -227,8 +230,11 @@ class StageBuckets(BucketViews):
     def waits_for_reductions(self, unit: Unit, sent: tuple[View, ...]) -> Iterator[Op]:
         """Yield a call that ends an action once the gradients of a unit's first layer are reduced.
 
+        Yields nothing where gradients are reduced once a step, or where no reduction overlaps and nothing is
+        sent.
+
         Args:
-            sent: the gradient that goes to another stage then, if any.
+            sent: the view of the residual's gradient that goes to another stage afterwards; () for none.
         """
         reduced = [each for each in unit.buckets if self.settings_of(each).reduces_each]
         if reduced and (self.settings_of(unit).overlap or sent):
@@ -270,7 +276,7 @@ class StageBuckets(BucketViews):
             yield Call(fn="add", outs=(out,), ins=(src, out), lane=lane, name="add gradients")
 
     def end(self) -> Iterator[Statement]:
-        """Yield the statements after the last action: exposed reductions, and the update of the weights."""
+        """Yield the statements after the last action: exposed reductions, then the update of the weights."""
         order = self._in_order()[::-1]
         for unit, count in order:
             late = [each for each in unit.buckets if not self.settings_of(each).reduces_each]

@@ -36,7 +36,9 @@ def can_be_laid_out(problem: StepProblem, parallelism: Parallelism) -> bool:
 def check_laid_out(problem: StepProblem, parallelism: Parallelism) -> None:
     """Raise an error of one line where a step cannot be laid out; degrees of experts are not checked.
 
-    Raises as `check_step` does.
+    Raises:
+        LayoutError: the degrees do not fit the chips, the batch, the model or the strategy.
+        UnsupportedError: a strategy or schedule is unknown.
     """
     model, p = problem.model, parallelism
     _check_chips(problem, p)

@@ -128,7 +128,10 @@ def step(
 
 
 def with_defaults(problem: StepProblem, degrees: dict[str, Any]) -> Parallelism:
-    """Return the parallelism with these attributes; without `data`, with as many replicas as fit, at least one."""
+    """Return the parallelism with these attributes, by their names.
+
+    Without "data" it has as many replicas as the chips of the cluster have room for, at least one.
+    """
     if "data" not in degrees:
         alone = {"zero_group": None, "expert": 1, "expert_tensor": 1}  # what replicas are shared by
         size = Parallelism(**{**degrees, **alone}).num_ranks
@@ -137,7 +140,7 @@ def with_defaults(problem: StepProblem, degrees: dict[str, Any]) -> Parallelism:
 
 
 def update_times_s(problem: StepProblem, parallelism: Parallelism) -> list[float]:
-    """Return for each pipeline rank the seconds of the optimizer's update of weights."""
+    """Return for each pipeline rank the seconds of the update of weights, casts to low precision included."""
     p, known, out = parallelism, problem.cache("optimizer"), []
     layers = rank_layers(problem.model.num_layers, p.schedule, p.pipeline, p.virtual_stages)
     for count in rank_parameters(problem, parallelism, layers):

@@ -71,8 +71,9 @@ def data_parallel_time(
 ) -> DataParallelTime:
     """Return the seconds of the collectives of one layer's weights, and of an embedding table.
 
-    Those of a layer are the mean over the model's, or over those of a stage: `counts` are its numbers of layers of
-    each of `problem.kinds`.
+    Args:
+        counts: the numbers of layers of each of `problem.kinds` in a stage, over which those of a layer are the
+            mean; () for the mean over the model.
     """
     table = table_parameters(problem, parallelism)
     table_s = _reduce_s(problem, parallelism, table * problem.gradient_bytes)
@@ -147,9 +148,10 @@ def _reduce_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) ->
 def exposed_s(
     layers: int, compute_s: float, communication_s: float, overlap: float, queued_s: float = 0.0
 ) -> float:
-    """Return the seconds that communication adds to the computing of all layers, if each layer's follows it.
+    """Return the seconds by which communication lengthens the computing of `layers` layers, one after the other.
 
-    They are the same if each layer's communication comes before its computing: that is the reverse in time.
+    Each layer's communication follows its computing, as reductions do. Gathers come before the computing, which
+    is the same, reversed in time.
 
     Args:
         layers: number of layers.

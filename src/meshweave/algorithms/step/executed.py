@@ -19,9 +19,9 @@ def check_executed(problem: StepProblem, parallelism: Parallelism) -> None:
     """Raise an error of one line where this runtime does not execute a configuration of a model.
 
     Raises:
-        LayoutError: the degrees do not fit the chips, the batch or the model.
-        UnsupportedError: the stack does not run them, or the strategy splits rows that a router reads, or has
-            weights in parts that ZeRO cannot divide.
+        LayoutError: the degrees do not fit the chips, the batch, the model or the strategy.
+        UnsupportedError: the problem's stack does not run the configuration, or the strategy splits rows that a
+            router reads, or has weights in parts that ZeRO cannot divide.
     """
     check_parallelism(problem.stack, parallelism)
     check_laid_out(problem, parallelism)
@@ -35,7 +35,10 @@ def check_executed(problem: StepProblem, parallelism: Parallelism) -> None:
 
 
 def splits_rows(roles: Roles, mesh: tuple[int, ...]) -> bool:
-    """Return whether ranks have parts of a token's features, of which a router reads all; `mesh` is a shape."""
+    """Return whether some rank has only a part of a token's features, which a router needs whole.
+
+    `roles` and `mesh` (sizes of its axes) are those of `layer_roles`.
+    """
     return roles.is_flat or num_parts(roles.residual, mesh, ("hidden",)) > 1
 
 
@@ -71,7 +74,10 @@ def uneven_sequence(parallelism: Parallelism, sequence: int) -> str:
 
 
 def layer_roles(parallelism: Parallelism) -> tuple[Roles, tuple[int, ...]]:
-    """Return the roles of the ranks of a layer, and the shape of their mesh."""
+    """Return the role of each axis of a layer's mesh, and the sizes of these axes.
+
+    They are (context, d1, d2) with a ring of context ranks, else (d1, d2). An axis of a single rank is idle.
+    """
     context = (parallelism.context,) if parallelism.context > 1 else ()
     mesh = (*context, *parallelism.tensor_mesh)
     axes = zip(strategy_of(parallelism).roles, mesh, strict=True)

@@ -64,7 +64,7 @@ which nothing needs."""
 
 
 def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute: ActivationRule) -> int:
-    """Return the bytes that one micro-batch keeps of one layer on each rank, for its backward part."""
+    """Return the bytes that one micro-batch keeps of a layer (the first kind) on each rank, for backward."""
     kept = problem.once("kept", recompute, lambda: _kept(problem, recompute))
     tokens, num_parts = parallelism.micro_batch * problem.sequence, num_parts_of(parallelism)
     keeps = any(role.keeps_gathered for role in strategy_of(parallelism).roles[-2:])
@@ -150,11 +150,11 @@ def framework_memory(
     ranks: Sequence[int] | None = None,
     recompute: ActivationRule | None = None,
 ) -> Memory:
-    """Return the bytes on a chip of each pipeline rank.
+    """Return the bytes on a chip of each pipeline rank, or of those in `ranks`, in order.
 
     Args:
         layers: the number of layers of each pipeline rank.
-        stashes: for each rank the most stashes that it holds at once, one per stage and micro-batch.
+        stashes: for each pipeline rank the most stashes that it holds at once, one per stage and micro-batch.
         ranks: the pipeline ranks to count; None for all.
         recompute: what the forward part keeps; None for what the parallelism says.
     """
@@ -190,12 +190,15 @@ def least_held(
     stashes: tuple[int, ...],
     ranks: Sequence[int],
 ) -> Memory:
-    """Return a lower bound of what the program of a step holds on a chip of some pipeline ranks.
+    """Return a lower bound of what a step's program holds on a chip of each of the pipeline ranks in `ranks`.
 
     It counts weights, their states, and what layers keep, but no scores, masks or second tensor of the gate.
-    When most micro-batches are kept, a backward part begins: it has the gradient of the residual, what the
-    first of its layers has computed again, and under ZeRO-3 the weights of that layer. Arguments are those of
-    `framework_memory`.
+    When most micro-batches are kept, a backward part begins: it has the gradient of the residual, what the first
+    of its layers has computed again, and under ZeRO-3 the weights of that layer.
+
+    Args:
+        layers: the number of layers of each pipeline rank of the step.
+        stashes: for each of them the most stashes that it holds at once, one per stage and micro-batch.
     """
 
     def without_copies() -> StepProblem:

@@ -33,11 +33,12 @@ class StepFunctions:
         blocks: the functions of the programs of blocks.
         mesh: the ranks of the pipeline rank, with the axes of blocks.
         rank: the rank whose functions these are.
-        update: the optimizer.
+        update: the optimizer: returns new weights from ((unit, stage), weights, gradients), vectors of a rank's
+            part.
         zeros: makes a vector of so many zeros, in the array library and dtype of all other values.
 
     Attributes:
-        tokens, targets: token numbers of the step, as floats (sequences, length).
+        tokens, targets: token numbers of the whole batch, as floats (sequences, length); set before a step.
         loss: the sum of the losses of the tokens of this rank since it was set to 0.
     """
 
@@ -56,7 +57,7 @@ class StepFunctions:
         self.loss = 0.0
 
     def table(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions that the program calls, by name."""
+        """Return the functions on arrays of this rank that the program calls, by name."""
         table: dict[str, Callable[..., Any]] = dict(self._blocks)
         loss = self._blocks.get("loss")
         if loss is not None:

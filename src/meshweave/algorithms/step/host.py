@@ -24,8 +24,12 @@ _PASSES = 3
 
 @dataclass(frozen=True)
 class IssuedTask:
-    """A task of a layer's forward or backward part: kind, picoseconds, and numbers of the tasks that it waits
-    for.
+    """A task of a layer's forward or backward part, as its host issues it.
+
+    Attributes:
+        kind: "kernel", "collective", or "transfer" for a point-to-point message.
+        ticks: picoseconds on the chip.
+        waits: numbers, in the list of the part's tasks, of those that it waits for.
     """
 
     kind: IssuedKind
@@ -39,7 +43,7 @@ class IssueCounts:
 
     Attributes:
         kernels, collectives: how many of these it issues.
-        messages: how many messages to one rank, at the rate of transfers.
+        messages: how many point-to-point messages, each in `HostRates.transfer_s`.
         layers: of how many layers it runs the Python code.
     """
 
@@ -49,9 +53,11 @@ class IssueCounts:
     layers: int = 0
 
     def seconds(self, host: HostRates, graphs: bool = False, captured: float = 0.0) -> float:
-        """Return the seconds in which a host issues them; with `graphs` all of them at once, as one kernel.
+        """Return the seconds in which a host issues them.
 
-        Without `graphs` a share `captured` (0 to 1) of kernels and Python code costs nothing.
+        Args:
+            graphs: whether all of them are one captured graph, which costs as much as one kernel.
+            captured: without `graphs`, the share (0 to 1) of kernels and Python code that costs nothing.
         """
         if graphs:
             return host.kernel_s * (self.kernels > 0)

@@ -17,8 +17,8 @@ from meshweave.base.units import to_ps, to_s
 def unfused_of(problem: StepProblem, parallelism: Parallelism, part: str) -> UnfusedKernels:
     """Return the kernels of a layer's part, "forward" or "backward", that the stack does not fuse.
 
-    `SoftwareStack.copies` are added where the part communicates: with tensor ranks, backward with replicas, and
-    forward with replicas that shard.
+    `SoftwareStack.copies` are added where the part communicates: always with tensor ranks; backward with several
+    data or context ranks; forward where ZeRO shards over these.
     """
     stack, p, is_forward = problem.stack, parallelism, part == "forward"
     unfused = stack.forward if is_forward else stack.backward
@@ -32,7 +32,7 @@ softmax and dropout."""
 
 
 def issue_counts(block: LayerBlock, parallelism: Parallelism) -> tuple[IssueCounts, IssueCounts]:
-    """Return the operations that the host issues in the forward and in the backward part of one layer."""
+    """Return what the host issues in a layer's forward and in its backward part, without recomputation."""
     problem, first, whole = block.problem, block.forward, block.whole
     plain = _PLAIN_KERNELS if problem.attention_kind == "plain" else dict.fromkeys(_PLAIN_KERNELS, 0)
     stack = problem.stack
@@ -75,8 +75,9 @@ def stalls_s(
 ) -> tuple[float, float]:
     """Return the seconds by which host waits for collectives lengthen a layer's forward and backward part.
 
-    `added_s` are seconds that the software adds to the two parts. Both results are 0 without a host that waits,
-    with graphs, without collectives, and where tasks are not priced one by one (`LayerBlock.issued`).
+    `added_s` are seconds on the chip that the software adds to the two parts. Both results are 0 where the host
+    does not wait or has graphs, without collectives, and where tasks are not priced one by one
+    (`LayerBlock.issued`).
     """
     host, first, whole = block.problem.host, block.forward, block.whole
     if host is None or not host.waits or block.problem.stack.graphs or not whole.collectives:

@@ -37,9 +37,10 @@ class LayerRun:
     """Layers `start` to `start + turns * len(kinds) - 1`, whose kinds repeat.
 
     Attributes:
-        before: the kinds of the layers before the run.
-        next: the kind of the layer after the run, "" for none; where the run has several turns, that of its own
-            first layer.
+        kinds: the kinds of the layers of one turn.
+        before: the kinds of the layers of the stage before the run.
+        next: the kind of the layer after the run, "" for none; with several turns always that of its first
+            layer.
     """
 
     start: int

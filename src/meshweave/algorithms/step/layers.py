@@ -194,7 +194,7 @@ def _layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None
 
 
 def ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, Split] | None:
-    """Return the two backward parts of embedding, and of norm, logits and loss; None as `layer_split`."""
+    """Return the `Split` of embedding, and of norm, logits and loss; None where `LayerBlock.split` is None."""
     return problem.once("ends in two", layer_key(parallelism), lambda: _ends_split(problem, parallelism))
 
 
@@ -224,7 +224,7 @@ def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> fl
 
 
 def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, float, float]:
-    """Return the seconds per layer and micro-batch that the software adds, and a layer's program does not have.
+    """Return the seconds that software adds to a layer (of the first kind) per micro-batch, beyond its program.
 
     They are (forward part, backward part with recomputation, of the latter those for gradients of weights).
     """
@@ -238,7 +238,7 @@ def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, floa
 
 
 def best_config(problem: StepProblem, parallelism: Parallelism) -> BlockConfig:
-    """Return the fastest config of the strategy, with which a layer is priced."""
+    """Return the strategy's fastest config for a layer of the first kind, forward and backward together."""
     return layer_block(problem, parallelism).config
 
 
@@ -257,7 +257,7 @@ def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 
 def least_added_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the seconds that software and plain attention add to a layer, without gaps after its own kernels."""
+    """Return the seconds that software and plain attention add to a layer, but for gaps after own kernels."""
     return sum(_added_s(problem, parallelism, 0, part) for part in ("forward", "backward"))
 
 
@@ -323,7 +323,7 @@ def streamed_s(problem: StepProblem, num_bytes: float) -> float:
 
 
 def call_s(problem: StepProblem, work: Compute) -> float:
-    """Return the seconds of work on one chip of the cluster."""
+    """Return the seconds of an op that computes, on one chip of the cluster."""
     return to_s(compute_ps(problem, with_counts(work)))
 
 

@@ -52,13 +52,16 @@ def _shapes(problem: StepProblem) -> dict[str, tuple[int, ...]]:
 
 
 def random_weights(problem: StepProblem, seed: int) -> dict[str, Array]:
-    """Return small random integers for the weights of a model, by name."""
+    """Return random integers from -4 to 4 for the weights of a model, by name, in the problem's dtype."""
     draw, shapes = np.random.default_rng(seed), _shapes(problem)
     return {name: draw.integers(-4, 5, shape).astype(problem.dtype) for name, shape in shapes.items()}
 
 
 def batch_of(problem: StepProblem) -> tuple[Array, Array]:
-    """Return the random tokens and targets of a step, each (batch, sequence)."""
+    """Return the random tokens and targets of a step, each (batch, sequence); always the same.
+
+    Token numbers are in the problem's dtype, as calls take them.
+    """
     draw = np.random.default_rng(problem.batch)
     sizes = 2, problem.batch, problem.sequence
     tokens, targets = draw.integers(0, problem.model.vocab_size or 1, sizes).astype(problem.dtype)
@@ -66,7 +69,10 @@ def batch_of(problem: StepProblem) -> tuple[Array, Array]:
 
 
 def dense_step(problem: StepProblem, weights: Arrays) -> dict[str, Array]:
-    """Return the gradients of all weights, and the weights after the step, by name, without sharding."""
+    """Return for each weight W its gradient over the whole batch as "DW", and "NEW_W": W less that gradient.
+
+    `weights` are those of the model by name, unsharded.
+    """
     tokens, targets = batch_of(problem)
     ids = np.arange(problem.model.vocab_size or 0).astype(problem.dtype)
     given = {TOKENS_IN: tokens, TARGETS: targets, IDS_IN: ids, IDS_OUT: ids}
@@ -76,14 +82,22 @@ def dense_step(problem: StepProblem, weights: Arrays) -> dict[str, Array]:
 
 
 class LaidWeights:
-    """Converts weights between a model and its step's program, and has the functions that the program calls."""
+    """Converts weights between a model and its step's program, and has the functions that the program calls.
+
+    Raises:
+        UnsupportedError: no program is written that can be executed (`write_step`).
+    """
 
     def __init__(self, step: Step) -> None:
         self.problem, self._written = step.problem, write_step(step.stages)
         self.program = self._written.program.expanded
 
     def buckets(self, weights: Arrays) -> dict[str, Array]:
-        """Return the program's tensors of weights by name, from the weights of the model."""
+        """Return the program's input tensors from the weights of the model by name.
+
+        Each is a vector over all ranks of a stage: the weights of the stage's layers of one unit, "W0_layer" for
+        stage 0.
+        """
         out = {}
         for name, shape, shards in self._shards(weights, "w"):
             whole = np.zeros(shape, self.problem.dtype)
@@ -93,9 +107,10 @@ class LaidWeights:
         return out
 
     def whole(self, outputs: Arrays) -> dict[str, Array]:
-        """Return gradients and updated weights of the model by name, from the program's output tensors.
+        """Return for each weight W of the model its gradient as "DW" and its updated value as "NEW_W".
 
-        Consecutive numbers are laid out as weights to find out where each element lies in the buckets.
+        `outputs` are the program's output tensors. Consecutive numbers are laid out as weights to find out where
+        each element lies in them.
 
         Raises:
             UnsupportedError: the model has too many weights to be numbered.

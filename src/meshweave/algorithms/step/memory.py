@@ -30,6 +30,8 @@ class RankMemory:
     """Bytes on each chip of one pipeline rank.
 
     Attributes:
+        weights, gradients, optimizer: of weights, their gradients and the optimizer's states, as ZeRO shards
+            them.
         activations: activations that are kept at the peak.
         buffers: other temporary tensors that are alive then.
         fragmentation: what the allocator cannot use.
@@ -93,7 +95,7 @@ class ShardedParameters:
         return self.others + self.experts
 
     def shards(self, parallelism: Parallelism, from_level: int) -> int:
-        """Return the number that a rank keeps where ZeRO shards them at levels of `from_level` or more."""
+        """Return how many a rank keeps: its shard if `parallelism.zero` is at least `from_level`, else all."""
         if parallelism.zero < from_level:
             return self.total
         others = -(-self.others // parallelism.shards)
@@ -124,12 +126,15 @@ def _of_layer(problem: StepProblem, parallelism: Parallelism) -> ShardedParamete
 
 
 def table_parameters(problem: StepProblem, parallelism: Parallelism) -> int:
-    """Return the number of weights of an embedding table on one tensor-parallel rank."""
+    """Return the number of weights of an embedding table (vocabulary x hidden) on one tensor-parallel rank."""
     return -(-(problem.model.vocab_size or 0) * problem.model.hidden // parallelism.tensor_size)
 
 
 def tables_parameters(problem: StepProblem, parallelism: Parallelism, rank: int) -> int:
-    """Return the number of weights of the tables of embedding and head that a pipeline rank has on a chip."""
+    """Return the number of weights of embedding and head tables on a chip of pipeline rank `rank`.
+
+    A table that both share counts once on a rank that has both.
+    """
     head = rank_of_head(parallelism)
     has_own_head = rank == head and (head > 0 or not problem.model.tied_embeddings)
     return ((rank == 0) + has_own_head) * table_parameters(problem, parallelism)
@@ -188,7 +193,10 @@ def _summed_kinds(
 
 
 def num_parts_of(parallelism: Parallelism) -> Callable[[str], int]:
-    """Return a function from a tensor's name in `AxisRole` to the number of ranks that it is divided over."""
+    """Return a function from the name of a tensor, a field of `AxisRole`, to how many ranks it is divided over.
+
+    These are context and tensor ranks; data ranks do not count.
+    """
     roles: tuple[AxisRole, ...] = strategy_of(parallelism).roles[-2:]
 
     def num_parts(tensor: str) -> int:
@@ -210,10 +218,10 @@ def residual_is_whole(parallelism: Parallelism) -> bool:
 
 
 def communicator_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
-    """Return the bytes of communicator buffers on a rank, for all groups in which a step communicates.
+    """Return the bytes of communicator buffers on a rank, for the groups in which a step communicates.
 
-    They are the axes of tensor parallelism, the ring of attention, the ranks of a pipeline, and the ranks
-    with equal weights; where ZeRO shards among some of these, those and their copies.
+    They are the axes of tensor parallelism, the ring of attention, the ranks of a pipeline, and the ranks with
+    equal weights; where ZeRO shards among some of these, those and their copies. Groups of experts are left out.
     """
     p = parallelism
     groups = (*p.tensor_mesh, p.context, p.pipeline, p.shards, p.replicas // p.shards)
@@ -223,9 +231,9 @@ def communicator_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
 def state_bytes(
     problem: StepProblem, parallelism: Parallelism, parameters: ShardedParameters
 ) -> tuple[int, int, int]:
-    """Return the bytes of weights, gradients and optimizer states on a rank, sharded by its ZeRO level.
+    """Return the bytes of (weights, gradients, optimizer states) on a rank, as the ZeRO level shards them.
 
-    `parameters` are the weights on a rank before ZeRO.
+    `parameters` are the numbers of weights on a rank before ZeRO.
     """
 
     def states(num_bytes: int, from_level: int) -> int:

@@ -24,7 +24,7 @@ class DegreeSizes(NamedTuple):
 
 
 def distinct_orders(cluster: Cluster, sizes: DegreeSizes) -> tuple[Order, ...]:
-    """Return the orders of degrees that put some degree on other links than every order before them."""
+    """Return orders of the degrees, innermost first, each with some degree on other links than any before."""
     return _distinct_orders(level_sizes(cluster.network), sizes)
 
 

@@ -41,6 +41,7 @@ class LayoutPart:
     """A layout with a micro-batch.
 
     Attributes:
+        degrees: the sizes of the degrees of `layout`.
         micro_batch: its sequences.
         recompute: the least recomputation that may fit.
         bound_s: a lower bound of the seconds of its steps, wherever the ranks lie on the cluster.
@@ -56,7 +57,12 @@ class LayoutPart:
 
 @dataclass(frozen=True, eq=False)
 class ChoicePart:
-    """A configuration with any of its ZeRO levels: `choice` has the highest. `bound_s` is that of its steps."""
+    """A configuration with any of its ZeRO levels.
+
+    Attributes:
+        choice: the configuration with the highest of these levels.
+        bound_s: a lower bound of the seconds of its steps.
+    """
 
     tree: StepTree
     choice: Parallelism
@@ -112,7 +118,13 @@ class StepTree:
         return other
 
     def branches(self, part: StepPart, limit_s: float) -> Iterator[StepPart]:
-        """Return the smaller parts of a part; see `Algorithm.branches`."""
+        """Return the smaller parts of a part: layouts, their choices, or a choice's configurations.
+
+        Layouts and configurations that surely do not fit the memory are left out.
+
+        Args:
+            limit_s: layouts whose steps surely take this many seconds or more are left out.
+        """
         match part:
             case LayoutsPart():
                 return self._layouts(part.is_plain, limit_s)
@@ -123,7 +135,12 @@ class StepTree:
         raise AssertionError("a configuration has no branches")
 
     def bound_s(self, part: LayoutPart | ChoicePart, *, is_tight: bool) -> float:
-        """Return a lower bound of a step's seconds for configurations of a part; a higher one if `is_tight`."""
+        """Return seconds that no configuration of a part takes less than.
+
+        Args:
+            is_tight: whether layers of a `LayoutPart` are priced where their ranks lie, which gives a higher
+                bound.
+        """
         if isinstance(part, ChoicePart) or not is_tight:
             return part.bound_s
         layer_s = self._bounds.layer_s(part.layout, part.micro_batch, part.recompute)

@@ -33,12 +33,12 @@ _TIMED_MICRO_BATCHES = 24
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """When the ranks of a pipeline end a step, in picoseconds from its begin.
+    """When the ranks of a pipeline end their last actions, in picoseconds from the begin of the first action.
 
     Attributes:
         makespan_ps: when the last of them ends.
         ends_ps: when each of them ends.
-        stage_ranks: for each stage its rank.
+        stage_ranks: for each stage its pipeline rank.
     """
 
     makespan_ps: int
@@ -80,6 +80,8 @@ def time_pipeline(
 ) -> PipelineTime:
     """Return when the ranks of a schedule end; times of stages and transfers are in picoseconds.
 
+    Of many micro-batches the rounds that repeat are counted, each as long as the one before, and not timed.
+
     Raises:
         UnsupportedError: there is no such schedule.
         LayoutError: the schedule does not take these numbers of ranks, stages or micro-batches.
@@ -118,7 +120,11 @@ def _time(
 def least_makespan_ps(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> int:
-    """Return a lower bound of the makespan of a schedule in picoseconds, in closed form."""
+    """Return a lower bound of the makespan of a schedule in picoseconds, in closed form, from `times` in these.
+
+    Raises:
+        UnsupportedError: there is no such schedule.
+    """
     entry = SCHEDULES.named(name).for_stages(virtual_stages)
     return entry.least_makespan(num_ranks, micro_batches, times)
 
@@ -161,7 +167,12 @@ def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: i
 def schedule_of(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> Schedule:
-    """Return the schedule called `name` for stages with these times. Raises as `time_pipeline`."""
+    """Return the schedule called `name`; `times` of stages and transfers are read if its order depends on them.
+
+    Raises:
+        UnsupportedError: there is no such schedule.
+        LayoutError: the schedule does not take these numbers of ranks, stages or micro-batches.
+    """
     entry = SCHEDULES.named(name).for_stages(virtual_stages)
     if not entry.uses_times:
         return _schedule(entry.name, num_ranks, virtual_stages, micro_batches)

@@ -30,9 +30,13 @@ Axis = tuple[str, int, int]
 
 
 def axis_machine(cluster: Cluster, axes: Sequence[Axis], expert_axes: Sequence[Axis] = ()) -> Machine:
-    """Return a machine with a mesh of these axes (name, size, stride in chips), and others to cover the chips.
+    """Return a machine with a mesh of these axes (name, size, stride in chips) over hosts of a cluster.
 
-    `expert_axes` are those of a second mesh, over the same chips.
+    They are the first hosts that blocks of its groups fill, or all. The mesh has further axes, "inside..." and
+    "outside", for the chips between and beside the groups.
+
+    Args:
+        expert_axes: those of a second mesh, over the same chips; () for none.
     """
     chips = _part(cluster, math.lcm(*(size * stride for _, size, stride in (*axes, *expert_axes))))
     meshes = [_mesh(MESH, axes, chips.num_chips)]
@@ -60,7 +64,7 @@ def _mesh(mesh_name: str, axes: Sequence[Axis], num_chips: int) -> Mesh:
 
 
 def machine_of(problem: StepProblem, axes: tuple[Axis, ...], expert_axes: tuple[Axis, ...] = ()) -> Machine:
-    """Return the machine of these axes on the cluster of a problem; equal axes return the same object."""
+    """Return a machine of these axes on a problem's priced cluster (`axis_machine`), the same one each time."""
     key = axes, expert_axes
     return problem.once("machines", key, lambda: axis_machine(problem.priced_cluster, axes, expert_axes))
 
@@ -78,7 +82,10 @@ def _part(cluster: Cluster, block: int) -> Cluster:
 
 
 def block_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
-    """Return the axes of a layer's mesh: tensor parallelism as rows and columns, context as depth."""
+    """Return (name, size, stride in chips) of the axes of a layer's mesh.
+
+    They are "depth" for context ranks, where there are several, and "row" and "col" for tensor ranks.
+    """
     rows, columns = parallelism.tensor_mesh
     stride = parallelism.stride("tensor")
     axes: tuple[Axis, ...] = (("row", rows, stride * columns), ("col", columns, stride))
@@ -88,7 +95,10 @@ def block_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
 
 
 def replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
-    """Return (size, stride) of the groups of ranks with equal weights: data and context, one group if adjacent."""
+    """Return (size, stride in chips) of the groups of ranks with equal weights, innermost first.
+
+    They are data and context ranks: one group if adjacent; degrees of 1 are left out.
+    """
     degrees: tuple[Degree, ...] = ("context", "data")
     order = sorted(degrees, key=parallelism.stride)
     groups = [
@@ -100,9 +110,10 @@ def replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
 
 
 def expert_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
-    """Return the axes of the ranks among which experts are divided; ranks that shard one expert are innermost.
+    """Return (name, size, stride in chips) of the axes of ranks among which experts are divided.
 
-    () without expert parallelism.
+    They are "tensor" for ranks that shard one expert, innermost, and "rank" for those with different experts;
+    axes of size 1 are left out.
 
     Raises:
         LayoutError: pipeline ranks lie between those of such a group.
@@ -143,7 +154,7 @@ def _expert_axes(degrees: tuple[tuple[int, int], ...], expert: int, tensor: int)
 
 
 def expert_replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
-    """Return (size, stride) of the groups of ranks that hold the same experts."""
+    """Return (size, stride in chips) of the groups of ranks that hold the same experts, innermost first."""
     p = parallelism
     return _stage_groups(_stage_degrees(p), p.expert * p.expert_tensor, p.expert_replicas)
 
@@ -151,7 +162,8 @@ def expert_replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ..
 def expert_mesh_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
     """Return the axes of all ranks of a stage for experts: `expert_axes`, and "replica0", ... of their replicas.
 
-    Raises LayoutError as `expert_axes`.
+    Raises:
+        LayoutError: pipeline ranks lie between those that share experts.
     """
     groups = expert_replica_groups(parallelism)
     return (*expert_axes(parallelism), *((f"replica{at}", *group) for at, group in enumerate(groups)))
@@ -218,12 +230,15 @@ def boundary_s(
 
 
 def collective_s(problem: StepProblem, kind: str, groups: Sequence[tuple[int, int]], num_bytes: int) -> float:
-    """Return the seconds of a collective over ranks with equal weights, one group of axes after the other.
+    """Return the seconds of a collective over one group of ranks after the other, innermost first.
+
+    All groups of the cluster run it at once. Of a reduce-scatter or all-gather the next group moves only the
+    shards of the one before.
 
     Args:
         kind: "all_reduce", "reduce_scatter" or "all_gather".
-        groups: (size, stride) of each.
-        num_bytes: bytes of the whole tensor on a rank.
+        groups: (number of ranks, chips between neighbours) of each.
+        num_bytes: bytes of the tensor before it is scattered, or after it is gathered.
     """
     known = problem.cache("collectives")
     key = kind, tuple(groups), num_bytes

@@ -33,7 +33,7 @@ class ProductDtypes(NamedTuple):
 
 @dataclass(frozen=True)
 class Precision:
-    """A recipe.
+    """A recipe of low precision for the products with weights.
 
     Attributes:
         kernels: dtypes of measured products (`LOW_PRECISIONS`). The first that was measured on a chip prices the
@@ -41,8 +41,9 @@ class Precision:
         own: the dtype that is the recipe's own; "" where none was measured anywhere.
         parts: which of the three products of training run in it.
         item_bytes: bytes an element with its scales.
-        finds_maximum: whether a pass looks for the greatest element before each cast: scales of whole tensors that
-            follow from what is cast. Scales of the last steps, of rows or of blocks need no pass of their own.
+        finds_maximum: whether a pass looks for the greatest element before each cast: scales of whole tensors
+            that follow from what is cast. Scales of the last steps, of rows or of blocks need no pass of their
+            own.
         weight_bytes: bytes of one weight of a layer on a chip, its copies by rows and by columns included.
         gathered_bytes: bytes of one weight as ZeRO gathers it.
         source: where the recipe is published.
@@ -75,17 +76,19 @@ class Precision:
         )
 
     def products_on(self, chip: Chip) -> ProductDtypes:
-        """Return the dtypes by which its three products are priced on a chip; None for the step's dtype.
+        """Return for each of the three products the dtype that prices it on a chip; None for the step's dtype.
 
-        Raises DescriptionError as `dtype_on`.
+        Raises:
+            DescriptionError: no kernels of the recipe were measured on the chip.
         """
         dtype = self.dtype_on(chip)
         return ProductDtypes(*(dtype if part in self.parts else None for part in PRODUCT_PARTS))
 
     def reading_on(self, chip: Chip) -> str:
-        """Return a line on the dtype that prices the recipe on a chip; "" if it is the recipe's own.
+        """Return in words by which dtype the recipe is priced on a chip; "" if by its own.
 
-        Raises DescriptionError as `dtype_on`.
+        Raises:
+            DescriptionError: no kernels of the recipe were measured on the chip.
         """
         dtype = self.dtype_on(chip)
         if dtype == self.own:

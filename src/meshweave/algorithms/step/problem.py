@@ -280,7 +280,7 @@ class StepProblem:
 
     @property
     def hides_tensor(self) -> bool:
-        """Return `SoftwareStack.hides_tensor`; False below 8 bits and in models with experts."""
+        """Return whether tensor collectives run inside of products; False below 8 bits and with experts."""
         is_narrow = self.recipe is not None and self.recipe.item_bytes < 1
         return self.stack.hides_tensor and not (is_narrow or self.model.is_routed)
 
@@ -290,7 +290,7 @@ class StepProblem:
 
     @property
     def precision_reading(self) -> str:
-        """Return a line on the dtype that prices `precision`; "" if it is the recipe's own, or without one."""
+        """Return in words by which dtype `precision` is priced; "" if by its own, or for None."""
         return "" if self.recipe is None else self.recipe.reading_on(self.cluster.chip)
 
     def usable_bytes(self, memory_bytes: int | None = None) -> int:
@@ -322,7 +322,7 @@ class StepProblem:
 
     @property
     def attention_rate(self) -> float:
-        """Return the FLOP rate of attention over the chip's: `attention_share`, or the stack kernel's, or 1."""
+        """Return the rate of attention over the chip's: `attention_share`, or the stack's for "flash", or 1."""
         if self.attention_share is not None:
             return self.attention_share
         known = self.stack.attention_share(self.cluster.chip) if self.attention_kind == "flash" else None
@@ -330,7 +330,7 @@ class StepProblem:
 
     @property
     def attention_reading(self) -> str:
-        """Return in words the rate of flash attention, if neither fitted on this chip nor given; else ""."""
+        """Return in words how flash attention is priced, if neither fitted on this chip nor given; else ""."""
         is_given = self.attention_share is not None or self.attention_kind != "flash"
         return "" if is_given else attention_reading(self.stack, self.cluster.chip, self.dtype)
 
@@ -366,7 +366,7 @@ class StepProblem:
 
     @property
     def priced_cluster(self) -> Cluster:
-        """Return the cluster with chips at the rates of this step's attention and of the stack's products."""
+        """Return the cluster at this step's rates of attention and products, without casts for a recipe."""
         kept = self.cache("cluster")
         if not kept:
             cluster = with_rates(self.cluster, self.attention_rate, self.stack.sustains)

@@ -40,7 +40,11 @@ def simulate_step(step: Step, *, folds: bool = True) -> StepSimulation:
 
 
 def outside_s(step: Step) -> float:
-    """Return the seconds of a step outside its program: software, and the gradient of a shared table."""
+    """Return the seconds of a step that no op of its program takes.
+
+    They are `SoftwareStack.step_s`, and the sum of a tied embedding's gradient over the first and last pipeline
+    rank.
+    """
     return step.problem.stack.step_s + step.stages.data_parallel.tied_s
 
 

@@ -51,14 +51,20 @@ def held_bytes(step: Stages) -> tuple[HeldBytes, ...]:
     """Return for each pipeline rank the bytes that a chip holds at its peak, when it runs the program of a step.
 
     Raises:
-        UnsupportedError: no program is written for a step of this kind (`lay_step`).
+        UnsupportedError: no program is written for such a step (`lay_step`), or layers have experts or latent
+            attention.
     """
     walk = _Walk(step, step_pieces(step))
     return tuple(map(walk.held, range(step.parallelism.pipeline)))
 
 
 def program_memory(step: Stages) -> tuple[int, ...]:
-    """Return for each pipeline rank its `HeldBytes.total`. Raises UnsupportedError as `held_bytes`."""
+    """Return for each pipeline rank the bytes of weights, gradients and buffers on a chip at its peak.
+
+    Raises:
+        UnsupportedError: no program is written for such a step (`lay_step`), or layers have experts or latent
+            attention.
+    """
     return tuple(each.total for each in held_bytes(step))
 
 

@@ -134,7 +134,7 @@ class ProgramRanks:
         return others, BucketRanks(mesh, own, self.expert_settings)
 
     def unfolded(self, mesh: Mesh) -> Mesh:
-        """Return the mesh with its ranks numbered as in the step of all replicas."""
+        """Return a mesh of the program with its ranks numbered as in the whole step, of the first replicas."""
         stride, size = self.here.stride("data"), self.here.data
         ranks = (
             rank // (stride * size) * stride * self.p.data + rank % (stride * size) for rank in mesh.ranks

@@ -26,7 +26,7 @@ class Quantizing(NamedTuple):
 
 
 def quantizing(problem: StepProblem, parallelism: Parallelism, part: str) -> Quantizing:
-    """Return the work that quantizing adds to a layer's part, "forward" or "backward"."""
+    """Return what casts to low precision add to a layer's part, "forward" or "backward"."""
     recipe = problem.recipe
     if recipe is None:
         return Quantizing()

@@ -58,7 +58,7 @@ def attention_reading(stack: SoftwareStack, chip: Chip, dtype: str) -> str:
 def with_rates(cluster: Cluster, share: float, sustains: bool) -> Cluster:
     """Return the cluster with attention at `share` of the chips' FLOP rate for it.
 
-    With `sustains`, as that of a stack, products run at the rates that the chips sustain in training.
+    With `sustains` products run at the rates that chips sustain in training (`SoftwareStack.sustains`).
     """
     chip = cluster.chip
     kernels = chip.kernels

@@ -28,12 +28,12 @@ class StepParts:
     Attributes:
         compute: products, attention and element-wise work of layers, forward and backward.
         recompute: what the backward part computes again, its communication included.
-        ends: embedding, last norm, logits and loss.
+        ends: embedding, last norm, logits and loss, their communication included.
         tensor, context: exposed communication inside layers.
-        bubble: waiting for other ranks, transfers left out.
+        bubble: waiting for other ranks, as it would be if transfers took no time.
         transfers: what transfers between stages add to the step.
         data: exposed reductions of gradients and gathers of weights.
-        optimizer: the update of weights.
+        optimizer: the update of weights after the pipeline.
         host: waiting for hosts that have not issued the next operation.
         software: seconds outside the model, by the constants of the stack.
     """
@@ -57,7 +57,7 @@ class StepParts:
 
     @property
     def exposed(self) -> float:
-        """Return the seconds of exposed communication, without that of recomputed work."""
+        """Return the seconds of exposed communication, but for recomputation, embedding, head and loss."""
         return self.tensor + self.context + self.transfers + self.data
 
 
@@ -69,7 +69,7 @@ class Step(Shown):
         time_s: seconds of a step.
         stages: the time of a micro-batch on each stage.
         pipeline_s: seconds from the begin of the first micro-batch to the end of the last.
-        optimizer_s: seconds of the update of weights.
+        optimizer_s: seconds of the update of weights after the pipeline, on the rank that ends last.
     """
 
     problem: StepProblem

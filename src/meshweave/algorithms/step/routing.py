@@ -22,7 +22,7 @@ SEED = 0
 
 
 def expert_ranks(problem: StepProblem, parallelism: Parallelism) -> ExpertRanks | None:
-    """Return the degrees of a layer's experts and the load of their busiest rank; None for a model without."""
+    """Return the degrees of a layer's experts, and the expected load of the busiest rank; None without any."""
     experts = problem.model.layer.num_experts
     if experts == 1:
         return None
@@ -34,9 +34,10 @@ def expert_ranks(problem: StepProblem, parallelism: Parallelism) -> ExpertRanks 
 
 
 def rank_loads(problem: StepProblem, parallelism: Parallelism) -> tuple[float, ...]:
-    """Return for each rank of an expert group its expected copies over the average, the most first.
+    """Return how many copies of tokens the ranks of an expert group get over the average, the most first.
 
-    The first one is the load of `expert_ranks`. () without imbalance, expert parallelism or experts.
+    They are expected numbers; the first one is the load of `expert_ranks`. () without imbalance, expert
+    parallelism or experts.
     """
     p = parallelism
     if not problem.imbalance or p.expert == 1 or problem.model.layer.num_experts == 1:
@@ -55,7 +56,7 @@ def _drawn_by(problem: StepProblem, p: Parallelism) -> tuple[int, int, int, int,
 
 
 def load_of(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the copies of tokens on the most loaded expert rank over the average; 1 without experts."""
+    """Return the expected copies of tokens on the busiest expert rank over the average; 1 without experts."""
     ranks = expert_ranks(problem, parallelism)
     return ranks.load if ranks is not None else 1.0
 
@@ -64,9 +65,13 @@ def load_of(problem: StepProblem, parallelism: Parallelism) -> float:
 def drawn_loads(
     experts: int, ranks: int, chosen: int, tokens: int, exponent: float, seed: int = SEED
 ) -> tuple[float, ...]:
-    """Return for each drawn micro-batch of `tokens` the copies on the most loaded rank over the average.
+    """Return for each of 64 drawn micro-batches the copies on the most loaded rank over the average, at least 1.
 
-    `exponent` is that of the power law of the experts' popularity; a token takes `chosen` experts.
+    Args:
+        experts, ranks: experts of a layer, and ranks that divide them.
+        chosen: experts that each token takes.
+        tokens: tokens of a micro-batch on all these ranks.
+        exponent: that of the power law of the experts' popularity.
     """
     shares = _drawn_shares(experts, ranks, chosen, tokens, exponent, seed)
     return tuple(max(1.0, float(each)) for each in shares.max(axis=1))

@@ -115,7 +115,10 @@ class SpaceOptions:
     def of_stack(cls, stack: SoftwareStack, **given: Any) -> SpaceOptions:
         """Return options with `given` attributes, and for all others what a stack executes.
 
-        Raises as the class does, and UnsupportedError where the stack does not execute what is given.
+        Raises:
+            UnsupportedError: a name is unknown, a strategy is none for the tensor ranks of a step, or the stack
+                does not execute what is given.
+            DescriptionError: a number is out of range, or an order has not each degree once.
         """
         options = cls(**given)
         narrowed: dict[str, Any] = {}

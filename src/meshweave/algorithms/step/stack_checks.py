@@ -34,10 +34,13 @@ _WORDS = {
 
 
 def schedule_run(schedule: str, virtual_stages: int) -> str:
-    """Return the name in `StackRuns.schedules` that lets a stack run a schedule with so many stages a rank.
+    """Return the name that `StackRuns.schedules` has if a stack runs a schedule with so many stages a rank.
 
-    It is that of the schedule's variant for them, such as "interleaved-1f1b". Where plans give a schedule one
-    stage a rank alone, any larger number is a part of it. Raises UnsupportedError for an unknown name.
+    It is the name of the schedule's variant for them, such as "interleaved-1f1b". Where `stages_per_rank` lists
+    one stage alone, a larger number is part of the name: "gpipe x 2 stages a rank".
+
+    Raises:
+        UnsupportedError: there is no such schedule.
     """
     entry = SCHEDULES.named(schedule).for_stages(virtual_stages)
     is_usual = virtual_stages == 1 or max(entry.stages_per_rank) > 1

@@ -261,5 +261,5 @@ def load_stack(name: str = DEFAULT_STACK) -> SoftwareStack:
 
 
 def attention_shares(kernel: str) -> tuple[tuple[str, float], ...]:
-    """Return (beginning of chip names, rate of an attention kernel over the measured one) pairs."""
+    """Return (beginning of chip names, rate of an attention kernel over the measured one); () if unknown."""
     return tuple(stack_table().get("attention", {}).get(kernel, {}).items())

@@ -50,7 +50,10 @@ def stage_kinds(problem: StepProblem, layers: Sequence[int]) -> tuple[tuple[floa
 
 
 def order_of_kinds(problem: StepProblem) -> tuple[int, ...]:
-    """Return for each layer the number of its kind; cached, since graphs of layers are large to compare."""
+    """Return for each layer of the model, in order, its kind: an index into `problem.kinds`.
+
+    () where the order is not known. It is cached, since graphs of layers are large to compare.
+    """
 
     def order() -> tuple[int, ...]:
         kinds = [kind.model.layer for _, kind in problem.kinds]
@@ -76,7 +79,10 @@ def layer_costs(problem: StepProblem) -> tuple[int, int] | None:
 
 
 def model_costs(model: Transformer, stack: SoftwareStack) -> tuple[int, int] | None:
-    """Return the pair of `layer_costs` for a model and a stack; None: the stack divides layers evenly."""
+    """Return the multiplications per token of (a layer, the head), by which a stack divides layers among stages.
+
+    None where the stack divides them evenly.
+    """
     if not stack.layers_by_cost:
         return None
     counts = model.layer.counts
@@ -92,7 +98,11 @@ def rank_layers(
     virtual_stages: int,
     costs: tuple[int, int] | None = None,
 ) -> tuple[int, ...]:
-    """Return the number of layers of each pipeline rank of a schedule; `costs` as for `stage_layers`."""
+    """Return the number of layers of each pipeline rank of a schedule, over all its stages.
+
+    Args:
+        costs: (of a layer, of the head) to divide stages by; None for evenly (`stage_layers`).
+    """
     counts = [0] * num_ranks
     layers = stage_layers(num_layers, num_ranks * virtual_stages, costs)
     for rank, count in zip(ranks_of_stages(schedule, num_ranks, virtual_stages), layers, strict=True):

@@ -14,7 +14,7 @@ class StageSettings:
 
     Attributes:
         dtype, gradient_dtype: of weights and activations, and of buckets of gradients.
-        groups: the names of the axes of replicas on the mesh of replicas: those that shard first.
+        groups: the names of the axes of replicas on the mesh of replicas; those that shard come first.
         num_sharding: how many of the groups shard.
         zero: what they shard, as `Parallelism.zero` says.
         regathers: whether weights are gathered for each forward part although they are kept whole until the

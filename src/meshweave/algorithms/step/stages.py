@@ -42,17 +42,18 @@ class StageTime:
         forward_s, backward_s: the two parts, with all that the other attributes name.
         work: the layers, without recomputation.
         recompute_s: recomputation.
-        ends_s: embedding and loss.
+        ends_s: embedding, and last norm, logits and loss, where the stage has them.
         data_s: gathers of weights and reductions of gradients that nothing hides.
         reduced_s: of these the reductions, and gathers before the backward part.
         host_s: seconds in which the chip waits for its host.
-        bound_s: seconds of the parts in which it is the host that sets the pace.
+        bound_s: seconds of whole parts in which the host sets the pace; `host_s` where it does in none.
         issued_s: seconds in which the host issues the two parts; 0 without a known host.
-        layer_s: seconds of a layer in the forward and in the backward part, the mean over kinds: without
-            data-parallel collectives, with the layer's share of waits for the host.
+        layer_s: seconds of a layer in the forward part, and in the backward part with recomputation, the mean
+            over kinds: without data-parallel collectives, with the layer's share of waits for the host.
         data_parallel: the collectives of a layer's weights, the mean over kinds.
-        split_s: the backward part in two: gradient of the residual, with recomputation, and gradients of weights;
-            None where the schedule has whole backwards alone, or tasks are not priced one by one.
+        split_s: the backward part in two: gradient of the residual, with recomputation, and gradients of
+            weights, with their reductions; None where the schedule has whole backwards alone, or tasks are not
+            priced one by one.
     """
 
     forward_s: float
@@ -82,9 +83,9 @@ class Stages:
     Attributes:
         layers: the number of layers of each stage.
         times: the time of each stage.
-        layer: the time of one layer, the mean over kinds.
+        layer: the time of one layer for one micro-batch, the mean over kinds.
         data_parallel: collectives of one layer's weights, the mean over kinds.
-        transfer_s: seconds of the transfer of a micro-batch from one stage to the next.
+        transfer_s: seconds of the transfer of a micro-batch from one stage to the next; 0 without a pipeline.
         sends_parts: whether a residual that all tensor-parallel ranks have is sent in parts and gathered.
     """
 
@@ -105,10 +106,12 @@ class Stages:
     def action_times(self, with_transfers: bool = True) -> ActionTimes:
         """Return the times of stages and of transfers between them, for one micro-batch, in picoseconds.
 
-        Without `with_transfers` transfers take no time.
-        Where the two gradients are not timed apart, the input gradient has recomputation and half of the
-        rest, the weight gradient the other half. A stack that waits for its sends has transfers in the times
-        of stages.
+        Where the two gradients are not timed apart, the input gradient has recomputation and half of the rest,
+        the weight gradient the other half. Where a stack waits for its sends (`blocks_transfers`), their time is
+        in the stages' and not between them.
+
+        Args:
+            with_transfers: whether transfers take time.
         """
         ticks: dict[int, tuple[int, int, int, int]] = {}  # of each time, which many stages share
         for time in self.times:
@@ -130,7 +133,7 @@ class Stages:
         return ActionTimes(tuple(forward), tuple(inputs), tuple(weights), transfers, tuple(saved))
 
     def pipeline(self, with_transfers: bool = True) -> PipelineTime:
-        """Return when the pipeline ranks end a step, with or without the time of transfers."""
+        """Return when the pipeline ranks end their last actions, with or without the time of transfers."""
         times, p = self.action_times(with_transfers), self.parallelism
         if p.pipeline == 1:
             total = self.micro_batches * sum(times.forward)

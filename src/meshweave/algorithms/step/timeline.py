@@ -66,8 +66,8 @@ class StepTimeline:
     """Lanes with what runs in them.
 
     Attributes:
-        duration_s: the end of the last span.
-        remark: what is left out; "" where nothing is.
+        duration_s: the end of the last span, in seconds, that of ranks without lanes included.
+        remark: which micro-batches and pipeline ranks are shown, in words; "" where all are.
     """
 
     lanes: tuple[TimelineLane, ...]
@@ -76,7 +76,10 @@ class StepTimeline:
 
 
 def step_timeline(step: Step) -> StepTimeline:
-    """Return when the actions of a step run, on at most `MAX_RANKS` pipeline ranks."""
+    """Return when actions, optimizer and software of a step run, and on other lanes transfers and collectives.
+
+    Very large steps are cut to fewer micro-batches and pipeline ranks, at most `MAX_RANKS`; `remark` says so.
+    """
     timed, count = _timed(step)
     p = step.parallelism
     shift_s = step.stages.gathers_s()
@@ -257,9 +260,10 @@ def _beside(step: Step, action: Action, begin_s: float, end_s: float, gathers: b
 
 
 def layer_timeline(step: Step) -> StepTimeline | None:
-    """Return when the tasks of one layer run, forward and backward without recomputation.
+    """Return when the tasks of one layer (of the first kind) run for a micro-batch, forward and backward.
 
-    None where broadcasts go along chains of ranks (`estimate.timeline.task_spans`).
+    Recomputation and reductions of gradients of weights are left out. None where broadcasts go along chains of
+    ranks (`estimate.timeline.task_spans`).
     """
     spans = layer_block(step.problem, step.parallelism).spans
     if not spans:

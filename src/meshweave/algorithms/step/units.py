@@ -123,6 +123,8 @@ class Unit:
     def summed(self) -> tuple[tuple[str, int, int], ...]:
         """Return (axis, start, stop) of the ranges of a bucket whose gradients tensor-parallel ranks sum.
 
+        `axis` is "row" or "col" of the block's mesh; positions are elements.
+
         Raises:
             UnsupportedError: the weights that are summed over an axis do not adjoin.
         """

@@ -53,8 +53,11 @@ def block_of_piece(
     """Return the block of one piece ("layers", "embedding" or "head") for `data` replicas together.
 
     Its mesh is (data, context, *tensor), its batch the micro-batches of these replicas. Embedding and head have
-    the model's vocabulary, padded to a multiple of the tensor-parallel ranks; layers have none. `experts` are its
-    ranks on a mesh with the axes of those that share experts.
+    the model's vocabulary, padded to a multiple of the tensor-parallel ranks; layers have none.
+
+    Args:
+        experts: the positions of the block's ranks, on a mesh with the axes of those that share experts; None
+            where the block has none.
     """
     p = parallelism
     work = Workload(p.micro_batch * data, problem.sequence, problem.dtype)
@@ -80,12 +83,12 @@ def write_units(
 
     Args:
         data: the replicas along the data axis that the program has.
-        shards: over how many ranks buckets are sharded, and over how many those of experts.
-        experts: the ranks of a block as `block_of_piece` has them.
+        shards: over how many ranks ZeRO shards a bucket, and over how many one of experts; 1 where it does not.
+        experts: the positions of a block's ranks on a mesh for experts (`ProgramRanks.experts_of_block`), or
+            None.
 
     Raises:
-        UnsupportedError: a strategy has no forward and backward programs of this kind
-            (`BlockAlgorithm.parts`).
+        UnsupportedError: a strategy has no forward and backward programs of this kind (`BlockAlgorithm.parts`).
     """
     rate = flops_per_s(problem.cluster.chip, "", problem.dtype)
 
