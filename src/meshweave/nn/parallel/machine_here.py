@@ -176,7 +176,7 @@ def measured_problem(
         model: whose parts were measured.
         batch: sequences of a step, of all ranks together.
         sequence: tokens of a sequence.
-        memory_bytes: those of a rank.
+        memory_bytes: the memory that each rank has.
     """
     cluster = _cluster(measured, model, sequence, memory_bytes)
     problem = StepProblem(model, cluster, batch, sequence, "float32", stack=STACK)
@@ -198,15 +198,15 @@ def step_here_s(
 ) -> float:
     """Estimate the seconds of a step on this machine, where ranks of a pipeline share the CPU cores.
 
-    While some ranks of a pipeline wait, the others compute `sharing` times as fast. The result is then the larger
-    of two bounds: a step at equal shares of the cores less its bubble, and a whole step at the faster speed. Two
-    small sums, of what ranks compare in a call and of the loss, are added; not for data parallelism alone without
-    ZeRO-3, where they are one that runs beside the backward pass.
+    While some ranks of a pipeline wait, the others compute `sharing` times as fast. The result is then the
+    larger of two bounds: a step at equal shares of the cores less its bubble, and a whole step at the faster
+    speed. Two small sums, of what ranks compare in a call and of the loss, are added; not for data parallelism
+    alone without ZeRO-3, where they are one that runs beside the backward pass.
 
     Args:
         problem: made by `measured_problem`.
-        sharing: that of `MeasuredStep`.
-        agreed_s: that of `MeasuredStep`.
+        sharing: how many times as fast a rank computes while the others wait; 1 or more.
+        agreed_s: the seconds of one of the small sums.
 
     Raises LayoutError or UnsupportedError where `parallelism` does not fit the problem.
     """

@@ -108,7 +108,9 @@ def _kind(tensor: Tensor) -> str:
 
 
 def checksum_words(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return the checksums of tensors that have memory, by name; of a DTensor that of its local shard."""
+    """Return {name: "#" and a checksum in hexadecimal} of tensors with memory; of DTensors that of the local
+    shard.
+    """
     names, sums = [], []
     for name, tensor in tensors:
         if tensor.device.type != "meta":
@@ -134,11 +136,12 @@ def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def copy_words(subject: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, str]]:
-    """Return checksums of the local shards of DTensors, by subject and name, such that ranks with copies
-    share subjects.
+    """Return {subject: {name: checksum}} of local shards of DTensors; ranks with copies of a shard share
+    subjects.
 
-    `agree` compares ranks under each subject that they share, so it compares copies of a shard. Plain tensors, and
-    DTensors without copies, are left out.
+    A subject is `subject`, " of parts " and this rank's coordinates along the mesh dims that shard the tensor.
+    `agree` compares ranks under each subject that they share, so it compares copies. Plain tensors, and DTensors
+    without copies, are left out.
     """
     parts: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors:

@@ -68,7 +68,7 @@ def block_move(x: Tensor, number: int, reverse: int, batch: int, sequence: int) 
     Args:
         x: this rank's shard before it.
         reverse: the number of the move of the gradient; -1 where the gradient is not moved.
-        batch, sequence: sequences, and tokens of each, of all ranks.
+        batch, sequence: global sizes: the number of sequences, and the tokens of each.
     """
     return value_of(number, PlacedMove).sized(batch, sequence, x.dtype).run(x)
 

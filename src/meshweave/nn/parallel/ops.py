@@ -97,7 +97,7 @@ def block_product(x: Tensor, weights: list[Tensor], number: int, batch: int, seq
         x: this rank's shard (batch, sequence, features) of the operand.
         weights: this rank's shard (features out, features in) of each.
         number: `number_of` the product, a `SiteProduct`.
-        batch, sequence: sequences, and tokens of each, of all ranks.
+        batch, sequence: global sizes: the number of sequences, and the tokens of each.
     """
     return _multiply(x, weights, number, batch, sequence)
 

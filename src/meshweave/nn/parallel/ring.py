@@ -122,7 +122,7 @@ def ring_attention(qkv: Tensor, number: int, batch: int, sequence: int) -> list[
     Args:
         qkv: this rank's shard (batch, sequence, features): of each group its queries, key and value.
         number: `number_of` the ring, a `PlacedRing`.
-        batch, sequence: sequences, and tokens of each, of all ranks.
+        batch, sequence: global sizes: the number of sequences, and the tokens of each.
     """
     sized = _sized(number, batch, sequence, qkv.dtype)
     bound = sized.bound(False, qkv.device)
