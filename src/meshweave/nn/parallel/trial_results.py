@@ -13,7 +13,7 @@ from meshweave.base.errors import LayoutError, printable
 
 
 def is_number(value: Any, least: float = 0.0, most: float = 1e300) -> bool:
-    """Return whether a value is a number from `least` to `most`."""
+    """Return whether a value is an int or float from `least` to `most`; false for bools and nan."""
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
@@ -106,7 +106,7 @@ def _is_kept_row(row: Any) -> bool:
 
 
 def check_numbers(steps: Any, seconds: Any, within: Any) -> None:
-    """Raise LayoutError where steps, seconds or the share `within` of trials are not numbers from 0 on."""
+    """Raise LayoutError unless steps (a whole number), seconds and the share `within` are from 0 on."""
     if not isinstance(steps, int) or not is_number(steps):
         raise LayoutError(f"steps of a trial are a whole number from 0 on, not {printable(steps)}")
     for name, value in (("seconds", seconds), ("within", within)):
