@@ -74,10 +74,10 @@ class TiedTable:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def sum_gradients(self) -> None:
-        """Set the gradient of each copy to the sum of both; ranks of the first and the last stage call it
-        together.
+        """Set the gradient of each copy to the sum of both; ranks of the first and last stage call it together.
 
-        Raises LayoutError where one has no gradient or, on a CPU, the copies differ. Nothing is set then.
+        Raises LayoutError, and sets nothing, where a copy on this rank has no gradient or, on a CPU, copies
+        differ.
         """
         grads = [_local(copy.grad) for copy in self._copies.values() if copy.grad is not None]
         if len(grads) != len(self._copies):
