@@ -175,9 +175,7 @@ class Pipeline:
     # --- steps -------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch = None, target: Tensor | None = None) -> Tensor | None:
-        """Run forwards and backwards of all micro-batches; gradients are added to `.grad` of parameters.
-
-        Collective.
+        """Run forwards and backwards of all micro-batches; add gradients to `.grad` of parameters. Collective.
 
         Args:
             batch: on ranks of the first stage a tensor or several, with the samples as dim 0; else ignored.
