@@ -20,7 +20,10 @@ _OF_ONE_RANK = ("rank", "device", "path")  # in names of attributes that may wel
 
 
 def argument_words(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return arguments as text by name, for comparison between ranks; of a plan file a hash of its content."""
+    """Return arguments as text by name, for comparison between ranks.
+
+    In place of a plan file's path there is a hash of its content, as "plan file".
+    """
     words = {}
     for name, value in arguments.items():
         words[name] = without_addresses(repr(value))
@@ -79,7 +82,8 @@ def module_words(module: nn.Module) -> dict[str, str]:
 def configuration_words(module: nn.Module) -> dict[str, str]:
     """Return the configuration of a model of transformers, or what it has as `config`, as text by key.
 
-    Private keys and those with "path" in them, which may differ between ranks, are left out.
+    Private keys, those with "path" in them, which may differ between ranks, and the version that wrote it are
+    left out.
     """
     config = getattr(module, "config", None)
     to_dict = getattr(config, "to_dict", None)

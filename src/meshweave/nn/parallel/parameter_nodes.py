@@ -72,7 +72,9 @@ class OwnParts(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients that are left to autograd, once all sums have ended; see `put_gradients`."""
+        """Return, once all sums have ended, gradients that autograd is to accumulate; None for those put in
+        `.grad`.
+        """
         if ctx.last is not None:
             first = len(grads) - len(ctx.shapes)
             needs = ctx.needs_input_grad[2 + first :]

@@ -67,7 +67,7 @@ class PlacedRing:
 
 @dataclass(frozen=True, eq=False)
 class SizedRing:
-    """The programs of ring attention for so many tokens."""
+    """The programs of ring attention for the tokens and dtype of `problem`."""
 
     ring: PlacedRing
     problem: BlockProblem

@@ -18,7 +18,7 @@ def is_number(value: Any, least: float = 0.0, most: float = 1e300) -> bool:
 
 
 class MeasuredPlan(Protocol):
-    """A plan that was tried; see `Trial`."""
+    """What a file of trials keeps of a plan that was tried."""
 
     @property
     def kind(self) -> str:
@@ -75,9 +75,10 @@ def corrections_of(path: str | Path | None) -> dict[str, float]:
 
 
 def usable_corrections(path: str | Path | None) -> dict[str, float]:
-    """Return the corrections in a file that trials can also be written to; see `corrections_of`.
+    """Return {kind of plan: median ratio of measured to predicted times} of a file that can also be written to.
 
-    Raises LayoutError where its folder is not there, or the file is no file of trials.
+    It is {} for None, and where there is no such file. Raises LayoutError where its folder is not there, or the
+    file is no file of trials.
     """
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise LayoutError(f"trials cannot be kept in {path}: there is no such folder")
