@@ -82,8 +82,7 @@ def module_words(module: nn.Module) -> dict[str, str]:
 def configuration_words(module: nn.Module) -> dict[str, str]:
     """Return the configuration of a model of transformers, or what it has as `config`, as text by key.
 
-    Private keys, those with "path" in them, which may differ between ranks, and the version that wrote it are
-    left out.
+    Private keys, those with "path" in them, which may differ between ranks, and its version are left out.
     """
     config = getattr(module, "config", None)
     to_dict = getattr(config, "to_dict", None)

@@ -14,8 +14,7 @@ from meshweave.nn.parallel.attention import Heads
 
 @dataclass(frozen=True)
 class LayerMap:
-    """The names of modules in a layer: x = x + out(attention(norm(x))), then x = x +
-    down(activation(up(norm(x)))).
+    """The names of modules in a layer: x = x + out(attention(norm(x))); x = x + down(act(up(norm(x)))).
 
     Attributes:
         attention_norm, feed_forward_norm: norms before each half.
