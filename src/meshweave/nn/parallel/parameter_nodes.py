@@ -72,9 +72,7 @@ class OwnParts(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return, once all sums have ended, gradients that autograd is to accumulate; None for those put in
-        `.grad`.
-        """
+        """Return, once all sums have ended, what autograd is to accumulate; None for what is put in `.grad`."""
         if ctx.last is not None:
             first = len(grads) - len(ctx.shapes)
             needs = ctx.needs_input_grad[2 + first :]

@@ -84,10 +84,11 @@ class StepAgreement:
     ) -> Iterator[None]:
         """Compare what ranks give a call, and check it against the model's limits; the call runs in the block.
 
-        Collective. The numbers of ranks are sent beside the call, and compared before it communicates otherwise: a
-        rank waits for the others where the call has it wait anyway. The first call and each `debug_every`-th wait
-        at once. Where the call communicates nothing before its loss, the number is sent with the loss; errors then
-        come where the loss is read, in the backward pass, or in the next call.
+        Collective. A number that stands for what a rank gives is sent beside the call, and compared before the
+        call communicates otherwise: a rank waits for the others where the call has it wait anyway. The first
+        call and each `debug_every`-th wait at once. Where the call communicates nothing before its loss, the
+        number is sent with the loss; errors then come where the loss is read, in the backward pass, or in the
+        next call.
 
         Args:
             tokens: all of them, as the call is given them; None where it is given no tensor.

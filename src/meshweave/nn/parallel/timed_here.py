@@ -113,7 +113,7 @@ def added_s(among: AllRanks, run: Callable[[], object]) -> float:
 
 
 def each_s(among: AllRanks, run: Callable[[], object]) -> float:
-    """Return the median seconds of a call of `run`, several of which follow each other. Collective."""
+    """Return the seconds of one of 5 calls of `run` in a row: the median of 5 such rows. Collective."""
     return among.median_s(_several(run), _REPEATS) / _SUMS
 
 

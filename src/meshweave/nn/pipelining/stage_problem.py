@@ -248,7 +248,7 @@ def _profile(
 
 
 def stage_shape(places: StagePlaces, stage: int, profiles: Sequence[StageProfile], rows: int) -> StageShape:
-    """Return the local shapes of a stage's inputs and outputs; `rows` is a micro-batch's over all ranks."""
+    """Return what a stage takes and makes on one rank; `rows` is a micro-batch's over all ranks of a stage."""
     sources, targets, parts = places.sources(stage), places.targets(stage), places.data_parallelism(stage)
     ins = []
     for source in sources:

@@ -31,7 +31,8 @@ _DIGITS = 4
 class TiedTable:
     """The copies that this rank has of a table that the first and the last stage share: one, or both.
 
-    Raises LayoutError where the meshes of the two stages differ in shape or overlap.
+    Raises LayoutError unless the meshes of the two stages have the same ranks, or one shape and no rank in
+    common.
     """
 
     def __init__(
