@@ -67,8 +67,8 @@ def agree(context: TorchContext, ranks: Sequence[int], words: Words, what: str) 
     """Make sure that ranks have equal words under each subject that they have in common. Collective.
 
     Args:
-        ranks: those that compare, this one among them; nothing is done for a single one.
-        words: this rank's, by subject; ranks may have different subjects.
+        ranks: the global ranks that compare, this one among them; nothing is done for a single one.
+        words: this rank's, {subject: {name of a thing: text}}; ranks may have different subjects.
         what: completes "waiting for ..." in errors.
 
     Raises:
@@ -90,11 +90,11 @@ def agree(context: TorchContext, ranks: Sequence[int], words: Words, what: str) 
 
 
 def difference(subject: str, said: Mapping[int, Mapping[str, str]]) -> str:
-    """Return the sentence of an error that names ranks whose words differ from those of most, and the remedy.
+    """Return an error's sentence: which ranks have other words than most, which word differs first, a remedy.
 
     Args:
-        subject: a key of `REMEDIES`, or another subject; it may end in " of parts ...", as `copy_words` has it.
-        said: for each rank its words under `subject`, of which some differ.
+        subject: what is compared, a key of `REMEDIES` or another; " of parts ..." of `copy_words` may follow.
+        said: {global rank: {name of a thing: text}}; not all are equal.
     """
     parties: dict[str, list[int]] = {}
     for rank in sorted(said):

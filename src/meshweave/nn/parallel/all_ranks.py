@@ -24,14 +24,18 @@ def device_type_here() -> str:
 
 @dataclass(frozen=True)
 class AllRanks:
-    """All ranks of the world in a context."""
+    """All ranks of the world, in a context that communicates between them.
+
+    Attributes:
+        ranks: their global ranks, ascending.
+    """
 
     context: TorchContext
     ranks: tuple[int, ...]
 
     @classmethod
     def of(cls, context: TorchContext | None) -> AllRanks:
-        """Return all ranks of the world in `context`; None for the default context of `device_type_here`."""
+        """Return all ranks of the world, in `context` or, for None, in the default one of `device_type_here`."""
         if context is None:
             context = TorchContext.default(device_type_here())
         return cls(context, tuple(range(context.num_ranks)))
@@ -56,19 +60,21 @@ class AllRanks:
         return json.loads(exchange(self.context, self.ranks, own, what)[0])
 
     def median_s(self, run: Callable[[], object], repeat: int = 3) -> float:
-        """Return the median seconds of `repeat` calls of `run`, after one that is not counted.
+        """Return the median seconds of `repeat` calls of `run`, after one that is not counted: the greatest
+        median of all ranks.
 
-        It is the greatest of the medians of all ranks. Collective; all ranks begin each call together.
+        Collective; all ranks begin each call together.
         """
         times = [self._taken_s(run) for _ in range(repeat + 1)]
         return self.most(statistics.median(times[1:]))
 
     def median_more_s(self, run: Callable[[], object], than: Callable[[], object], repeat: int) -> float:
-        """Return by how many seconds, in the median, a call of `run` takes longer than one of `than`.
+        """Return the median of the seconds that a call of `run` takes more than the call of `than` after it.
 
-        Each is called `repeat` times by turns, after a call that is not counted: a machine that becomes slower
-        does so for both. It is the least of the medians of all ranks, since what waits for other ranks ends at
-        one time, and on the slowest rank what does not wait takes longest. Collective, as `median_s`.
+        It is that of `repeat` such pairs, after one that is not counted, and may be negative: a machine that
+        becomes slower does so for both. The result is the least median of all ranks, since what waits for other
+        ranks ends at one time, and on the slowest rank what does not wait takes longest. Collective; all ranks
+        begin each call together.
         """
         pairs = [(self._taken_s(run), self._taken_s(than)) for _ in range(repeat + 1)]
         return self.least(statistics.median(took_s - other_s for took_s, other_s in pairs[1:]))

@@ -37,9 +37,10 @@ class Heads:
 
 
 class AttentionCore:
-    """Causal softmax attention of what this rank has of queries, keys and values.
+    """Causal softmax attention of this rank's part of queries, keys and values, as the strategy splits them.
 
-    Raises UnsupportedError for a ring where attention weights are dropped.
+    It splits them by batch, by heads, or by sequence in a ring of ranks. Raises UnsupportedError for a ring
+    where attention weights are dropped.
     """
 
     def __init__(self, heads: Heads, strategy: LayerStrategy) -> None:
@@ -57,7 +58,7 @@ class AttentionCore:
             )
 
     def positions(self, sequence: int) -> tuple[int, int]:
-        """Return (first, end): the positions of this rank's queries in a row of `sequence` tokens."""
+        """Return [first, end), the positions of this rank's queries in a row of `sequence` tokens in all."""
         return self.strategy.span(Side("sequence", sequence), self.dims)
 
     def __call__(
@@ -75,7 +76,7 @@ class AttentionCore:
         Args:
             queries, keys, values: (batch, sequence, features) of the heads of this rank.
             rotary: cosines and sines (1, sequence, head width) of this rank's positions; None for no rotation.
-            batch, sequence: sequences, and tokens of each, of all ranks.
+            batch, sequence: global sizes: the number of sequences, and the tokens of each.
             training: whether attention weights are dropped.
         """
         own = self.heads
@@ -135,7 +136,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @lru_cache(64)
 def window_mask(sequence: int, window: int, device: torch.device) -> Tensor:
-    """Return (sequence, sequence) booleans: which keys (columns) each query (row) attends to.
+    """Return (sequence, sequence) booleans, true where a query (row) attends to a key (column).
 
     These are itself and the `window` - 1 keys before it.
     """

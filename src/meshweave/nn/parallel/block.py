@@ -24,26 +24,26 @@ from meshweave.nn.parallel.uses import ParameterUse, entries_of, run_with
 class ParallelBlock(nn.Module):  # type: ignore[misc]
     """A layer with attention and a feed-forward part, each after its norm and with its residual.
 
-    It is planned without memory, and the layer stays as it is until `take`. Then the block has the modules of the
-    layer under the same names; those with parameters are replaced by parallel ones.
+    Making it allocates no weights, and `layer` stays as it is until `take`. Then the block has the modules of
+    the layer under the same names; those with parameters are replaced by parallel ones.
 
     Args:
         layer: the layer.
-        names: which of its modules are which.
-        heads: sizes of attention.
+        names: the names of its norms, linear layers and activation.
+        heads: the numbers of heads over all ranks, and their width.
         where: its name in the model, for errors.
 
     Attributes:
-        use: its parameters.
-        opens: whether a forward pass gathers the parameters of all its modules together, in one node of autograd.
-            False in pipelines, where gradients of weights may be computed apart from those of activations, product
-            by product: each module then gathers its own.
+        use: gathers its parameters, and sums their gradients.
+        opens: whether a forward pass gathers the parameters of all its modules together, in one node of
+            autograd. False in pipelines, where gradients of weights may be computed apart from those of
+            activations, product by product: each module then gathers its own.
         is_followed: whether other layers run between its forward and its backward part. Gathered weights that a
             strategy does not keep are then freed in between.
 
     Raises:
-        UnsupportedError: the layer has parameters that the map does not name, a norm that is not known, or heads
-            or biases of a form that is not computed.
+        UnsupportedError: the layer has parameters that `names` leaves out, a norm that is not known, or heads or
+            biases of a form that is not computed.
         LayoutError: sizes do not fit the heads or the mesh.
     """
 
@@ -109,9 +109,9 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
 
         Args:
             x: this rank's shard (batch, sequence, features) of the residual before it.
-            batch, sequence: sequences, and tokens of each, of all ranks.
-            rotary: cosines and sines of the positions that this rank's attention has; None without rotary
-                positions.
+            batch, sequence: global sizes: the number of sequences, and the tokens of each.
+            rotary: cosines and sines, each (1, positions, head width), of the positions that this rank's
+                attention has; None without rotary positions.
         """
         if not self.opens or self.layer_strategy.is_alone or torch.compiler.is_compiling():
             return self._computed(x, batch, sequence, rotary)

@@ -2,12 +2,9 @@
 
 A parameter is kept in parts where the strategy shards it, used whole or as tensor parallelism splits it, and its
 gradient is computed in terms where ranks have other tokens. Parameters that move along the same mesh axes lie one
-after the other in a bucket, a tensor of (ranks, elements): one program gathers it, and one reduces the gradients
-(Li et al., PyTorch Distributed, VLDB '20, section 3.2). Both are programs of `MoveSite`. Ranks along other axes
-have buckets of their own.
-
-Ranks do not meet before these programs. Each adds an element that says which program and which call its data are
-of: where ranks are in different ones, what arrives is refused.
+after the other in a bucket, a tensor of (ranks, elements): one program of a `MoveSite` gathers it, one reduces
+the gradients (Li et al., PyTorch Distributed, VLDB '20, section 3.2). Ranks do not meet before them. Each
+adds an element that says which program and which call its data are of: what is of another one is refused.
 """
 
 from __future__ import annotations
@@ -43,8 +40,8 @@ class KeptParameter:
 
     Attributes:
         layout: that in which ranks keep it.
-        used: its layout where it is used: "" along axes along which it is gathered.
-        terms: the layout of its gradient where that is computed: "partial" along axes whose ranks have terms.
+        used: for each mesh axis the dim that it splits where a product uses the parameter; "" for none.
+        terms: as `used`, of its gradient where that is computed: "partial" along axes whose ranks have terms.
     """
 
     strategy: LayerStrategy
@@ -54,11 +51,11 @@ class KeptParameter:
 
     @cached_property
     def gathered(self) -> tuple[int, ...]:
-        """Return the axes along which it is gathered.
+        """Return the indices of the mesh axes along which it is gathered: they split it as kept, not as used.
 
         Raises:
-            UnsupportedError: a later axis splits the same dim and stays split: a rank would gather several ranges
-                of it, and not one.
+            UnsupportedError: a later axis splits the same dim and stays split: a rank would gather several
+                ranges of it, and not one.
         """
         kept, used = self.layout.dims, self.used
         axes = tuple(axis for axis, dim in enumerate(kept) if dim and not used[axis])
@@ -73,12 +70,12 @@ class KeptParameter:
 
     @cached_property
     def summed(self) -> tuple[int, ...]:
-        """Return the axes along which its gradient is summed, or reduced and scattered."""
+        """Return the indices of the mesh axes along which its gradient is summed, or reduced and scattered."""
         return tuple(axis for axis, dim in enumerate(self.terms) if dim == "partial")
 
     @cached_property
     def alone(self) -> GradientSum | Mover | None:
-        """Return the move that gathers it alone or sums its gradient, for compiled graphs; None for neither."""
+        """Return, for compiled graphs, its `Mover` if gathered, else its `GradientSum` if summed, else None."""
         parts, kept = self.layout.parts, self.layout.dims
         sides = tuple(
             Side(s.dim, s.count * parts, s.unit) if s.dim == "inner" else s for s in self.layout.sides
@@ -109,7 +106,9 @@ class KeptParameter:
 
     @cached_property
     def parts(self) -> tuple[int, list[list[tuple[int, int]]]]:
-        """Return (gathered dim, for each rank along the gathered axes the (start, stop) ranges it keeps)."""
+        """Return (dim, ranges): the index of the gathered dim of the parameter; and for each rank along the
+        gathered axes, in row-major order, the (start, stop) ranges of elements of that dim that it keeps.
+        """
         (name,), here = {self.layout.dims[axis] for axis in self.gathered}, self.strategy.coordinates
         dim = [side.dim for side in self.layout.sides].index(name)
         ranges = [
@@ -119,7 +118,7 @@ class KeptParameter:
         return dim, [self._spans(self.layout.dims, at)[dim] for at in itertools.product(*ranges)]
 
     def pairs(self, used: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of views of equal shape: (a part of `used`, the parameter as used; that part in `rows`).
+        """Return pairs of views of equal shape: (a part of `used`, in `used_shape`; the same part in `rows`).
 
         Args:
             rows: (ranks, elements): what each rank along the gathered axes keeps, in the order of `parts`.
@@ -157,7 +156,7 @@ class ParameterBucket:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Return for each parameter the most elements that a rank keeps, then 1 for the number of the call."""
+        """Return a row's element counts: per parameter the most that a rank keeps; 1 for the call's number."""
         return [*(each.most for each in self.kept), 1]
 
     @cached_property
@@ -172,18 +171,18 @@ class ParameterBucket:
 
     @cached_property
     def gather(self) -> SizedMove:
-        """Return the program that gathers it."""
+        """Return the program that gathers it: from this rank's row to those of all along gathered axes."""
         nowhere = self.strategy.roles.nowhere
         return sized_move(MoveSite(self._sides, self._kept_dims, nowhere), self.strategy, self.dtype, True)
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether gradients are summed in place, since nothing is gathered."""
+        """Return whether nothing is gathered: gradients are then all-reduced, else reduced and scattered."""
         return not self.kept[0].gathered
 
     @cached_property
     def reduction(self) -> SizedMove:
-        """Return the program that reduces its gradients."""
+        """Return the program that reduces gradients: from terms of all rows to the sum of this rank's."""
         first = self.kept[0]
         terms: AxisDims = tuple("partial" if a in first.summed else "" for a in range(len(first.used)))
         return sized_move(MoveSite(self._sides, terms, self._kept_dims), self.strategy, self.dtype, True)
@@ -212,7 +211,7 @@ class ParameterBucket:
 
     @cached_property
     def num_used(self) -> int:
-        """Return the elements of all parameters as they are used."""
+        """Return the elements that all parameters have on this rank as they are used."""
         return sum(math.prod(each.used_shape) for each in self.kept)
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -242,7 +241,8 @@ class ParameterBucket:
     ) -> tuple[list[Tensor], Callable[[], None]]:
         """Begin to sum gradients; return (this rank's part of each sum, a function that waits for the values).
 
-        All ranks call this and that function. On a CPU the sum runs beside what the caller does until then.
+        All ranks call both. On a CPU the sum runs beside what the caller does until then, and the function
+        raises BindError where ranks are in other calls.
 
         Args:
             grads: this rank's terms, in the shapes of the parameters as used; None for zeros, but not for all.
@@ -255,10 +255,10 @@ class ParameterBucket:
 
 
 class BoundReduction:
-    """The program that reduces the gradients of a bucket, on its memory of this rank.
+    """The program that reduces the gradients of a bucket, bound to memory of this rank.
 
     Args:
-        lends: whether `begin` returns the sums in its own memory, not free while they live; else copies.
+        lends: whether `begin` returns the sums in that memory, not free while they live; else copies.
     """
 
     def __init__(self, bucket: ParameterBucket, bound: BoundProgram, *, lends: bool) -> None:
@@ -286,7 +286,7 @@ class BoundReduction:
     def begin(
         self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size]
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begin the sum in this memory; arguments and result are those of `ParameterBucket.begin_sum`."""
+        """Begin to sum `grads` in this memory; return (parts in `shapes`, a function that waits for values)."""
         bound = self.bound
         bound.end_begun()
         self._put(grads)

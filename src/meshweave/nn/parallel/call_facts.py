@@ -27,7 +27,7 @@ class CallFacts(NamedTuple):
     """What ranks must have alike in a call.
 
     Attributes:
-        steady: by subject, what is mostly as it was in the call before. Its number is kept for later calls.
+        steady: (subject, its facts) of what is mostly as it was in the call before, so that its number is kept.
         calls: forward calls so far.
         steps: steps of optimizers so far.
         generator: a hash of the state of torch's generator; None where ranks need not have it alike.
@@ -40,13 +40,13 @@ class CallFacts(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Return an integer that stands for all of it, which may have more than 64 bits."""
+        """Return an integer, equal for equal facts and hardly ever for others; it may have more than 64 bits."""
         drawn = 0 if self.generator is None else 2 * self.generator + 1
         return _steady_number(self.steady) + self.calls * _CALL + self.steps * _STEP + drawn
 
     @property
     def words(self) -> dict[str, Mapping[str, str]]:
-        """Return all of it in words, by subject."""
+        """Return all of it as {subject: {name: text}}, for `agree` to compare and to name what differs."""
         words = _words(self.steady)
         counts = {"optimizer steps": str(self.steps), "forward calls": str(self.calls)}
         words["progress"] = {**counts, **words.get("progress", {})}

@@ -18,19 +18,19 @@ _HALVES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return `bits_number` of a tensor as an int64 tensor () on the same device."""
+    """Return a checksum of the bits of a tensor, of `bits_number`, as an int64 tensor () on its device."""
     number = bits_number(tensor)
     return torch.tensor(number, device="cpu") if isinstance(number, int) else number
 
 
 def bits_number(tensor: Tensor) -> Tensor | int:
-    """Return a signed 64-bit checksum of the bits of a tensor, or a DTensor's local part, computed where it lies.
+    """Return a signed 64-bit checksum of the bits of a tensor or a DTensor's local part, computed where it lies.
 
-    It is an int for a tensor on a CPU, a tensor () on the device for others. It is the sum of words of at most 32
-    bits times odd numbers that depend on their positions, modulo 2**64, taken `_CHUNK` words at a time. A change
-    of one word always changes it, and others but with a probability of 2**-33 at most. For `_SMALL_BYTES` or less
-    on a CPU it is `digest_of` instead, which is faster; of a copy, since memory that numpy has looked at can never
-    be resized again, as FSDP2 resizes weights.
+    It is an int for a tensor on a CPU, a tensor () on the device for others. It is the sum of words of at most
+    32 bits times odd numbers that depend on their positions, modulo 2**64, taken `_CHUNK` words at a time. Such
+    a sum always changes with a single word; two tensors that differ in more have equal ones with a probability
+    of 2**-33 at most. For 64 KiB or less on a CPU it is `digest_of` instead, which is faster; of a copy, since
+    memory that numpy has looked at can never be resized again, as FSDP2 resizes weights.
     """
     own = (compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
     if own.is_cpu and own.nbytes <= _SMALL_BYTES and own.dtype == torch.int64:  # tokens, in each call
@@ -53,7 +53,7 @@ def digest_of(own: Tensor) -> int:
 
 @lru_cache(8)
 def factors_by_place(device: torch.device) -> Tensor:
-    """Return odd numbers without a pattern, by position (splitmix64: Steele et al., 2014)."""
+    """Return `_CHUNK` odd int64 numbers without a pattern, by position (splitmix64: Steele et al., 2014)."""
     mixed = torch.arange(1, _CHUNK + 1, dtype=torch.int64) * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor

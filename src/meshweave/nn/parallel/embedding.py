@@ -13,7 +13,8 @@ from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
 
 class ParallelEmbedding(nn.Module):  # type: ignore[misc]
-    """A table of (words, features), laid out as the weight of a second product whose inner features are the words.
+    """A table (words, features), split as the second weight of a feed-forward part is, with words as inner
+    features.
 
     A rank looks up the tokens whose words it has, with rows of zeros for others; rows are then summed over ranks
     to the layout of the residual. As with an `nn.Embedding`, looking up `padding_idx` gives its row no gradient.
@@ -52,7 +53,7 @@ class ParallelEmbedding(nn.Module):  # type: ignore[misc]
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return this rank's part of the residual.
+        """Return this rank's part (batch, sequence, features) of the residual. Collective.
 
         Args:
             tokens: (batch, sequence), all of them, equal on all ranks.
@@ -89,7 +90,10 @@ class ParallelPositions(nn.Module):  # type: ignore[misc]
         self._use = ParameterUse([entries_of([self])])
 
     def forward(self, sequence: int) -> Tensor:
-        """Return the rows (1, sequence, features) of the positions that this rank has in the residual."""
+        """Return this rank's part (1, sequence, features) of the rows of positions 0 to `sequence` - 1.
+
+        They are those that it has in the residual; `sequence` is the global length.
+        """
         (table,) = self._use()
         start, stop = self.layer_strategy.span(Side("sequence", sequence), self.layer_strategy.roles.residual)
         return table[start:stop][None]

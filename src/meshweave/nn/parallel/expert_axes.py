@@ -19,10 +19,12 @@ PlanAxis = tuple[Degree, int, int]
 
 
 def with_experts(p: Parallelism, axes: list[PlanAxis]) -> tuple[list[PlanAxis], AxisDims]:
-    """Return (axes, roles): the mesh axes of a plan, and what each does for experts, as `Roles.experts` has it.
+    """Return (axes, roles): the mesh axes of a plan, and for each "inner" if it splits each expert, "expert" if
+    its ranks have different experts, "" if they have equal ones.
 
-    Axes keep their order. An axis of data parallelism inside which a group of ranks ends, with one expert or
-    with all experts, is cut in two there, the outer one first; in three where both groups end inside it.
+    Axes are (degree, size, stride) and keep their order. An axis of data parallelism is cut in two, the outer
+    one first, where the `expert_tensor` ranks that share one expert end inside it, or the `expert` groups of
+    these that have all experts; in three where both end inside it.
 
     Raises LayoutError where such a group ends inside an axis of another degree, or cuts an axis unevenly.
     """

@@ -64,15 +64,15 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 
 
 def refuse_features(module: nn.Module, layers: str, runs_own_code: bool, offered: Iterable[str] = ()) -> None:
-    """Replace methods that would compute on whole weights, of a module and of those in it, by ones that raise.
+    """Make methods raise UnsupportedError: those of transformers that are not known to go on working.
 
-    DDP, adapters of PEFT and `load_state_dict` of parameters with other placements are refused as well.
+    Copying, pickling, DDP, adapters of PEFT and `load_state_dict` of other placements are refused as well.
 
     Args:
         layers: the name of its list of layers.
-        runs_own_code: whether modules in it that hold the list of layers run by their own forward passes. Else
-            these refuse.
-        offered: methods of the module that work, or that say themselves why they do not.
+        runs_own_code: whether modules in it that hold this list run their own `forward`; else that is refused
+            too.
+        offered: names of methods of the module itself that stay as they are.
     """
     for child in module.modules():
         if child is module or hasattr(child, "save_pretrained"):
@@ -97,10 +97,10 @@ def _of_transformers(kind: type) -> set[str]:
 
 
 class PlacedModules:
-    """The modules that a parallelised model computes with, which others may replace later: adapters, wrappers.
+    """The modules and parameters that a parallelised model computes with, noted so that `check` finds changes.
 
     Args:
-        layers: the name of its list of layers. One of them may be wrapped, for the list is what is called.
+        layers: the name of its list of layers, each of which may be wrapped later: the list is what is called.
     """
 
     def __init__(self, module: nn.Module, layers: str) -> None:
@@ -296,7 +296,7 @@ class CallInputs:
 
     @property
     def facts(self) -> Facts:
-        """Return what ranks must give alike beside values of tensors, for `CallFacts`."""
+        """Return what ranks must give alike beside values of tensors: (name, value) pairs, for `CallFacts`."""
         cache = self.named.get("past_key_values")
         return (
             ("given", ", ".join(self.tensors)),
@@ -324,16 +324,16 @@ class ForwardArguments:
     def inputs(
         self, tokens: Tensor | None, args: tuple[Any, ...], given: dict[str, Any], targets: Tensor | None
     ) -> CallInputs:
-        """Return what a call computes with.
+        """Return the targets of a call, and the arguments that it computes with, checked.
 
         Args:
-            tokens: the first argument.
-            args, given: further arguments, by their places and by names.
+            tokens: the first argument, (batch, sequence).
+            args, given: further arguments of the forward, by position and by name.
             targets: per token the one that is to be predicted; None to make them of labels.
 
         Raises:
-            LayoutError: tokens are no tensor, there are too many arguments, targets and labels are both given, or
-                an argument is of another form.
+            LayoutError: tokens are no tensor, there are too many arguments, targets and labels are both given,
+                or an argument has a shape or value that a subclass does not take.
             UnsupportedError: an argument would change the result, and is not computed.
         """
         if len(args) > len(self.names):
@@ -366,13 +366,13 @@ class ForwardArguments:
         return self.call_inputs(tokens, labels, taken)
 
     def why_not(self, name: str) -> str:
-        """Return why an argument is not computed, and what to use."""
+        """Return, for an error, why the argument `name` is not computed, and what to use."""
         return _ARGUMENTS.get(name, "forward does not take it")
 
     def takes(self, name: str, value: Any, tokens: Tensor) -> bool:
         """Return whether a call computes with the argument `name`: here False for all.
 
-        Subclasses raise MeshweaveError for a value that is not computed of an argument that is.
+        Subclasses return True for some, and raise MeshweaveError for values of these that they do not compute.
         """
         return False
 

@@ -73,7 +73,7 @@ def why_unlikely(module: nn.Module) -> str:
 
 
 def recognised(module: nn.Module) -> tuple[str, ModelMap]:
-    """Return (title, map of modules) of a plain torch model in the style of GPT-2 or Llama, by its modules' names.
+    """Return (key of `PLAIN`, its map) for a plain torch model that has the modules which that map names.
 
     Raises UnsupportedError, naming what it lacks, for another model, and for one with a module of transformers
     in a class that is not of transformers.

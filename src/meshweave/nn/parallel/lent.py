@@ -24,13 +24,13 @@ class LentMemory:
 
     @property
     def is_free(self) -> bool:
-        """Return whether no tensor that `lend` has returned is alive, nor any view of one."""
+        """Return whether the tensor that `lend` returned last is gone with all its views; true before any."""
         return self._lent is None or self._lent() is None
 
     def lend(self) -> Tensor:
-        """Return a tensor (elements,) on the memory, which is not free while it is alive.
+        """Return a tensor (elements,) on the memory, which is not free while that or a view of it is alive.
 
-        Only the last one is watched: it is to be called where `is_free`.
+        To be called only where `is_free`: tensors lent before are no longer watched.
         """
         view = self._bytes.view()
         self._lent = weakref.ref(view)

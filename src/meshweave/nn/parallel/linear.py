@@ -47,9 +47,10 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         linear: the layer with its whole weight, equal on all ranks; on the meta device for DTensors there.
         strategy: the name of a strategy, or one on its ranks.
         device_mesh: a mesh with a dim for each axis of a strategy that is given by its name; else ignored.
-        place: whether it takes the residual to inner features, or these back.
+        place: "in" where it takes the residual to inner features (heads, or those of the feed-forward part),
+            "out" where it takes these back: column and row parallel in Megatron.
         units: the groups of inner features that ranks never divide, such as heads, and how the weight has them.
-        is_attention: whether it is next to attention, or in the feed-forward part.
+        is_attention: whether its inner features are heads of attention, or those of the feed-forward part.
         stored: for each mesh axis the dim of the weight that it shards where it is stored; None as the strategy
             says.
         config: chunks and slices of a strategy that is given by its name; else ignored.
@@ -143,8 +144,8 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         return terms(roles.core(own.is_attention) if own.is_first else roles.residual, TOKENS)
 
     def bias_placement(self) -> tuple[Side, AxisDims]:
-        """Return (side, dims): the features of the bias, and for each mesh axis the dim that it splits, "" for
-        none.
+        """Return (side, dims): the features of the bias, or of each fused part, and for each mesh axis the name
+        of that side if the axis splits it, else "".
         """
         own, roles = self.site, self.layer_strategy.roles
         if not own.is_first:
@@ -160,14 +161,15 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         return tuple("" if dim == "inner" and at > first else dim for at, dim in enumerate(dims))
 
     def weights(self, kept: Tensor) -> list[Tensor]:
-        """Return this rank's parts of the fused weights, each (features out, features in), from the gathered
-        weight.
+        """Return this rank's part (features out, features in) of each of the fused weights, or of the only one.
+
+        `kept` is this rank's weight, gathered along the axes that only store it in parts.
         """
         parts = self.weight_choice(kept)
         return [part.t() for part in parts] if self.is_transposed else parts
 
     def biases(self, bias: Tensor) -> list[Tensor]:
-        """Return this rank's parts of the fused biases, from its shard of the bias."""
+        """Return this rank's part (features,) of each of the fused biases, from its shard `bias` of all."""
         if self.parts == 1 or self.take_bias is None:
             return self.bias_choice(bias)
         return list(self.take_bias(bias.view(self.parts, -1), 1, 1))
@@ -209,7 +211,7 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
 class LinearGroup:
     """Linear layers with one input, as of queries, keys and values: one product where ranks communicate in it.
 
-    Their inner features are equally many units, such as heads, which no rank has parts of.
+    All have the same number of units of inner features, such as heads; each unit is on one rank.
     """
 
     def __init__(self, linears: Sequence[ParallelLinear]) -> None:

@@ -34,8 +34,8 @@ class VocabularyLoss:
         words: the size of the vocabulary.
 
     Attributes:
-        sum_beside: `begin` of `awaited_mean`, which sums losses over ranks in a message that carries something
-            else as well; None where they are always summed by themselves.
+        sum_beside: begins the sum of a loss term over ranks, in a message that carries something else as well,
+            as `begin` of `awaited_mean` does; None where losses are always summed by themselves.
     """
 
     def __init__(self, words: int, strategy: LayerStrategy) -> None:

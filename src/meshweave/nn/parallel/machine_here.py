@@ -187,7 +187,7 @@ def measured_problem(
         model: whose parts were measured.
         batch: sequences of a step, of all ranks together.
         sequence: tokens of a sequence.
-        memory_bytes: those of a rank.
+        memory_bytes: the memory that each rank has.
     """
     cluster = _cluster(measured, model, sequence, memory_bytes)
     problem = StepProblem(model, cluster, batch, sequence, "float32", stack=STACK)

@@ -63,9 +63,9 @@ class ParallelModel(AroundModule):
     Attributes:
         module: the user's module, changed in place. Its parameters are DTensors under their old names.
         strategy: the strategy on its ranks.
-        report: what was replaced, and what was left.
+        report: which modules were replaced and which were left, what overlaps, and what was proved.
         blocks: the layers.
-        context: what `parallelize` was given, kept for as long as the model is.
+        context: the context that `parallelize` was given, kept for as long as the model is; None without.
         trials: the plans that were tried, where the plan was "auto"; else None.
     """
 
@@ -177,8 +177,7 @@ class ParallelModel(AroundModule):
 
         Args:
             x: this rank's part of the residual before them.
-            batch: sequences of all ranks.
-            sequence: tokens of each.
+            batch, sequence: global sizes: the number of sequences, and the tokens of each.
             blocks: these layers, in order; None for all.
         """
         rotary = None if self.rotary is None else self.rotary(x, sequence)
@@ -195,7 +194,12 @@ class ParallelModel(AroundModule):
         return x
 
     def local_logits(self, x: Tensor, batch: int, sequence: int) -> Tensor:
-        """Return this rank's part of the logits, from its part x of the residual after the last layer."""
+        """Return this rank's part (batch, sequence, words) of the logits. Collective.
+
+        Args:
+            x: this rank's part of the residual after the last layer, before the last norm.
+            batch, sequence: global sizes: the number of sequences, and the tokens of each.
+        """
         self.throughout.reach(len(self.blocks))
         normal = self.norm(x, batch, sequence)
         if self.tied is not None:
@@ -203,11 +207,11 @@ class ParallelModel(AroundModule):
         return self._head_group(normal, batch, sequence)[0]
 
     def head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy over the tokens of all ranks, equal on all of them.
+        """Return the mean cross entropy over the tokens of all ranks, equal on all of them. Collective.
 
         Args:
             x: this rank's part of the residual after the last layer, before the last norm.
-            targets: (batch, sequence), all of them on every rank.
+            targets: (batch, sequence), all of them on every rank; -100 where there is no loss.
         """
         return self.vocabulary(self.local_logits(x, *targets.shape), targets)
 
@@ -231,10 +235,13 @@ class ParallelModel(AroundModule):
         return logits
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Run forward and backward, adding to the parameters' gradients, and return the detached loss.
+        """Run forward and backward, adding to the parameters' gradients, and return the detached mean loss.
 
-        Takes and returns what `loss` does: tokens (batch, sequence), targets that are already shifted, the
-        mean loss, equal on all ranks. Does not run the optimizer.
+        It does not run the optimizer.
+
+        Args:
+            tokens: (batch, sequence), the same on every rank of the mesh.
+            targets: as tokens: for each the token that is to be predicted (already shifted), or -100 for none.
         """
         loss = self.loss(tokens, targets)
         loss.backward()
@@ -247,8 +254,8 @@ class ParallelModel(AroundModule):
 
         Args:
             input_ids: tokens (batch, sequence).
-            *args: arguments after the tokens, in the order of the module's own forward. Labels become targets;
-                they are shifted by one where that shifts them. Other ones may be refused.
+            *args: arguments after the tokens, in the order of the module's own forward. Labels become targets,
+                shifted by one where the module's own forward shifts them. Other arguments may be refused.
             **given: the same by name.
             targets: per token the one that is to be predicted, or -100 for none; labels beside them are refused.
 
@@ -318,9 +325,10 @@ class ParallelModel(AroundModule):
         return self._output(loss=None, logits=self.vocabulary.whole_logits(logits, *input_ids.shape))
 
     def prune(self, first: int, end: int) -> None:
-        """Remove the modules of other pipeline stages from the module, which keeps layers `first` to `end` - 1.
+        """Remove what other pipeline stages have: this one keeps layers `first` to `end` - 1, under their names.
 
-        Names of the rest stay.
+        The embedding stays where `first` is 0, the last norm and the head where `end` is the number of layers.
+        Other layers become `nn.Identity`. From now on each module gathers its own parameters.
         """
         names, module = self.names, self.module
         layers = module.get_submodule(names.layers)

@@ -20,7 +20,10 @@ _OF_ONE_RANK = ("rank", "device", "path")  # in names of attributes that may wel
 
 
 def argument_words(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return arguments as text by name, for comparison between ranks; of a plan file a hash of its content."""
+    """Return arguments as text by name, for comparison between ranks.
+
+    In place of a plan file's path there is a hash of its content, as "plan file".
+    """
     words = {}
     for name, value in arguments.items():
         words[name] = without_addresses(repr(value))
@@ -79,7 +82,7 @@ def module_words(module: nn.Module) -> dict[str, str]:
 def configuration_words(module: nn.Module) -> dict[str, str]:
     """Return the configuration of a model of transformers, or what it has as `config`, as text by key.
 
-    Private keys and those with "path" in them, which may differ between ranks, are left out.
+    Private keys, those with "path" in them, which may differ between ranks, and its version are left out.
     """
     config = getattr(module, "config", None)
     to_dict = getattr(config, "to_dict", None)
@@ -108,7 +111,9 @@ def _kind(tensor: Tensor) -> str:
 
 
 def checksum_words(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return the checksums of tensors that have memory, by name; of a DTensor that of its local shard."""
+    """Return {name: "#" and a checksum in hexadecimal} of tensors with memory; of DTensors that of the local
+    shard.
+    """
     names, sums = [], []
     for name, tensor in tensors:
         if tensor.device.type != "meta":
@@ -134,11 +139,12 @@ def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def copy_words(subject: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, str]]:
-    """Return checksums of the local shards of DTensors, by subject and name, such that ranks with copies
-    share subjects.
+    """Return {subject: {name: checksum}} of local shards of DTensors; ranks with copies of a shard share
+    subjects.
 
-    `agree` compares ranks under each subject that they share, so it compares copies of a shard. Plain tensors, and
-    DTensors without copies, are left out.
+    A subject is `subject`, " of parts " and this rank's coordinates along the mesh dims that shard the tensor.
+    `agree` compares ranks under each subject that they share, so it compares copies. Plain tensors, and DTensors
+    without copies, are left out.
     """
     parts: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors:

@@ -30,11 +30,12 @@ def keep_order(op: Any) -> None:
 
 @dataclass(frozen=True)
 class PlacedMove:
-    """A move of tensors by a strategy, for any number of tokens.
+    """A move of tensors between two layouts on the ranks of a strategy, for any number of tokens.
 
     Attributes:
         sides: the dims of the tensor, those after batch and sequence where it `has_tokens`.
-        before, after: its layouts before and after the move; `before` may be "partial" along some axes.
+        before, after: for each mesh axis the dim that it splits before and after the move; `before` may be
+            "partial" along some axes.
         has_tokens: whether its first two dims are batch and sequence, whose sizes `sized` gives.
         op: how partial values are combined: "sum" or "max".
     """
@@ -63,12 +64,13 @@ class PlacedMove:
 
 @torch.library.custom_op("meshweave::block_move", mutates_args=())  # type: ignore[untyped-decorator]
 def block_move(x: Tensor, number: int, reverse: int, batch: int, sequence: int) -> Tensor:
-    """Return this rank's shard of a tensor after the move that `number_of` numbered. Collective.
+    """Return this rank's shard of a tensor after a move. Collective.
 
     Args:
         x: this rank's shard before it.
-        reverse: the number of the move of the gradient; -1 where the gradient is not moved.
-        batch, sequence: sequences, and tokens of each, of all ranks.
+        number: what `number_of` returns for the move, a `PlacedMove`.
+        reverse: the same for the move of the gradient; -1 where the gradient is not moved.
+        batch, sequence: global sizes: the number of sequences, and the tokens of each.
     """
     return value_of(number, PlacedMove).sized(batch, sequence, x.dtype).run(x)
 
@@ -167,7 +169,7 @@ class GradientSum:
     """A sum over ranks of the gradients of parameters that they share: one move for several.
 
     Args:
-        back: the move of the gradients, which lie one after the other in a tensor without tokens.
+        back: the move of the gradients, flattened one after the other in one tensor without tokens.
     """
 
     def __init__(self, back: PlacedMove) -> None:

@@ -103,11 +103,12 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
         return gain + self.offset if gain is not None and self.offset else gain, values.get("bias")
 
     def forward(self, x: Tensor, batch: int, sequence: int) -> Tensor:
-        """Return this rank's part of the rows, normalised, in the shape and dtype of `x`.
+        """Return this rank's part of the rows, normalised, in the shape and dtype of `x`. Collective if ranks
+        split features.
 
         Args:
             x: this rank's part of (batch, sequence, features), each dim split as `dims` says.
-            batch, sequence: the sizes of the whole.
+            batch, sequence: the global sizes of these.
         """
         gain, bias = self._gains()
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

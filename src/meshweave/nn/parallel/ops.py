@@ -25,10 +25,10 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 
 @dataclass(frozen=True)
 class SiteProduct:
-    """A product at its site, by a strategy, with weights that lie side by side.
+    """A product at its site, by a strategy, with weights that share an operand and lie side by side.
 
     Attributes:
-        widths: for each weight the number of its columns in one unit of inner features.
+        widths: for each weight the number of its inner features in one unit, such as a head.
     """
 
     site: ProductSite
@@ -49,9 +49,9 @@ class SiteProduct:
         return any((x == "inner") != (y == "inner") for x, y in zip(before, after, strict=True))
 
     def pieces(self, fused: Tensor, dim: int) -> list[Tensor]:
-        """Return for each weight the view of its part of `fused`, a tensor in which all lie along `dim`.
+        """Return for each weight the view of its part of `fused`, in which those of all lie along `dim`.
 
-        If interleaved, the views have shape (..., units, width, ...).
+        If interleaved, that dim is two in the views: (..., units, width, ...).
         """
         if len(self.widths) == 1:
             return [fused]
@@ -93,11 +93,14 @@ def _load_weights(bound: BoundProgram, weights: Sequence[Tensor], product: SiteP
 def block_product(x: Tensor, weights: list[Tensor], number: int, batch: int, sequence: int) -> list[Tensor]:
     """Return this rank's shards of the products of x with weights, then what the gradient needs. Collective.
 
+    First come the products (batch, sequence, features out), one for each weight; then copies of the buffers that
+    the forward program saves, `kept` of its `ProductPrograms`.
+
     Args:
-        x: this rank's shard (batch, sequence, features) of the operand.
+        x: this rank's shard (batch, sequence, features in) of the operand.
         weights: this rank's shard (features out, features in) of each.
-        number: `number_of` the product, a `SiteProduct`.
-        batch, sequence: sequences, and tokens of each, of all ranks.
+        number: what `number_of` returns for the product, a `SiteProduct`.
+        batch, sequence: global sizes: the number of sequences, and the tokens of each.
     """
     return _multiply(x, weights, number, batch, sequence)
 
@@ -140,11 +143,12 @@ def block_product_back(
     batch: int,
     sequence: int,
 ) -> list[Tensor]:
-    """Return the gradients of the operand and of each weight, this rank's shards. Collective.
+    """Return this rank's shards of the gradients of the operand and of each weight, in this order. Collective.
 
     Args:
-        arriving: the gradients of the products.
-        kept: what `block_product` returned after the products; the others are its arguments.
+        arriving: the gradients of the products, one for each weight.
+        kept: what `block_product` returned after the products.
+        x, weights, number, batch, sequence: the arguments of `block_product`.
     """
     return _multiply_back(arriving, x, weights, kept, number, batch, sequence)
 
@@ -237,9 +241,15 @@ class _EagerProduct(torch.autograd.Function):  # type: ignore[misc]
 
 
 def multiply(x: Tensor, weights: Sequence[Tensor], number: int, batch: int, sequence: int) -> list[Tensor]:
-    """Return this rank's shards of the products of x with each weight, differentiably. Collective.
+    """Return this rank's shards of the products of x with each weight. Collective.
 
-    Arguments are those of `block_product`.
+    They are (batch, sequence, features out), differentiable in x and the weights.
+
+    Args:
+        x: this rank's shard (batch, sequence, features in) of the operand.
+        weights: this rank's shard (features out, features in) of each.
+        number: what `number_of` returns for the product, a `SiteProduct`.
+        batch, sequence: global sizes: the number of sequences, and the tokens of each.
     """
     if torch.compiler.is_compiling():
         return list(block_product(x, list(weights), number, batch, sequence)[: len(weights)])

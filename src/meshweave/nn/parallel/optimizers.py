@@ -38,8 +38,9 @@ _probes: weakref.WeakKeyDictionary[StepAgreement, GradientProbe] = weakref.WeakK
 def watch_optimizers(agreement: StepAgreement, replaced: Mapping[str, nn.Parameter]) -> None:
     """Check from now on the steps of optimizers that hold parameters of a model.
 
-    At its first step ranks compare an optimizer. One that holds parameters that the model no longer has is refused
-    with LayoutError.
+    At an optimizer's first step ranks compare its class, settings, groups of parameters and gradients:
+    LayoutError on all of them where these differ. LayoutError also for one that holds parameters that the model
+    no longer has.
 
     Args:
         agreement: that of the model.
@@ -110,7 +111,10 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
 
 
 def option_words(optimizer: Optimizer) -> dict[str, str]:
-    """Return the settings of an optimizer's groups, and of which rank its state is a part, as text by name."""
+    """Return as text by name the settings of each group of an optimizer, and whose shards its state holds.
+
+    The latter is under "its state": those of this rank, those of another, whose file was loaded, or none.
+    """
     words = {"its state": _whose_state(optimizer)}
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -136,9 +140,12 @@ def _whose_state(optimizer: Optimizer) -> str:
 
 
 class GradientProbe:
-    """The factor by which gradients are scaled between the end of a backward pass and the first optimizer step.
+    """Finds the factor by which gradients are scaled between a backward pass and the first optimizer step.
 
-    It keeps some elements of one gradient as each backward pass leaves them, until `compare`.
+    It keeps up to 64 elements of one gradient as each backward pass leaves them, until `compare`.
+
+    Args:
+        module: the parallelised model; its first trained DTensor with elements on this rank is looked at.
     """
 
     _COUNT = 64

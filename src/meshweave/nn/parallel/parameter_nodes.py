@@ -30,7 +30,10 @@ class GatheredBucket:
     own: tuple[Tensor, ...]
 
     def fill_again(self, flat: Tensor) -> None:
-        """Gather the bucket again into `flat`, if the memory of that was freed; all ranks call it."""
+        """Gather the bucket again into `flat` (its `num_used` elements), if the storage of `flat` was freed.
+
+        All ranks call it, and have freed it alike.
+        """
         storage = flat.untyped_storage()
         if not storage.size():
             storage.resize_(flat.numel() * flat.element_size())
@@ -45,9 +48,11 @@ Sums = list[Callable[[], None]]
 class OwnParts(torch.autograd.Function):  # type: ignore[misc]
     """An autograd node from parameters to this rank's parts of them; its backward part ends the gradient sums.
 
-    `sums` has the functions that end the sums which have begun. `last` is a bucket of the last of the parameters
-    that are used as they are kept: the sum of their gradients, the last of a backward pass, begins here. None if
-    there is no such bucket.
+    Args:
+        sums: the functions that end sums of gradients that have begun; the backward part calls and removes them.
+        last: a bucket of the last of the parameters, which are used as they are kept: its sum of gradients, the
+            last of a backward pass, begins here. None if there is no such bucket.
+        *parameters: DTensors.
     """
 
     @staticmethod
@@ -67,7 +72,7 @@ class OwnParts(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients that are left to autograd, once all sums have ended; see `put_gradients`."""
+        """Return, once all sums have ended, what autograd is to accumulate; None for what is put in `.grad`."""
         if ctx.last is not None:
             first = len(grads) - len(ctx.shapes)
             needs = ctx.needs_input_grad[2 + first :]
@@ -118,7 +123,10 @@ class UsedTogether(torch.autograd.Function):  # type: ignore[misc]
         sums: Sums,
         *own: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return the parameters as they are used; what is gathered is appended to `gathered`."""
+        """Return the parameters of `bucket` as they are used, from this rank's parts `own`.
+
+        What is gathered is appended to `gathered`: the bucket, and its memory (`num_used` elements).
+        """
         ctx.set_materialize_grads(False)
         ctx.bucket, ctx.sums, ctx.shapes = bucket, sums, [each.shape for each in own]
         frozen = [not each.requires_grad for each in own]

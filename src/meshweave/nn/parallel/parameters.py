@@ -53,11 +53,13 @@ class ParameterLayout:
         dims: AxisDims | None = None,
         coordinates: tuple[int, ...] | None = None,
     ) -> list[list[tuple[int, int]]]:
-        """Return for each dim the (start, stop) ranges that a rank has: one, or of "inner" one for each matrix.
+        """Return for each dim of the tensor the ranges [start, stop) of elements that a rank has.
+
+        There is one range for a dim, and for that of inner features one for each of the fused matrices.
 
         Args:
-            dims: the layout; None for that in which the parameter is kept.
-            coordinates: those of the rank in the mesh, by default of this one.
+            dims: for each mesh axis the dim that it shards; None as the parameter is kept.
+            coordinates: those of the rank in the mesh; None for this one.
         """
         ranges = []
         for side in self.sides:
@@ -173,11 +175,11 @@ class _LocalParts(torch.autograd.Function):  # type: ignore[misc]
 
 
 def local_parts(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return this rank's shards of parameters that one product or norm takes, differentiably; plain ones as given.
+    """Return this rank's shards of parameters that one product or norm takes, differentiable; plain ones as
+    given.
 
-    They are one node of the autograd graph. Parameters of several products must not be: who computes
-    gradients of weights apart from those of activations, as zero-bubble pipelines do, takes what leads to a
-    node together.
+    In eager code they are one node of the autograd graph. So give only parameters of one product: zero-bubble
+    pipelines, which compute gradients of weights apart from those of activations, do so node by node.
     """
     if torch.compiler.is_compiling() or not all(isinstance(each, DTensor) for each in parameters):
         return [each.to_local() if isinstance(each, DTensor) else each for each in parameters]

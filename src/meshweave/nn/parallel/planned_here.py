@@ -44,11 +44,11 @@ def plans_here(
     free_bytes: float,
     context: TorchContext | None = None,
 ) -> list[tuple[Parallelism, float]]:
-    """Return plans for a model on all ranks, each with its predicted seconds; all ranks of the world call it.
+    """Return (plan, predicted seconds of a step) for a model on all ranks; all ranks of the world call it.
 
     First come data parallelism and ZeRO-3, where the batch is a multiple of the ranks, then the fastest in which
-    ranks share layers, `NUM_PLANNED` at most. The list is empty if the sizes of the model are not known, it is not
-    in fp32 on CPUs, not all of it is trained, or a rank refuses to run it; the log says why.
+    ranks share layers, `NUM_PLANNED` at most. The list is empty if the sizes of the model are not known, it is
+    not in fp32 on CPUs, not all of it is trained, or a rank refuses to run it; the log says why.
 
     Args:
         tokens, targets: a batch as `ParallelModel.step` takes it.
@@ -158,7 +158,7 @@ def _planned(problem: StepProblem, measured: MeasuredStep) -> list[tuple[dict[st
 def fastest_here(
     problem: StepProblem, measured: MeasuredStep, **fixed: Any
 ) -> list[tuple[Parallelism, float]]:
-    """Return (degrees, predicted seconds) of the best configuration of each set of degrees, the fastest first.
+    """Return (plan, predicted seconds of a step) of the best plan for each set of degrees, the fastest first.
 
     ZeRO, recomputation and context parallelism are left out.
 
@@ -166,7 +166,9 @@ def fastest_here(
         problem: made by `measured_problem` of `measured`.
         fixed: what else is fixed, as options of `meshweave.plan`: `pp=1` for no pipelines.
 
-    Raises as `meshweave.plan` does.
+    Raises:
+        DescriptionError: a size or option is wrong.
+        UnsupportedError: nothing fits, or nothing can be laid out.
     """
     answer = plan(
         problem.model, problem.cluster, batch=problem.batch, sequence=problem.sequence, dtype=problem.dtype,

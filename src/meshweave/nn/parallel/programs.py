@@ -48,7 +48,8 @@ def bound_program(
         key: stands for the program in the cache.
         program: makes the program, where it is not bound yet.
         calls: by name, the functions that its `Call` ops run; None for none.
-        meets: as for `bind`.
+        meets: whether ranks exchange a message before the first of torch's own collectives in a run, so that
+            those of two programs cannot match. False where the caller notices that from the data.
         memory: returns tensors for some of a program's buffers, by name; None where `bind` allocates all.
     """
     context, ranks = strategy.context(device), strategy.mesh.ranks
@@ -64,7 +65,7 @@ def bound_program(
 
 
 def on_device(program: Program, device: torch.device) -> Program:
-    """Return a program as it runs on a device: collectives as messages on a CPU, the backend's own on CUDA."""
+    """Return a program as a device runs it: on a CPU collectives are lowered to messages, on CUDA they stay."""
     return lower_small_sums(lower_rings(program)) if device.type == "cpu" else program
 
 
@@ -82,7 +83,8 @@ class ProductPrograms:
     def parts(self) -> BlockParts:
         """Return the forward and the backward program, with weights (in, out) in memory as torch's (out, in).
 
-        `PARTS_KEPT` are cached; others are written anew. Programs bound to tensors are kept by the context.
+        The last `PARTS_KEPT` are cached; others are written anew. Programs bound to tensors are kept by the
+        context.
         """
         return _product_parts(self)
 
@@ -118,7 +120,7 @@ class ProductPrograms:
 
     @cached_property
     def kept_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the local shapes of the buffers in `kept`."""
+        """Return this rank's shapes of the buffers in `kept`, in their order."""
         program = self.parts.forward
         return tuple(program.local_shape(name, self.strategy.rank) for name in self.kept)
 
@@ -158,8 +160,8 @@ class SizedMove:
 
     Attributes:
         is_whole: whether it is one collective of the backend, and not lowered to rings. Ranks then exchange no
-            message before it (`meets` of `bind`): an element of its data says which program and call it is of. A
-            sum is made in place.
+            message before it: an element of its data says which program and call it is of. If it is a sum, terms
+            and result are in the same memory.
     """
 
     site: MoveSite
@@ -226,6 +228,6 @@ def sized_move(
 ) -> SizedMove:
     """Return the program of a move for tensors of `dtype`; one object for equal arguments.
 
-    `is_whole` is that of `SizedMove`.
+    `is_whole` is whether it is one collective of the backend, and not lowered to rings.
     """
     return SizedMove(site, strategy, dtype, is_whole)

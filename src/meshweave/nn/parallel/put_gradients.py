@@ -22,13 +22,13 @@ def put_gradients(
 ) -> list[Tensor | None]:
     """Set or add to `.grad` of parameters in a backward pass, where autograd would do nothing else.
 
-    Returns for each parameter the gradient that is left to autograd, None where it was put or where there is none.
-    Left are those that a hook, a node or `torch.autograd.grad` may read, and all on CUDA, where autograd's nodes
-    order streams.
+    Returns for each parameter the gradient (a DTensor) that is left to autograd, None where it was put or where
+    there is none. Left are those that a hook, a node or `torch.autograd.grad` may read, and all on CUDA, where
+    autograd's nodes order streams.
 
     Args:
         grads: those of this rank's parts, which no other code has; None where there is none.
-        edges: from the node whose backward part this is to those of the parameters, as `next_functions` has them.
+        edges: `next_functions` of the node whose backward part this is: for each parameter (its node, number).
     """
     left: list[Tensor | None] = [None] * len(parameters)
     new: list[tuple[DTensor, DTensor]] = []

@@ -15,7 +15,8 @@ class ModelSettings:
         title: what the model was recognised as, for reports and errors.
         recompute: whether layers are computed again for gradients.
         proved: a phrase on what was proved of it, for its report.
-        debug_every: as of `parallelize`.
+        debug_every: each so many forward calls ranks compare all that they must have alike, as in the first; 0
+            for the first alone.
         adapted: names of its layers that have adapters, which are put back into what takes their places.
     """
 

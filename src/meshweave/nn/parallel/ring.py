@@ -44,9 +44,9 @@ class PlacedRing:
     window: int | None
 
     def problem(self, batch: int, sequence: int, dtype: torch.dtype) -> BlockProblem:
-        """Return the attention as a block problem, of `batch` x `sequence` tokens over all ranks.
+        """Return a block problem of this attention alone, of `batch` x `sequence` tokens over all ranks.
 
-        Queries and keys are given after their rotation.
+        Queries and keys are given after their rotation. Sizes of other parts of a layer are 1.
         """
         heads = self.groups * self.per_group
         form = DenseForm(gated=False, norm="layer", window=self.window)
@@ -67,7 +67,7 @@ class PlacedRing:
 
 @dataclass(frozen=True, eq=False)
 class SizedRing:
-    """The programs of ring attention for so many tokens."""
+    """The programs of ring attention for the tokens and dtype of `problem`."""
 
     ring: PlacedRing
     problem: BlockProblem
@@ -83,7 +83,7 @@ class SizedRing:
         return functions_of(self.problem)
 
     def bound(self, is_backward: bool, device: torch.device) -> BoundProgram:
-        """Return the forward or the backward program, bound on this rank with the positions of all tokens.
+        """Return the forward or the backward program, bound on this rank; its input of positions is filled.
 
         Collective at its first use.
         """
@@ -98,7 +98,7 @@ class SizedRing:
         return bound
 
     def kept_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the local shapes of the buffers that the forward program saves, by name."""
+        """Return {name: this rank's shape} of the buffers that the forward program saves."""
         program, rank = self.parts.forward, self.ring.strategy.rank
         return {name: program.local_shape(name, rank) for name in self.parts.kept}
 
@@ -117,12 +117,12 @@ def _sized(number: int, batch: int, sequence: int, dtype: torch.dtype) -> SizedR
 
 @torch.library.custom_op("meshweave::ring_attention", mutates_args=())  # type: ignore[untyped-decorator]
 def ring_attention(qkv: Tensor, number: int, batch: int, sequence: int) -> list[Tensor]:
-    """Return [attention of this rank's tokens, logarithms of the softmax sums of scores]. Collective.
+    """Return [attention of this rank's tokens, log-sum-exp of the scores of each of its queries]. Collective.
 
     Args:
-        qkv: this rank's shard (batch, sequence, features): of each group its queries, key and value.
-        number: `number_of` the ring, a `PlacedRing`.
-        batch, sequence: sequences, and tokens of each, of all ranks.
+        qkv: this rank's shard (batch, sequence, features): for each group its queries, its key and its value.
+        number: what `number_of` returns for the ring, a `PlacedRing`.
+        batch, sequence: global sizes: the number of sequences, and the tokens of each.
     """
     sized = _sized(number, batch, sequence, qkv.dtype)
     bound = sized.bound(False, qkv.device)
@@ -144,11 +144,12 @@ def _(qkv: Tensor, number: int, batch: int, sequence: int) -> list[Tensor]:
 def ring_attention_back(
     arriving: Tensor, qkv: Tensor, out: Tensor, log_sums: Tensor, number: int, batch: int, sequence: int
 ) -> Tensor:
-    """Return the gradient of `qkv`. Collective.
+    """Return this rank's shard of the gradient of `qkv`. Collective.
 
     Args:
         arriving: the gradient of the attention.
-        out, log_sums: the results of `ring_attention`; the others are its arguments.
+        out, log_sums: the results of `ring_attention`.
+        qkv, number, batch, sequence: its arguments.
     """
     sized = _sized(number, batch, sequence, qkv.dtype)
     bound = sized.bound(True, qkv.device)

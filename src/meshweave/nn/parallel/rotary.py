@@ -20,7 +20,8 @@ class UnfilledBuffers:
 
     Args:
         paths: the names of the modules in the model.
-        known: values by (name of module, name of buffer), for classes that cannot be made of a `config` alone.
+        known: {(name of module, name of buffer): values} for classes that cannot be made of a `config` alone;
+            None for no values.
     """
 
     def __init__(

@@ -40,9 +40,12 @@ def require_same_model(
 ) -> None:
     """Make sure that all ranks of a mesh have the same model, arguments, versions and settings. Collective.
 
+    A rank outside of the mesh does nothing.
+
     Args:
+        device_mesh: the mesh; None for all ranks of the world.
         arguments: the other arguments of `parallelize`, by name.
-        broadcast_weights: whether ranks take the weights of the first one instead of comparing them.
+        broadcast_weights: whether ranks take the weights of the mesh's first one instead of comparing them.
 
     Raises:
         LayoutError: they differ; on all ranks.

@@ -45,8 +45,8 @@ class Progress:
 
     Attributes:
         calls: forward calls so far.
-        steps: steps of optimizers that hold its parameters.
-        options: settings of these at their last steps, in words.
+        steps: steps so far of all optimizers that hold its parameters.
+        options: the settings of these optimizers at their last steps, as text by name.
     """
 
     calls: int = 0
@@ -84,10 +84,11 @@ class StepAgreement:
     ) -> Iterator[None]:
         """Compare what ranks give a call, and check it against the model's limits; the call runs in the block.
 
-        Collective. The numbers of ranks are sent beside the call, and compared before it communicates otherwise: a
-        rank waits for the others where the call has it wait anyway. The first call and each `debug_every`-th wait
-        at once. Where the call communicates nothing before its loss, the number is sent with the loss; errors then
-        come where the loss is read, in the backward pass, or in the next call.
+        Collective. A number that stands for what a rank gives is sent beside the call, and compared before the
+        call communicates otherwise: a rank waits for the others where the call has it wait anyway. The first
+        call and each `debug_every`-th wait at once. Where the call communicates nothing before its loss, the
+        number is sent with the loss; errors then come where the loss is read, in the backward pass, or in the
+        next call.
 
         Args:
             tokens: all of them, as the call is given them; None where it is given no tensor.
@@ -189,9 +190,11 @@ class StepAgreement:
         return answer
 
     def reduced(self, order: CallOrder, values: Tensor, op: Any) -> Callable[[], None]:
-        """Begin an all-reduce of `values` over the ranks, in place; return what waits for it.
+        """Begin an all-reduce of `values` over the ranks, in place; return a function that waits for it.
 
-        `order` counts it as a call of its own; `op` is torch's, such as `ReduceOp.SUM`.
+        Args:
+            order: counts it as a call of its own.
+            op: torch's, such as `ReduceOp.SUM`.
         """
         ranks = self.strategy.mesh.ranks
         context, sequence = self.context(values.device), order.sequence(ranks)
@@ -247,7 +250,13 @@ class StepAgreement:
         return first is not None and first.grad is not None
 
     def compare(self, words: Words, what: str = _WHAT) -> None:
-        """Raise LayoutError, on all ranks, where their words differ; all call it. See `agree`."""
+        """Raise LayoutError, on all ranks of the model, where their words differ; all call it.
+
+        Args:
+            words: this rank's, {subject: {name of a thing: text}}; ranks compare the subjects that they have in
+                common.
+            what: completes "waiting for ..." in errors.
+        """
         device = torch.device(self.strategy.device_mesh.device_type)
         agree(self.context(device), self.strategy.mesh.ranks, words, what)
 
@@ -259,14 +268,14 @@ class JointMessage:
     are equal on all ranks, their sum is those of this rank times the number of ranks; where not, each rank sees
     another sum, but for chances of one in 2^40.
 
-    It is sent without a term where another call comes first, or the call ends without a loss; its lowest bit then
-    differs from that of ranks with a term. Where it was sent with a term, it is waited for where the sum is read,
-    in the backward pass before gradients are sent, or by the next call.
+    It is sent without a term where another call comes first, or the call ends without a loss; its lowest bit
+    then differs from that of ranks with a term. Where it was sent with a term, it is waited for where the sum is
+    read, in the backward pass before gradients are sent, or by the next call.
 
     Args:
         number: stands for what is compared; lower bits of it are sent.
-        conclude: gets whether the numbers of all ranks are equal, and raises LayoutError where what they stand for
-            is not.
+        conclude: called with whether the numbers of all ranks are equal; if not, it raises LayoutError, naming
+            what differs.
     """
 
     _EXACT_BITS = 53

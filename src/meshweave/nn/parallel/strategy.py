@@ -65,7 +65,8 @@ class LayerStrategy:
             config: chunks and slices of products; None for the default.
             entry: the strategy itself, for one that is not in the table; `name` is then ignored.
             context: that programs run in; None for the default one of a device.
-            experts: what each axis does for experts; see `Roles`.
+            experts: for each axis "expert" if its ranks have different experts, "inner" if they split each
+                expert, "" if they have equal ones; () for what the axes do in other feed-forward parts.
 
         Raises:
             UnsupportedError: there is no such strategy.
@@ -146,7 +147,7 @@ class LayerStrategy:
 
     @property
     def torch_axes(self) -> tuple[int, ...]:
-        """Return for each dim of the device mesh the index of the strategy's axis that it is."""
+        """Return for each dim of the device mesh the index of the axis of `mesh` that it is."""
         return tuple(range(int(self.device_mesh.ndim)))
 
 
@@ -156,9 +157,10 @@ _KNOWN: dict[Any, LayerStrategy] = {}
 def device_mesh_for(
     entry: BlockAlgorithm, sizes: tuple[int, ...], device_type: str, strides: tuple[int, ...] | None = None
 ) -> DeviceMesh:
-    """Return a device mesh of all ranks for a strategy, with one dim "tp", or with the last of the names `AXES`.
+    """Return a device mesh of all ranks for a strategy, with a dim "tp", or several named as the last of `AXES`.
 
     Args:
+        sizes: the ranks along each dim.
         strides: the difference of ranks of neighbours along each dim; None where the last dim is innermost.
 
     Raises LayoutError where the product of the sizes is not the number of ranks of the world.

@@ -14,7 +14,7 @@ from meshweave.nn.parallel.attention import Heads
 
 @dataclass(frozen=True)
 class LayerMap:
-    """The names of modules in a layer out = x + down(act(up(norm(x)))) after x + out(attention(norm(x))).
+    """The names of modules in a layer: x = x + out(attention(norm(x))); x = x + down(act(up(norm(x)))).
 
     Attributes:
         attention_norm, feed_forward_norm: norms before each half.
@@ -177,10 +177,14 @@ def heads_of(module: nn.Module, number: int, model_map: ModelMap) -> Heads:
 def check_heads(layer: nn.Module, names: LayerMap, heads: Heads, where: str) -> None:
     """Check that the linear layers of a layer fit its heads, and each other.
 
+    Args:
+        heads: sizes over all ranks.
+        where: the layer's name, for errors.
+
     Raises:
         LayoutError: a linear layer of attention does not have the features that the heads need.
-        UnsupportedError: heads of keys do not divide those of queries, or are fewer in a fused layer; or of linear
-            layers with one operand only some have a bias.
+        UnsupportedError: heads of keys do not divide those of queries, or are fewer in a fused layer; or of
+            linear layers with one operand only some have a bias.
     """
     of_queries, of_keys = heads.queries * heads.width, heads.keys * heads.width
     if names.fused:

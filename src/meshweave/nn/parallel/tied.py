@@ -59,9 +59,12 @@ class TiedWeight:
         self.keeper, self._use = head, ParameterUse([[(head, "weight")]])
 
     def logits(self, group: LinearGroup, x: Tensor, batch: int, sequence: int) -> Tensor:
-        """Return this rank's shard of the logits, from its shard x of the normalised residual. Collective.
+        """Return this rank's shard (batch, sequence, words) of the logits. Collective.
 
-        `batch` and `sequence` are those of all ranks.
+        Args:
+            group: the head alone.
+            x: this rank's shard (batch, sequence, features) of the residual after the last norm.
+            batch, sequence: global sizes: the number of sequences, and the tokens of each.
         """
         (weight,) = self._use() if self.is_shared else local_parts([self.keeper.weight])
         for mover in self.movers:

@@ -33,9 +33,11 @@ def group_mesh(among: AllRanks, ranks: int) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class TwoLayers:
-    """Two linear layers, from `features` to `inner` and back, that each rank runs on so many tokens by itself.
+    """Two linear layers, from `features` to `inner` and back, to time on each rank alone and shared by ranks.
 
-    A product of (`between`, `between`) matrices follows them, which no ranks share.
+    Attributes:
+        tokens: on which a rank runs both layers by itself, to compare with.
+        between: rows and columns of the square matrices whose product follows the layers, which no ranks share.
     """
 
     among: AllRanks
@@ -45,12 +47,15 @@ class TwoLayers:
     between: int
 
     def added_s(self, ranks: int, strategy: str, tokens: int) -> float:
-        """Return the seconds that the layers take more where groups share them by a strategy. Collective.
+        """Return the seconds that both layers, forward and backward, take more if ranks share them. Collective.
+
+        It is a median, and may be negative.
 
         Args:
-            ranks: of a group.
-            strategy: name of a block strategy.
-            tokens: on which each rank of a group runs its part.
+            ranks: how many neighbours share them; all such groups run at once.
+            strategy: name of the block strategy by which they do.
+            tokens: rows of the input that a rank has: those of its whole group under Megatron, its own under
+                ZeRO-3.
         """
         context = self.among.context
         with context.device, keep_generators(context.device.type):
@@ -76,10 +81,10 @@ class TwoLayers:
 
 
 def sum_over(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False) -> Callable[[], object]:
-    """Return a function that sums `num_bytes` of float32 over the ranks of a strategy by a bound program.
+    """Return a function that sums `num_bytes` of float32, which each rank has, over the ranks of a strategy.
 
     Args:
-        is_whole: whether the sum is one collective of the backend, as of gradients in buckets.
+        is_whole: whether the sum is one collective of the backend, as of gradients in buckets; else messages.
     """
     device = torch.empty(0, device=strategy.device_mesh.device_type).device
     terms: AxisDims = tuple("partial" if size > 1 else "" for size in strategy.mesh.shape)
@@ -90,7 +95,10 @@ def sum_over(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False)
 
 
 def added_s(among: AllRanks, run: Callable[[], object]) -> float:
-    """Return the seconds that `run` adds to a product before it, or takes alone if that is more. Collective."""
+    """Return the seconds that `run` adds to a product before it, or takes alone if that is more. Collective.
+
+    The product is one of (400, 400) matrices. Both are medians.
+    """
     square = torch.ones(BETWEEN, BETWEEN, device=among.context.device)
 
     def product() -> None:
@@ -105,7 +113,7 @@ def added_s(among: AllRanks, run: Callable[[], object]) -> float:
 
 
 def each_s(among: AllRanks, run: Callable[[], object]) -> float:
-    """Return the median seconds of a call of `run`, several of which follow each other. Collective."""
+    """Return the seconds of one of 5 calls of `run` in a row: the median of 5 such rows. Collective."""
     return among.median_s(_several(run), _REPEATS) / _SUMS
 
 

@@ -16,8 +16,8 @@ class TokenLimits:
     """The tokens that a model takes.
 
     Attributes:
-        words: the size of the table of tokens.
-        targets: the number of logits.
+        words: the size of the table of tokens: a token is below it.
+        targets: the number of logits of a token: a target is below it, or -100.
         positions: the longest sequence; None without a table of positions.
     """
 

@@ -13,12 +13,12 @@ from meshweave.base.errors import LayoutError, printable
 
 
 def is_number(value: Any, least: float = 0.0, most: float = 1e300) -> bool:
-    """Return whether a value is a number from `least` to `most`."""
+    """Return whether a value is an int or float from `least` to `most`; false for bools and nan."""
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
 class MeasuredPlan(Protocol):
-    """A plan that was tried; see `Trial`."""
+    """What a file of trials keeps of a plan that was tried."""
 
     @property
     def kind(self) -> str:
@@ -75,9 +75,10 @@ def corrections_of(path: str | Path | None) -> dict[str, float]:
 
 
 def usable_corrections(path: str | Path | None) -> dict[str, float]:
-    """Return the corrections in a file that trials can also be written to; see `corrections_of`.
+    """Return {kind of plan: median ratio of measured to predicted times} of a file that can also be written to.
 
-    Raises LayoutError where its folder is not there, or the file is no file of trials.
+    It is {} for None, and where there is no such file. Raises LayoutError where its folder is not there, or the
+    file is no file of trials.
     """
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise LayoutError(f"trials cannot be kept in {path}: there is no such folder")
@@ -106,7 +107,7 @@ def _is_kept_row(row: Any) -> bool:
 
 
 def check_numbers(steps: Any, seconds: Any, within: Any) -> None:
-    """Raise LayoutError where steps, seconds or the share `within` of trials are not numbers from 0 on."""
+    """Raise LayoutError unless steps (a whole number), seconds and the share `within` are from 0 on."""
     if not isinstance(steps, int) or not is_number(steps):
         raise LayoutError(f"steps of a trial are a whole number from 0 on, not {printable(steps)}")
     for name, value in (("seconds", seconds), ("within", within)):

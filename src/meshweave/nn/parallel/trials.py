@@ -59,7 +59,7 @@ class Trial:
 
     Attributes:
         plan: what `parallelize` takes.
-        words: what it is called.
+        words: the plan's name in tables.
         kind: "data", "zero", "tensor" or "pipeline": measured times of a kind correct predictions of that kind.
         predicted_s: the seconds that a planner predicts of a step; None without a prediction.
         factor: the median ratio of measured to predicted times of earlier trials of its kind; 1 without any.
@@ -82,7 +82,7 @@ class Trial:
 
     @classmethod
     def of(cls, plan: Any, predicted_s: float | None = None) -> Trial:
-        """Return the trial of a plan: the name of a strategy, or degrees of parallelism."""
+        """Return the trial of a plan, the name of a strategy or a `Parallelism`, before it has run."""
         if isinstance(plan, Parallelism):
             pipeline, tensor = plan.pipeline > 1, plan.tensor_size * plan.context > 1
             kind = "pipeline" if pipeline else "tensor" if tensor else "zero" if plan.zero else "data"
@@ -93,9 +93,10 @@ class Trial:
 
     @property
     def stands_for(self) -> str:
-        """Return the name of data parallelism or of ZeRO-3 where the plan is that alone, else "". Both are tried.
+        """Return the strategy's name where the plan is plain data parallelism or ZeRO-3 alone, else "".
 
-        What only tensor or pipeline ranks use is not compared, nor is the micro-batch.
+        These two are tried in any case, so such a plan is not tried again. The micro-batch, and what only tensor
+        or pipeline ranks use, is not looked at.
         """
         if not isinstance(self.plan, Parallelism):
             return self.words if self.words in (PLAIN, SHARDED) else ""
@@ -171,9 +172,10 @@ class Trials:
         return {**plans, "planned here": str(self.plans is None), **how}
 
     def candidates(self, factors: Mapping[str, float] | None = None) -> list[Trial]:
-        """Return what is tried: data parallelism, ZeRO-3, then other given plans by expected time.
+        """Return at most `most` trials: data parallelism, ZeRO-3, then other given plans by expected time.
 
-        They are `most` at most. Predicted seconds of the first two are those of given plans that are the same.
+        Predicted seconds of the first two are those of given plans that are the same. Plans without a prediction
+        come last.
 
         Args:
             factors: for each kind of plan the ratio of measured to predicted times; None for those in
@@ -195,7 +197,7 @@ class TrialTable:
     """What was predicted and what was measured, and what was chosen.
 
     Attributes:
-        within: as of `Trials`.
+        within: the share by which another plan must be faster than plain data parallelism to be chosen.
         chosen: plain data parallelism, where no plan is faster by more than `within`; else the fastest.
 
     Raises:
@@ -248,7 +250,7 @@ def run_trials(
     Args:
         start: is given a plan, and returns what makes one step by it, which is dropped before the next plan.
         steps: the counted steps of each, after one that is not counted; with 0 that one counts.
-        seconds: after which no trial begins, nor a step of one that has made one.
+        seconds: after which no trial begins, and one that has made a counted step ends.
         within: the share by which another plan must be faster than plain data parallelism to be chosen.
         needed_bytes: the bytes of memory that a rank needs for a trial; none is run where a rank has fewer free.
         context: deadline and liveness of waits between steps; default: that of the default process group.
@@ -323,14 +325,15 @@ def by_trial(
 
     Args:
         device_mesh, trials: as given to `parallelize`; the mesh is to be None, and trials are to be given.
-        make: called as `make(module, plan, device_mesh, check=...)`, with None for the mesh of degrees.
+        make: called as `make(module, plan, device_mesh, check=...)`; the mesh is None for a `Parallelism`.
         check: whether the plan that is chosen is proved; trials are not.
 
     Raises:
         LayoutError: there is a mesh, or no trials; the model has no memory, or no parameters; ranks try other
             plans; or `trials.results` is no file of trials, or cannot be written.
         PlanError: nothing could be tried.
-        BindError, RankLostError, DeadlineError: as `run_trials`.
+        BindError: another rank has met an error.
+        RankLostError, DeadlineError: other ranks are missing or late.
     """
     if not isinstance(trials, Trials) or device_mesh is not None:
         raise LayoutError("plan 'auto' takes trials=mw.nn.Trials(tokens, targets), and makes its own mesh")
@@ -378,7 +381,7 @@ def _starter(
 
 
 def mesh_for(plan: Any, module: nn.Module) -> DeviceMesh | None:
-    """Return a one-dim mesh of all ranks for the name of a strategy; None for degrees, which make their own."""
+    """Return a one-dim mesh of all ranks for the name of a strategy; None for a `Parallelism`."""
     if isinstance(plan, Parallelism):
         return None
     kind = next(module.parameters()).device.type

@@ -62,8 +62,10 @@ class UnitChoice:
             where they do.
 
     Attributes:
-        sides, kept: the dims of the parameter, and how it is kept.
-        is_needed: whether it is kept whole along the axes that split inner features, for a rank to choose rows of.
+        sides: the dims of one of the matrices, in units as they are stored.
+        kept: for each mesh axis the dim of these that it splits where the parameter is kept.
+        is_needed: whether it is kept whole along the axes that split inner features, for a rank to choose rows
+            of.
     """
 
     def __init__(
@@ -101,7 +103,8 @@ class UnitChoice:
     def terms(self, dims: AxisDims) -> AxisDims:
         """Return the layout of the parameter's gradient from `dims`, that of the gradient of the chosen part.
 
-        Axes that divide inner features become partial where the parameter is kept whole there.
+        Where the parameter is kept whole, axes that split inner features become "partial": their ranks have
+        terms.
         """
         return tuple("partial" if dim == "inner" else dim for dim in dims) if self.is_needed else dims
 

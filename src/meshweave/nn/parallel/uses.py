@@ -53,7 +53,7 @@ def entries_of(modules: Sequence[KeepsParameters]) -> list[Entry]:
 
 
 class ParameterUse:
-    """Parameters of some modules, used by one call.
+    """Parameters of some modules that one call gathers together, and whose gradients are summed together.
 
     Args:
         units: groups of parameters that are used together, in the order in which their gradients come. Of those
@@ -89,10 +89,10 @@ class ParameterUse:
 
     @contextlib.contextmanager
     def open(self, gathered: list[tuple[GatheredBucket, Tensor]]) -> Iterator[None]:
-        """Open the parameters for what runs inside, but for those that are open already.
+        """Open the parameters for what runs inside, but for those that are open already. Collective.
 
         Args:
-            gathered: what is gathered here is appended, each bucket with its memory.
+            gathered: what is gathered here is appended: each bucket, and its memory (`num_used` elements).
         """
         are_open = map(contains, self._opened, self._names)
         places = [at for at, is_open in enumerate(are_open) if not is_open]
@@ -116,7 +116,10 @@ class ParameterUse:
         return all(map(contains, self._opened, self._names))
 
     def are_here(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether all `parameters` are DTensors on their strategy's mesh; inside FSDP2 they are not."""
+        """Return whether all `parameters` are DTensors on the mesh of their strategy; inside FSDP2 they are not.
+
+        They are in the order of `parameters()`.
+        """
         for parameter, mesh in zip(parameters, self._meshes, strict=True):
             if not isinstance(parameter, DTensor):
                 return False
@@ -126,7 +129,7 @@ class ParameterUse:
 
     @property
     def is_computed(self) -> bool:
-        """Return whether some are computed anew in each use, as parametrizations and adapters do."""
+        """Return whether modules compute some anew at each use, as parametrizations and adapters do."""
         return any(hasattr(type(module), name) for module, name in self.entries)
 
     def parameters(self) -> list[Tensor]:
@@ -211,10 +214,10 @@ class ThroughoutUse(ParameterUse):
 
     @contextlib.contextmanager
     def open_by_layer(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Open the parameters for a call in the block: those before the layers now, others in `reach`.
+        """Open the parameters for a call in the block: those before layers now, others in `reach`. Collective.
 
         Args:
-            parameters: what `ParameterUse.parameters` returns.
+            parameters: all of them as they are kept, in the order of `parameters()`.
         """
         self._later = self._order_of(self._buckets_of(parameters) if parameters else [])
         self._given = parameters
@@ -346,7 +349,7 @@ def run_with(use: ParameterUse, run: Callable[[], Any], *, frees: bool, frees_no
 
     Args:
         frees: whether memory of what was gathered here may be freed after `run`: the backward pass then gathers
-            again what was.
+            again what was freed.
         frees_now: whether, with `frees`, it is freed at once; False where the backward pass comes next. Nothing
             is freed inside of a backward pass that computes `run` again.
     """

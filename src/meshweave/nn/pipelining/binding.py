@@ -41,8 +41,8 @@ class BoundPipeline:
     Attributes:
         problem: stages and edges.
         schedule: the actions of the program.
-        bound: the program with its calls.
-        functions, gradients: of the stages of this rank, by number.
+        bound: the program, bound to this rank's buffers and to the functions of its stages.
+        functions, gradients: {number of a stage of this rank: what is of it}.
         tied: the table that the first and the last stage share; None where this rank has no copy, or without
             backwards.
     """
@@ -68,9 +68,9 @@ def bind_stages(
     """Profile the stages, write the program, and bind it; collective among the ranks of `places`.
 
     Args:
-        stages: the modules of this rank, by stage.
-        data: shapes of what the first or the last stage is given for a micro-batch, on their ranks; else
-            None.
+        stages: the modules of this rank, by number of the stage.
+        data: on ranks of the first stage the shapes of the batch of one micro-batch, on those of the last that
+            of the target, over all data-parallel ranks; else None.
         memory: counts the bytes that stages keep; None, and without `trains`, nothing is counted.
         trains: whether there are backwards.
 

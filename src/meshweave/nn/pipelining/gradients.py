@@ -22,7 +22,7 @@ _PARTS = 3
 
 
 def num_loss_elements(dtype: torch.dtype, ranks: int) -> int:
-    """Return how many elements at the end of a vector of gradients of `dtype` are for the losses of `ranks`."""
+    """Return how many elements end a vector of gradients, for losses: 1, or 3 for each of `ranks` in 16 bits."""
     return 1 if dtype.itemsize > 2 else _PARTS * ranks
 
 
@@ -42,7 +42,7 @@ class LossSum:
         self._own = elements if self._is_whole else elements[index * _PARTS : (index + 1) * _PARTS]
 
     def add(self, loss: Tensor) -> None:
-        """Add a loss (), or of one element, to those of this rank."""
+        """Add the loss of a micro-batch, () or of one element, to this rank's."""
         if self._is_whole:
             self._own += loss
             return
@@ -52,7 +52,7 @@ class LossSum:
             rest = (rest - part).nan_to_num(0.0, 0.0, 0.0)  # of what is not finite the first part is all
 
     def total(self) -> Tensor:
-        """Return the sum, in single precision at least: of all ranks where the vector is reduced."""
+        """Return the sum, in single precision at least; that of all ranks once the vector is reduced."""
         return self._all.sum(dtype=torch.promote_types(self._all.dtype, torch.float32))
 
 
@@ -61,10 +61,11 @@ class StageGradients:
     """The gradients of one stage.
 
     Attributes:
-        parameters: those that require gradients, but for those that `others` have.
+        parameters: those that require gradients, but for those that another stage of this rank has taken.
         trained: all that require gradients.
-        vector: gradients of `parameters`, and at its end the sum of losses; None where nothing is reduced.
-        losses: that sum; None where nothing is reduced.
+        vector: gradients of `parameters` one after the other, room for those of the rest of `trained`, and the
+            sum of the losses; None where no data-parallel ranks add up gradients.
+        losses: the end of `vector`; None without it.
     """
 
     parameters: list[nn.Parameter]
@@ -88,13 +89,14 @@ class StageGradients:
         """Return the gradients of a module, none so far; `number` is its stage, for errors.
 
         Args:
-            ranks: how many data-parallel ranks sum them, which then lie in one vector.
-            index: which of these this rank is.
-            others: those of stages of this rank whose backwards end later, which may share parameters with it.
+            ranks: how many data-parallel ranks add them up, 1 for none; if several, they lie in one vector.
+            index: which of these this rank is, from 0.
+            others: those of stages of this rank whose backwards end later. A parameter that the module shares
+                with one of these is left to it.
 
         Raises:
-            UnsupportedError: gradients are reduced, and parameters have several dtypes or devices, or are neither
-                plain tensors nor DTensors.
+            UnsupportedError: gradients are reduced, and parameters have several dtypes or devices, or are
+                neither plain tensors nor DTensors.
         """
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         taken = {id(parameter) for other in others for parameter in other.parameters}
@@ -169,7 +171,7 @@ class StageGradients:
 
 
 def num_local_elements(parameter: Tensor) -> int:
-    """Return the number of elements of a tensor, or of the largest shard that any rank has of a DTensor."""
+    """Return the elements of a tensor; of a DTensor the most that a rank may have (dims are rounded up)."""
     if not isinstance(parameter, DTensor):
         return int(parameter.numel())
     sizes = list(parameter.shape)

@@ -16,7 +16,7 @@ from meshweave.base.errors import UnsupportedError
 
 
 def reached_parameters(module: nn.Module, outputs: Sequence[Tensor]) -> dict[Any, str]:
-    """Return the names of parameters that the graph of outputs leads to, by their `AccumulateGrad` nodes."""
+    """Return {`AccumulateGrad` node: name} of the trained parameters that the graph of `outputs` leads to."""
     named = {
         get_gradient_edge(parameter).node: name
         for name, parameter in module.named_parameters()

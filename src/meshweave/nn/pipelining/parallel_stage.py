@@ -21,12 +21,13 @@ from meshweave.nn.parallel.model import ParallelModel
 class ParallelStage(nn.Module):  # type: ignore[misc]
     """Layers `first` to `end` - 1 of a model, with the embedding at the first stage and the head at the last.
 
-    Modules of other stages are taken out of the model: `model.module` has the parameters of this stage under the
-    names that they have in the whole. A model on the meta device costs nothing until then.
+    The head is run by `loss`, not by `forward`. Modules of other stages are taken out of the model:
+    `model.module` has the parameters of this stage under the names that they have in the whole. A model on the
+    meta device costs nothing until then.
 
     Args:
-        model: what `parallelize` returned for the whole model, on the mesh of this stage; each stage needs one of
-            its own, which is changed in place.
+        model: what `parallelize` returned for the whole model, on the mesh of this stage; each stage needs one
+            of its own, which is changed in place.
         first: the number of the stage's first layer, from 0.
         end: the number after that of its last layer.
         sequence: tokens of a row.
@@ -56,12 +57,17 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         return table
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's shard of the residual after the stage, flattened to (rows, elements). Collective.
+        """Return this rank's shard of the residual after the stage's layers, as (rows, elements). Collective.
 
-        It ends with zeros where another rank has a larger shard.
+        The shard is flattened and padded with zeros to the size of the largest shard of a rank, then cut into as
+        many equal parts as there are rows, which need not be the rows' own.
 
         Args:
-            x: tokens (rows, sequence) at the first stage, else what the stage before returns.
+            x: all tokens (rows, sequence) of a micro-batch at the first stage, else what the stage before
+                returns.
+
+        Raises:
+            LayoutError: at the first stage, tokens are outside the model's vocabulary or positions.
         """
         rows = len(x)
         if self.is_first:
@@ -72,8 +78,14 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         return self._flat(residual, rows)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss over all tokens of x, the last stage's output: a `loss_fn` for
-        `meshweave.pipeline`. Raises as `check`.
+        """Run the head, and return the mean loss over all tokens: a `loss_fn` for `pipeline`. Collective.
+
+        Args:
+            x: what `forward` returned at the last stage.
+            targets: all of them (rows, sequence); -100 where there is no loss.
+
+        Raises:
+            LayoutError: targets are outside the model's vocabulary.
         """
         self.check(targets=targets)
         loss: Tensor = self._model.head_loss(self._taken_apart(x), targets)
@@ -81,7 +93,7 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
 
     def check(self, tokens: Tensor | None = None, targets: Tensor | None = None) -> None:
         """Raise LayoutError where tokens or targets (rows, sequence) are outside the model's vocabulary or
-        positions.
+        positions; None is not checked.
         """
         self._model.agreement.limits.check(tokens, targets)
 
@@ -93,9 +105,7 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         return self._model.agreement.draws and self.training
 
     def example(self, rows: int) -> Tensor:
-        """Return zeros of the shape that the stage returns for `rows` rows: for `outputs` of
-        `meshweave.pipeline`.
-        """
+        """Return zeros of the shape of what `forward` returns for `rows` rows: for `outputs` of `pipeline`."""
         dtype = next(self.module.parameters()).dtype
         return torch.zeros(rows, self._width(rows), dtype=dtype)
 

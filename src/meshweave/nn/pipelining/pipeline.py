@@ -175,18 +175,15 @@ class Pipeline:
     # --- steps -------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch = None, target: Tensor | None = None) -> Tensor | None:
-        """Run forwards and backwards of all micro-batches; gradients are added to `.grad` of parameters.
-
-        Collective.
+        """Run forwards and backwards of all micro-batches; add gradients to `.grad` of parameters. Collective.
 
         Args:
-            batch: on ranks of the first stage one tensor or several, one row per sample first; others may
-                leave it out.
-            target: on ranks of the last stage the tensor that the loss takes, rows first; others may leave it
-                out.
+            batch: on ranks of the first stage a tensor or several, with the samples as dim 0; else ignored.
+            target: on ranks of the last stage the tensor that the loss takes, samples as dim 0; else ignored.
 
         Returns:
-            On ranks of the last stage the loss of the whole batch, else None.
+            On ranks of the last stage the loss of the whole batch, the mean over micro-batches and data-parallel
+            ranks or, without `scale_grads`, the sum; else None.
 
         Raises:
             LayoutError: there is no `loss_fn`; a batch or target is missing, or has other rows than the first
@@ -198,10 +195,11 @@ class Pipeline:
         return self._run(batch, target, trains=True, wants_outputs=False)[0]
 
     def evaluate(self, batch: Batch = None, target: Tensor | None = None) -> tuple[Any, Tensor | None]:
-        """Run forwards alone; on ranks of the last stage return (outputs of this rank's rows, loss), else
-        (None, None).
+        """Run forwards alone; return (outputs, loss) on ranks of the last stage, else (None, None). Collective.
 
-        Arguments and errors are those of `step`; without a target or a `loss_fn` the loss is None.
+        Outputs, a tensor or a tuple as the stage returns, are of this rank's rows of all micro-batches. Batch,
+        target and loss are those of `step`; without a target or a `loss_fn` the loss is None. Raises LayoutError
+        for a batch that is missing or has other rows than the first, and the errors of `step` for other ranks.
         """
         loss, outputs = self._run(batch, target, trains=False, wants_outputs=True)
         return outputs, loss
@@ -315,8 +313,9 @@ class Pipeline:
     ) -> BoundPipeline:
         """Write and bind the program for batches of these shapes, unless one is bound; return it. Collective.
 
-        `step` and `evaluate` do it at their first call. Arguments and errors are those of `step`. `trains` False
-        is for the program of `evaluate`.
+        Arguments are those of `step`, which does it at its first call; `trains` False is for `evaluate`. Raises
+        LayoutError or UnsupportedError where stages and data do not fit, BindError, RankLostError or
+        DeadlineError.
         """
         if trains not in self._bound:
             with share_refusal(self._context, self.places.ranks, "pipeline"):

@@ -58,9 +58,10 @@ def plan_of(plan: str | Path | Schedule) -> PipelineAlgorithm | Schedule:
 
 
 def micro_batches_of(plan: PipelineAlgorithm | Schedule, given: int | None) -> int:
-    """Return the number of micro-batches: what is given, or that of a schedule.
+    """Return the number of micro-batches: `given`, or that of a schedule if `given` is None.
 
-    Raises LayoutError where nothing is given with an algorithm, it is none, or the schedule has another number.
+    Raises LayoutError where it is None with an algorithm, is no whole number from 1 on, or the schedule has
+    another.
     """
     if given is None and isinstance(plan, PipelineAlgorithm):
         raise LayoutError(f"give `micro_batches` with the name of a schedule, '{plan.name}'")
@@ -85,7 +86,7 @@ def check_stage_numbers(name: str, given: Iterable[int], num_stages: int) -> Non
 
 
 def meshes_of(meshes: DeviceMesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
-    """Return the mesh of each pipeline rank; those of a DeviceMesh are its slices along the first dim."""
+    """Return the given meshes; of a DeviceMesh its slices along the first dim, one for each pipeline rank."""
     if not isinstance(meshes, DeviceMesh):
         return tuple(meshes)
     ranks = meshes.mesh.reshape(meshes.mesh.shape[0], -1).tolist()
@@ -98,7 +99,7 @@ def meshes_of(meshes: DeviceMesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
 def schedule_of(
     plan: PipelineAlgorithm | Schedule, problem: PipelineProblem, config: PipelineConfig
 ) -> Schedule:
-    """Return the schedule of a problem, with pipeline ranks numbered as in the problem.
+    """Return a given schedule, or what an algorithm writes, with pipeline ranks numbered as in the problem.
 
     Raises LayoutError where the plan does not take the problem, or its stages lie on other ranks than the
     modules.
@@ -131,8 +132,8 @@ def schedule_of(
 def forwards_of(schedule: Schedule) -> Schedule:
     """Return the schedule without training: on each rank the forwards in order, then a RESHARD for each stage.
 
-    Forwards add to the losses, which the program does not declare. The RESHARD marks that the last forward of a
-    stage has ended: after it ranks sum the losses.
+    Forwards add to the losses, and the program does not know that. So the RESHARD, after the last forward of a
+    stage, says when data-parallel ranks may sum the losses.
     """
     actions = []
     for order in schedule.actions:

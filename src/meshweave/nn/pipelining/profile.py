@@ -32,12 +32,14 @@ class StageProfile:
     """One stage, for one micro-batch of one rank.
 
     Attributes:
-        outs: what it passes on, for each stage after it that reads something.
-        flops: of the forward, the input gradient and the weight gradient.
-        bytes: of parameters, inputs and outputs: each of these three reads or writes as many at least.
-        kept_bytes: what is kept after the forward, and what after the input gradient.
+        outs: what it passes on, one for each stage after it that reads something.
+        flops: (of the forward, of the input gradient, of the weight gradient).
+        bytes: of parameters, inputs and outputs together, which each of these three parts is taken to read and
+            write.
+        kept_bytes: (after the forward, after the input gradient): what is then kept for the parts that follow.
         recomputed_bytes: what the forward keeps if the stage recomputes: its inputs; 0 at the first stage.
-        num_parameters: elements of the parameters that require gradients; of a DTensor those of its largest shard.
+        num_parameters: elements of the parameters that require gradients; of a DTensor those of its largest
+            shard.
         dtype: of these parameters; "" if there are several, or none.
         missed_gradient: the name of a parameter whose gradient a backward in two parts misses; "" if there is
             none. torch looks for parameters where their graph meets that of inputs, so it misses those whose
@@ -80,18 +82,18 @@ def profile_stage(
     """Return the shapes, FLOPs and kept bytes of a stage for one micro-batch, from a run on the meta device.
 
     Args:
-        module: the stage; it is not run itself.
+        module: the stage; a copy on the meta device is run, not this.
         number: of the stage, for errors.
-        inputs: what it is called with: the tensors of the batch, or one for each of `sources`.
+        inputs: what it is called with on one rank: the tensors of the batch, or one for each of `sources`.
         sources: the stages whose results it reads, none for the first.
         targets: the stages that read its results, none for the last.
-        loss_fn: of the last stage.
-        target: what the loss compares the output with.
+        loss_fn: of the last stage; None without a loss.
+        target: what the loss compares the output with; None without a loss.
         trains: whether backwards are run, too.
 
     Raises:
-        LayoutError: it does not run on such inputs, returns something else than one tensor per target, or one for
-            a target that is not floating point.
+        LayoutError: it does not run on such inputs, does not return one tensor for each of `targets`, or passes
+            on one that is not floating point.
     """
     clone = _on_meta(module)
     batch = tuple(torch.empty(kind.shape, dtype=kind.dtype, device="meta") for kind in inputs)

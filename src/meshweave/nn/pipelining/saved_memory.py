@@ -65,7 +65,7 @@ class SavedMemory:
         return saved
 
     def add(self, key: int, num_bytes: int) -> None:
-        """Count one more use of the storage `key` of `num_bytes`; its bytes count once."""
+        """Count one more use of the storage `key` (`storage_key`) of `num_bytes`; its bytes count once."""
         self._uses[key] += 1
         if self._uses[key] == 1:
             self.bytes += num_bytes
@@ -78,7 +78,7 @@ class SavedMemory:
             self.bytes -= num_bytes
 
     def counts(self, tensor: Tensor) -> bool:
-        """Return whether the storage of a tensor is counted: none of a parameter, buffer or batch."""
+        """Return whether a tensor is counted: its storage is of no excluded module, and not of the batch."""
         return self._belongs_to_stage(storage_key(tensor))
 
     def _belongs_to_stage(self, key: int) -> bool:

@@ -52,13 +52,13 @@ class TensorKind:
 
 @dataclass
 class StageStep:
-    """What one step gives to a stage, and takes from it.
+    """What one step gives to a stage, and takes from it. Indices and keys count micro-batches.
 
     Attributes:
         batch: of the first stage, the tensors of each micro-batch.
         targets: of the last stage, one for each micro-batch; empty where there is no loss.
-        losses: by micro-batch.
-        outputs: of the last stage, by micro-batch, if they are wanted.
+        losses: of the last stage.
+        outputs: of the last stage what the module returned; None if that is not wanted.
     """
 
     batch: Sequence[tuple[Tensor, ...]] = ()
@@ -74,9 +74,9 @@ class StageShape:
     Attributes:
         number: of the stage.
         num_rows: rows of a micro-batch that this rank has.
-        ins: the tensors that arrive, none for the first stage.
-        outs: the tensors that are passed on, none for the last stage.
-        sources, targets: the stages at the other ends.
+        ins: the tensors that arrive, one for each of `sources`; none for the first stage.
+        outs: the tensors that are passed on, one for each of `targets`; none for the last stage.
+        sources, targets: the numbers of the stages that they come from and go to.
     """
 
     number: int
@@ -103,7 +103,8 @@ class StageFunctions:
         losses: what losses are added to; None adds them nowhere.
         memory: counts what is kept; None counts nothing.
         recomputes: whether the forward keeps only its inputs, and runs again before the backward.
-        has_signals: whether one byte stands for each tensor between stages.
+        has_signals: whether stages send one byte in place of each tensor, to time a step with free transfers;
+            what arrives then counts as zeros.
     """
 
     def __init__(
@@ -176,7 +177,10 @@ class StageFunctions:
         return self._passed_on(outputs, arrived, token)
 
     def recompute(self, stash: dict[str, Any], *operands: Any) -> None:
-        """Run the module again on the inputs in `stash`, with the random numbers that the forward drew."""
+        """Run the module again on the inputs in `stash`, with the random numbers that the forward drew.
+
+        `operands` end with the micro-batch's number; nothing else of them is read.
+        """
         micro_batch = operands[-1]
         inputs = stash["inputs"]
         now = _random_states(inputs)
@@ -253,11 +257,11 @@ class StageFunctions:
     # --- backward ----------------------------------------------------------------------------------------------
 
     def input_grad(self, stash: dict[str, Any], *operands: Any) -> list[Tensor]:
-        """Return the gradients of the tensors that arrived; a whole backward adds those of parameters to
-        `.grad`, too.
+        """Return the gradients of the tensors that arrived, none at the first stage.
 
-        `operands` are the gradients of the tensors that the forward sent, a token, and the micro-batch's
-        number.
+        For one of `whole_backwards` those of parameters are added to their `.grad`, too; else the rest of the
+        graph stays in `stash` for `weight_grad`. `operands` are the gradients of the tensors that the forward
+        sent, a token that only orders calls, and the micro-batch's number.
         """
         *grads, _, micro_batch = operands
         inputs, outputs = stash["inputs"], stash.pop("outputs")
@@ -284,8 +288,8 @@ class StageFunctions:
     def backward(self, stash: dict[str, Any], *operands: Any) -> list[Tensor]:
         """Run a whole backward: return the gradients of the tensors that arrived, then the vector of gradients.
 
-        Gradients of parameters have been added to their `.grad`. `operands` end with that vector and the
-        micro-batch's number.
+        Gradients of parameters have been added to their `.grad`. `operands` are those of `input_grad`, with that
+        vector before the micro-batch's number.
         """
         *before, total, micro_batch = operands
         return [*self.input_grad(stash, *before, micro_batch), total]

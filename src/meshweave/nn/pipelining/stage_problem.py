@@ -74,7 +74,7 @@ class StagePlaces:
         return math.prod(self.meshes[stage].size(axis) for axis in self.data_axes_of(stage))
 
     def data_index(self, stage: int, rank: int) -> int:
-        """Return which of the `data_parallelism` parts of the rows `rank` has at a stage, from 0."""
+        """Return which of the `data_parallelism` parts of the rows global rank `rank` has at a stage, from 0."""
         mesh, index = self.meshes[stage], 0
         for axis, size, coordinate in zip(mesh.axes, mesh.shape, mesh.coords(rank), strict=True):
             if axis in self.data_axes:
@@ -93,13 +93,15 @@ def agreed_places(
     """Return where all stages are, once each of `ranks` has said which it has. Collective among them.
 
     Args:
+        ranks: global ranks, this one among them.
         own: the stages of this rank.
         meshes: of the ranks that share stages; a stage on one rank alone needs none.
-        skips: edges besides those to the next stage.
+        data_axes: the axes of meshes along which ranks share the rows of a micro-batch.
+        skips: (source stage, target stage) of edges besides those to the next stage.
 
     Raises:
-        LayoutError: stages are missing, the ranks of a stage are those of no mesh, or a skip does not lead over a
-            stage.
+        LayoutError: stages are missing, the ranks of a stage are those of no mesh, or a skip does not lead over
+            a stage.
         RankLostError, DeadlineError: another rank died, or did not come in time.
         BindError: another rank is in another call, or refuses this one.
     """
@@ -139,8 +141,8 @@ class PipelineData:
     """What the first and the last stage are given for one micro-batch, over all ranks of a stage.
 
     Attributes:
-        batch: the tensors of the batch.
-        target: what the loss compares the output with; None where there is no loss.
+        batch: the tensors of the batch; none on ranks without the first stage.
+        target: what the loss compares the output with; None where there is no loss, or without the last stage.
     """
 
     batch: tuple[TensorKind, ...]
@@ -148,7 +150,7 @@ class PipelineData:
 
     @property
     def num_rows(self) -> int:
-        """Return the rows of a micro-batch, over all ranks of a stage; on ranks of the first stage alone."""
+        """Return the rows of a micro-batch, over all ranks of a stage. Only for ranks of the first stage."""
         return self.batch[0].shape[0]
 
 
@@ -170,18 +172,19 @@ def profile_all(
     trains: bool,
     outputs: Mapping[int, Sequence[torch.Tensor]],
 ) -> tuple[list[StageProfile], int]:
-    """Return the profiles of all stages, and the rows of a micro-batch over all ranks of a stage.
+    """Return (profiles by stage, rows): the rows are those of a micro-batch over all ranks of a stage.
 
     Collective among the ranks of `places`.
 
     Args:
         modules: those of this rank, by stage.
         data: on ranks of the first stage with the batch, on those of the last with the target; else None.
-        outputs: examples of what stages of this rank return, for those that do not run on the meta device.
+        outputs: by stage, examples of what stages of this rank return for a micro-batch, for those that do not
+            run on the meta device. Their profiles have no FLOPs and no bytes.
 
     Raises:
-        LayoutError: a stage does not run on what those before it make, rows are not dim 0 of what it passes on, or
-            its data-parallel ranks do not divide the rows.
+        LayoutError: a stage does not run on what those before it make, rows are not dim 0 of what it passes on,
+            or its data-parallel ranks do not divide the rows.
         BindError: ranks of one stage differ; another rank is in another call, or refuses this one.
         RankLostError, DeadlineError: another rank died, or did not come in time.
     """
@@ -245,7 +248,7 @@ def _profile(
 
 
 def stage_shape(places: StagePlaces, stage: int, profiles: Sequence[StageProfile], rows: int) -> StageShape:
-    """Return the local shapes of a stage's inputs and outputs; `rows` is a micro-batch's over all ranks."""
+    """Return what a stage takes and makes on one rank; `rows` is a micro-batch's over all ranks of a stage."""
     sources, targets, parts = places.sources(stage), places.targets(stage), places.data_parallelism(stage)
     ins = []
     for source in sources:
@@ -333,7 +336,7 @@ def whole_backwards(schedule: Schedule, stage: int) -> frozenset[int]:
 
 
 def last_backward_first(schedule: Schedule, stages: Iterable[int]) -> list[int]:
-    """Return stages of one rank by the last part of a backward that the rank lists for each, the latest first.
+    """Return stages of one rank by where its schedule lists the last backward part of each, the latest first.
 
     A parameter that several of them share is to be reduced with the gradients of the first that is returned: a
     reduction waits for the backwards of its own stage, and all others of the rank have run by then.

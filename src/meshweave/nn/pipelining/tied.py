@@ -31,7 +31,8 @@ _DIGITS = 4
 class TiedTable:
     """The copies that this rank has of a table that the first and the last stage share: one, or both.
 
-    Raises LayoutError where the meshes of the two stages differ in shape or overlap.
+    Raises LayoutError unless the meshes of the two stages have the same ranks, or one shape and no rank in
+    common.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class TiedTable:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def sum_gradients(self) -> None:
-        """Set the gradient of each copy to the sum of both; ranks of the first and the last stage call it
-        together.
+        """Set the gradient of each copy to the sum of both; ranks of the first and last stage call it together.
 
-        Raises LayoutError where one has no gradient or, on a CPU, the copies differ. Nothing is set then.
+        Raises LayoutError, and sets nothing, where a copy on this rank has no gradient or, on a CPU, copies
+        differ.
         """
         grads = [_local(copy.grad) for copy in self._copies.values() if copy.grad is not None]
         if len(grads) != len(self._copies):

@@ -95,7 +95,7 @@ def _with_parameter_actions(schedule: Schedule) -> Schedule:
 
 
 class ActionRecorder:
-    """The spans of the actions that torch's runtime has run on this rank."""
+    """The spans of the actions that torch's runtime has run on this rank, by the order of their ends."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
@@ -103,7 +103,7 @@ class ActionRecorder:
 
     @property
     def trace(self) -> Trace:
-        """Return the trace of the actions recorded so far. Times are those of CLOCK_MONOTONIC.
+        """Return the trace of the actions recorded so far. Times are those of CLOCK_MONOTONIC, in picoseconds.
 
         A send or receive is the time in which it is issued: torch moves the bytes later, beside other
         actions, and the compute action that needs a value waits for it inside its own span.
