@@ -88,10 +88,10 @@ class OneSidedAccess:
         self._run = 0
 
     def check_memory(self, memory: RemoteMemory) -> None:
-        """Raise UnsupportedError where this access cannot use `memory`; any will do here."""
+        """Raise UnsupportedError where a subclass cannot use `memory`. This class takes any."""
 
     def own_slots(self, analysis: RankAnalysis) -> dict[Key, Slot]:
-        """Return the slots of remote memory to set aside on this rank beside the program's buffers."""
+        """Return the slots beside the program's buffers that a subclass needs on this rank; here none."""
         return {}
 
     def between_fences(self, execute: Callable[[], _Result]) -> Callable[[], _Result]:
@@ -120,11 +120,14 @@ class OneSidedAccess:
         self._binder = binder
 
     def view(self, view: View) -> Tensor:
-        """Return the whole buffer slot of a remote view as a tensor, where other ranks' memory can be aliased."""
+        """Return the whole buffer slot of a remote view as a tensor, without data where none can alias it."""
         return self._remote_slot(view).tensor
 
     def bind(self, index: int, bound: BoundOp, bind_local_or_matched: Callable[[BoundOp], Action]) -> Action:
-        """Return the action of op number `index` of this rank, waits for and counts of its regions included.
+        """Return the action of op number `index` of this rank.
+
+        It first waits until released regions that the op reads are whole, and at its end tells their readers of
+        what it has written to released regions.
 
         Args:
             bind_local_or_matched: binds an op that has nothing to do with remote memory.

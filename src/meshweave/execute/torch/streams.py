@@ -28,7 +28,7 @@ class IssueList:
         self._owners: list[int] = []
 
     def add(self, owner: int, *calls: Callable[[], object]) -> None:
-        """Append calls of op number `owner`."""
+        """Append calls that belong to op number `owner`, whose label is `labels[owner]`."""
         self._calls += calls
         self._owners += [owner] * len(calls)
 
@@ -103,7 +103,10 @@ class Streams:
         self._clocks.append(time.monotonic_ns())
 
     def run(self) -> list[tuple[int, int]]:
-        """Issue all ops. Return the (start, end) of each in nanoseconds if it is traced, else []."""
+        """Issue all ops; return [] or, with `trace`, the (start, end) of each in nanoseconds, as issued.
+
+        Times are CLOCK_MONOTONIC; with `trace` on CUDA the host waits for the device before and after.
+        """
         with torch.no_grad():
             return self._run_cuda() if self._device.type == "cuda" else self._run_cpu()
 

@@ -76,9 +76,11 @@ def block_runs(selector: Selector) -> list[BlockRun]:
 
 @dataclass(frozen=True)
 class StridedView:
-    """A view bound to memory: `pieces` pairs a run of blocks per dim with the tensor that aliases it.
+    """A view of a buffer bound to memory, as tensors that alias it.
 
-    `direct` is the whole view as one tensor of its shape, where strides can express it.
+    `pieces` pairs a run of blocks per dim of the view with the tensor of these blocks, in which a run of several
+    blocks of several elements is two dims. `direct` is the whole view as one tensor of its shape, None where no
+    strides can express that.
     """
 
     shape: tuple[int, ...]
@@ -95,7 +97,7 @@ class StridedView:
 
     @property
     def splits(self) -> tuple[tuple[BlockRun, ...], ...]:
-        """The blocks of the view that each piece holds, one per dim.
+        """For each piece, the runs of blocks of the view that it holds, one per dim, whatever the buffer.
 
         Views with equal splits pair up piece by piece.
         """
@@ -171,7 +173,7 @@ def empty_in_order(
 
 
 def to_wire(tensor: Tensor, order: Order) -> Tensor:
-    """Return a view of a tensor with its dims permuted to `order`."""
+    """Return a view of a tensor with its dims permuted: dim `i` of the result is dim `order[i]` of `tensor`."""
     return tensor.permute(order)
 
 
@@ -211,10 +213,10 @@ class Staging:
     def transfer(
         self, lane: str, out: StridedView, src: StridedView, *, add: bool = False, apart: bool = False
     ) -> list[Action]:
-        """Return the actions that set `out` to `src`, or add `src` to it, for an op of `lane`.
+        """Return the actions that copy `src` to `out` of equal shape, or with `add` add it, for an op of `lane`.
 
         Args:
-            apart: copy `src` first, since the two may share memory.
+            apart: copy `src` to staging first, since the two may share memory.
         """
         pairs = None if apart else pair_up(out, src)
         if pairs is None:
