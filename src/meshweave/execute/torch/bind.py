@@ -90,9 +90,10 @@ class BoundProgram:
 
     @property
     def next_run(self) -> int:
-        """Return a number below 65,521 made of the program's number and that of its ranks' next call.
+        """Return a mark of the next run, below 65,521: equal on ranks in step, and hardly ever on others.
 
-        It is the same on ranks that are in step; 0 for a program that does not communicate.
+        Callers put it into data that ranks exchange, to notice a mixture of runs. It is made of the program's
+        number and that of the next call of its ranks; 0 for a program that does not communicate.
         """
         if self._call is None:
             return 0
@@ -144,7 +145,7 @@ class BoundProgram:
         return self._trace(spans) if self._is_traced else None
 
     def end_begun(self) -> None:
-        """End what was begun in this context by `begin` and has not ended: it may use the memory of `inputs`."""
+        """Wait for the run that `begin` left open in this context, if any: it may use the memory of `inputs`."""
         if self._call is not None:
             self._call.sequence.order.finish_open()
 
