@@ -53,7 +53,7 @@ class Pause:
     Attributes:
         resumed_at: when the process went on (monotonic seconds); 0 where it has never been stopped.
         length_s: how long it was stopped, in seconds.
-        counts: the heartbeats of the other ranks at the first reading afterwards; None before that.
+        counts: by other rank, the number of its heartbeat at the first reading afterwards; None before that.
     """
 
     resumed_at: float
@@ -130,8 +130,9 @@ class Heart:
         return watch
 
     def next_ranks(self, count: int) -> tuple[int, ...]:
-        """Return the `count` ranks that follow this one in a circle of all, fewer where there are not so many
-        others.
+        """Return the `count` ranks that follow this one, ascending and from the last on to the first.
+
+        Fewer where there are not so many others.
         """
         later = [rank for rank in self._others if rank > self._rank]
         return (*later, *self._others[: len(self._others) - len(later)])[:count]
