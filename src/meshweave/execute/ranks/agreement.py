@@ -43,8 +43,8 @@ def exchange(
         topic: what the exchange is about; must be equal on all ranks.
 
     Raises:
-        BindError: there is no process group; another rank is in another call, refuses this one, or waits for
-            other ranks than this one does.
+        BindError: there is no process group; another rank is in another call, has raised an error in place of
+            this one, or waits for other ranks than this one does.
         RankLostError, DeadlineError: another rank died, or did not come in time.
     """
     ranks = tuple(sorted(ranks))

@@ -221,7 +221,7 @@ def ranks_text(ranks: Collection[int]) -> str:
 
 
 def given_up_text(rank: int) -> str:
-    """Return the sentence for rank `rank`, this one, that the others have given it up."""
+    """Return the sentence that tells `rank`, this one, that the other ranks have given it up."""
     return f"the other ranks gave rank {rank} (this one) up: it did not answer"
 
 

@@ -37,7 +37,7 @@ class FailureExplainer(Protocol):
 
 
 class Guard:
-    """A context manager around one blocking wait; see `Liveness.guard`."""
+    """A context manager around one blocking wait, which explains a failure inside; see `Liveness.guard`."""
 
     __slots__ = ("_liveness", "_next_look", "_peers", "_start", "deadline_s", "unheard", "what")
 

@@ -123,7 +123,10 @@ class Heart:
                 self._watches.remove(watch)
 
     def add_watch(self, ranks: Iterable[int], stale_s: float) -> HeartbeatWatch:
-        """Return a watch of some ranks, which every beat feeds from now on; silent after `stale_s` seconds."""
+        """Return a watch of `ranks` that every beat feeds from now on.
+
+        In it a rank is silent after `stale_s` seconds.
+        """
         watch = HeartbeatWatch(ranks, interval_s=self.interval_s, stale_s=stale_s)
         self._watches.append(watch)
         self._wake.set()

@@ -143,7 +143,7 @@ class _WaitingThreads:
         self._seen: dict[int, tuple[tuple[int, int], float, float]] = {}
 
     def look(self) -> None:
-        """Look at all threads."""
+        """Look at all threads, and set `longest_s` and `place` by what has changed since the last look."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         now, seen = time.monotonic(), self._seen
         self._seen, self.longest_s = {}, 0.0

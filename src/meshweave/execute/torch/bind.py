@@ -273,7 +273,8 @@ def bind(
         agreed: the program that ranks agree on in place of this one, which follows from it and from values
             that they share, as counts are (`execute.torch.counted`). Ignored where `memory` is used.
         twin: the same program, bound on other memory in the same context; None for a program of its own. The two
-            count as one program: in each run a rank may run either. Only for mode "threads", without messages.
+            count as one program: in each run a rank may run either. Only for mode "threads" without messages,
+            which those of `meets` are too.
 
     Raises:
         BindError: tensors, calls, ranks or options do not fit the program, here or on another rank; ranks bind

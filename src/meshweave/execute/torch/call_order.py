@@ -118,10 +118,12 @@ class CallSequence(SharedCalls):
         return BoundCall(self, self.num_bound, title)
 
     def refuse(self, title: str, error: Exception) -> None:
-        """Count a call that this rank refuses for `error`, and tell the others, which may wait for it.
+        """Count a call in whose place this rank raises `error`, and tell the others, which may wait for it.
+
+        `title` names it in their errors. Does nothing once calls are out of order or the process group is gone.
 
         Raises:
-            BindError: torch.distributed has failed because another rank refuses this very call, or is in another.
+            BindError: `error` is of torch.distributed, and another rank refuses this call too, or is in another.
         """
         order = self.order
         is_of_torch = _is_of_distributed(error)

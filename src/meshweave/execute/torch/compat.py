@@ -192,7 +192,7 @@ def apply_directly(function: type[torch.autograd.Function], *given: Any) -> Any:
 
 
 def plain_functions() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which functions of torch take subclasses of tensors as the tensors that they are.
+    """Return a context in which functions of torch do not call `__torch_function__` of tensor subclasses.
 
     It is `torch._C.DisableTorchFunctionSubclass` (torch 2.9 and 2.13), which torch's notes on extending it name
     for this use. Raises UnsupportedError where it is gone.
@@ -215,7 +215,7 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 def outside_of_traces() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which tensors are real, although torch traces what calls it.
+    """Return a context without torch's dispatch modes, so that tensors made in it are real while torch traces.
 
     Relies on `torch.utils._python_dispatch._disable_current_modes` (torch 2.9 and 2.13). Raises UnsupportedError
     where it is gone.

@@ -39,7 +39,7 @@ class Binder:
     _views: dict[View, StridedView] = field(default_factory=dict)
 
     def view(self, view: View) -> StridedView:
-        """Return a resolved view as tensors: of this rank's memory, or another's where that can be aliased."""
+        """Return a view with plain integers as tensors; one of another rank's memory by `remote_buffer`."""
         bound_view = self._views.get(view)
         if bound_view is None:
             assert isinstance(view.slot, int)

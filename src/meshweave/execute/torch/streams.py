@@ -44,7 +44,7 @@ class IssueList:
 
 
 class Streams:
-    """One thread issues the ops of all lanes in one order that all ranks share; see `bind` for what it needs.
+    """One thread issues the ops of all lanes, in one order that all ranks share; no op waits for a later one.
 
     On CUDA each lane has a stream, and an edge between lanes is an event. On a CPU an op is simply run.
     Actions, labels, lanes and waits are listed in the order of issue.

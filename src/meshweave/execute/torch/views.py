@@ -46,7 +46,10 @@ class BlockRun:
 
 
 def block_runs(selector: Selector) -> list[BlockRun]:
-    """Return the runs of equally spaced blocks that a resolved selector takes, in order, without empty ones."""
+    """Return the runs of equally spaced blocks that a selector takes, in order, without empty ones.
+
+    The selector's bounds are plain integers.
+    """
     start, stop = selector.start, selector.stop
     assert isinstance(start, int) and isinstance(stop, int)
     if not isinstance(selector, Blocked):
@@ -108,7 +111,7 @@ class StridedView:
 
 
 def bind_view(view: View, buffer: Tensor) -> StridedView:
-    """Return a resolved view as tensors that alias `buffer`, the tensor that holds its buffer slot."""
+    """Return a view with plain integers as tensors that alias `buffer`, the tensor of its buffer slot."""
     per_dim = [block_runs(selector) for selector in view.selectors]
     pieces = tuple((piece, _alias(buffer, piece)) for piece in itertools.product(*per_dim))
     direct = None
