@@ -150,9 +150,9 @@ class HeartbeatWatch:
 
     @property
     def out_of_order(self) -> list[int]:
-        """The ranks that have beaten, and whose process has ended or that are silent now, farewell or not.
+        """The ranks that have beaten once, and are silent now or of an ended process, with or without farewell.
 
-        Those that finished (`done`) are none of them.
+        Those that are `done` are left out.
         """
         beating = {rank: beat for rank, beat in self.beats.items() if beat is not None}
         return [rank for rank, beat in beating.items() if self._is_silent(rank) and beat.state != "done"]
@@ -184,26 +184,8 @@ class BlamedRanks:
         reason: what they did, in words.
         given_up: words for a rank that ran into its own deadline first; "" if there is none.
         has_left: whether `missing` are blamed for leaving alone, perhaps because of others: they were `stopped`
-            after this rank had begun to listen, or are `done` (5 and 6 in `blame`). True also where there are
-            neither `missing` nor `given_up`.
-    Return which ranks `rank` blames for its failed wait.
-
-    A rank that the others have given up blames itself, with others that were: whatever it sees is what became of
-    that. Otherwise the first of these that is not empty is blamed. A rank is not blamed for leaving because of
-    others (`lost`).
-
-    1. the silent, failed and accused ranks
-    2. those of `peers` that are `done`
-    3. no rank, where some are `overdue`: they gave up first
-    4. the ranks `stopped` before this rank looked, for a launcher stops the others because of the first
-    5. all ranks that were `stopped`
-    6. the ranks that are `done`, where `peers` is unknown and the wait broke off
-
-    Args:
-        watch: the heartbeats that `rank` has read.
-        accused: ranks that other ranks blame.
-        peers: the ranks waited for; None if unknown.
-        overdue: whether the wait reached its deadline, instead of breaking off.
+            after this rank had begun to listen, or are `done` (5 and 6 in `blame`). True also where `blame` has
+            found neither a rank nor who gave up.
     """
 
     missing: tuple[int, ...]
@@ -230,13 +212,14 @@ def blame(
 ) -> BlamedRanks:
     """Return which ranks `rank` blames for its failed wait.
 
-    A rank that the others have given up blames itself: whatever it sees is what became of that. Otherwise the
-    first of these that is not empty is blamed. A rank is not blamed for leaving because of others (`lost`).
+    A rank that the others have given up blames itself, with others that were: whatever it sees is what became
+    of that. Otherwise the first of these that is not empty is blamed. A rank is not blamed for leaving because
+    of others (`lost`).
 
     1. the silent, failed and accused ranks
     2. those of `peers` that are `done`
     3. no rank, where some are `overdue`: they gave up first
-    4. the ranks that were `stopped` before this rank looked, for a launcher stops the others because of the first
+    4. the ranks `stopped` before this rank looked, for a launcher stops the others because of the first
     5. all ranks that were `stopped`
     6. the ranks that are `done`, where `peers` is unknown and the wait broke off
 

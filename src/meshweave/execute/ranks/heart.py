@@ -133,7 +133,7 @@ class Heart:
         return watch
 
     def next_ranks(self, count: int) -> tuple[int, ...]:
-        """Return the `count` ranks that follow this one, ascending and from the last on to the first.
+        """Return the `count` ranks that follow this one in a circle of all ranks, ascending.
 
         Fewer where there are not so many others.
         """

@@ -90,10 +90,10 @@ class BoundProgram:
 
     @property
     def next_run(self) -> int:
-        """Return a mark of the next run, below 65,521: equal on ranks in step, and hardly ever on others.
+        """Return a mark of the next run, below 65,521, that is equal on ranks in step and hardly ever on others.
 
-        Callers put it into data that ranks exchange, to notice a mixture of runs. It is made of the program's
-        number and that of the next call of its ranks; 0 for a program that does not communicate.
+        Callers put it into data that ranks exchange, to notice ranks in different runs. It is made of the number
+        of the program and that of its ranks' next call; 0 for a program that does not communicate.
         """
         if self._call is None:
             return 0

@@ -64,7 +64,7 @@ def checked_mode(
 def check_serial(program: Program) -> None:
     """Raise BindError for a program that deadlocks where each lane runs one op at a time, in program order.
 
-    So it is run here, whatever width or order its lanes declare.
+    `bind` runs lanes so, whatever width or order they declare.
     """
     serial = tuple(Lane(lane.name) for lane in program.lanes)
     if serial == program.lanes:

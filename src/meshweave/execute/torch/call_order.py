@@ -149,7 +149,7 @@ class CallSequence(SharedCalls):
 
     @property
     def folder(self) -> str:
-        """Return what all keys in the store begin with of the agreements of these ranks in this context."""
+        """Return the prefix of the keys in the store for the agreements of these ranks in this context."""
         return f"meshweave/talk/{'-'.join(map(str, self.ranks))}/{self.session}"
 
 

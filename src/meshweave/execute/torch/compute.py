@@ -26,8 +26,8 @@ Slots = MutableMapping[tuple[str, int], Tensor]
 class Binder:
     """One rank's memory, and how its local ops are bound to it.
 
-    `remote_buffer` returns the buffer slot of a remote view as a tensor; None where nothing aliases other ranks'
-    memory. `num_threads` is what each product runs on; None leaves that to torch.
+    `remote_buffer` returns the buffer slot of a remote view as a tensor; None where no remote view can be one.
+    `num_threads` is what each product runs on; None leaves that to torch.
     """
 
     rank: int

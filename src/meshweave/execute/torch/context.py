@@ -54,7 +54,7 @@ class GuardedWait(Protocol):
 
     @property
     def timeout(self) -> timedelta:
-        """Return what is left of the deadline, or all of it where nobody counts."""
+        """Return what is left of the deadline; without liveness all of it."""
 
     def check_peers(self, unheard: Callable[[], Sequence[int]]) -> None:
         """Raise RanksEndedError where the process of a rank that has not come has ended.
@@ -291,7 +291,7 @@ class TorchContext:
             )
 
     def channels(self, program: Program) -> dict[str, int]:
-        """Return the channel number by communicating lane of a program; lanes of one share process groups."""
+        """Return the channel number of each communicating lane of a program, by lane; see `assign_channels`."""
         return assign_channels(program, shared=self.shares_groups)
 
     @property

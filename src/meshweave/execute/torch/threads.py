@@ -56,7 +56,7 @@ def num_threads_set(count: int) -> Iterator[None]:
 
 
 def with_num_threads(count: int | None, action: Action) -> Action:
-    """Return an action that runs `action` with torch set to `count` threads; `action` itself where None."""
+    """Return an action that runs `action` while torch has `count` threads; None for `count` returns `action`."""
     if count is None:
         return action
 

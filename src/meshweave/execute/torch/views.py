@@ -100,7 +100,7 @@ class StridedView:
 
     @property
     def splits(self) -> tuple[tuple[BlockRun, ...], ...]:
-        """For each piece, the runs of blocks of the view that it holds, one per dim, whatever the buffer.
+        """For each piece, the runs of blocks per dim that it holds of the view, wherever they lie in the buffer.
 
         Views with equal splits pair up piece by piece.
         """

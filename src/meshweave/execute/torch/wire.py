@@ -266,9 +266,9 @@ class Wire:
     def outgoing(
         self, op: Op, view: View, order: Order, *, dtype: torch.dtype | None = None, own: bool = False
     ) -> tuple[Tensor, list[Action]]:
-        """Return a dense tensor of `view`, its dims permuted to `order`, and the actions that fill it.
+        """Return a dense tensor to send with the elements of `view`, and the actions that fill it.
 
-        There are no actions where the tensor aliases the view.
+        Its dims are those of the view permuted to `order`. There are no actions where it aliases the view.
 
         Args:
             order: the dims of the view in wire order, outermost first.

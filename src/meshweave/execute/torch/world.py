@@ -163,7 +163,7 @@ _ABORT_TAG = (1 << 16) - 2  # of no program: the first has number 1
 
 
 def close_connections(groups: Sequence[Any] | None = None) -> None:
-    """Close the gloo connections of process groups, so that waits over them fail; None for all of this process.
+    """Close the gloo connections of process groups, None for all of this process, so that waits over them fail.
 
     A receive with a timeout of 1 ms does it: at a timeout gloo closes all connections of its group. Groups of
     other backends are left alone.
