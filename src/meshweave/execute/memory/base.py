@@ -213,7 +213,8 @@ class RemoteMemory(ABC):
     def together(self, ranks: Sequence[int], what: str, work: Callable[[], _T]) -> tuple[_T, dict[int, Any]]:
         """Run `work` on all of `ranks`; return (its result here, all ranks' results by rank, as JSON has them).
 
-        Raises what `talk` raises; BindError, naming ranks, where `work` raises MeshweaveError or OSError on any.
+        Raises BindError, naming ranks, where `work` raises MeshweaveError or OSError on any, or where calls
+        differ; RankLostError or DeadlineError where a rank died or is late.
         """
         mine: Any = None
         try:
@@ -390,7 +391,7 @@ class RemoteMemory(ABC):
 
 
 def segment_size(size: int, pool_bytes: int, known: Mapping[int, Segment]) -> int:
-    """Return the bytes of a pool's next segment, `size` or more: `pool_bytes` first, then half of all `known`."""
+    """Return the bytes of the next segment, `size` at least: `pool_bytes` first, then half of all `known`."""
     there = sum(segment.size for segment in known.values())
     return aligned(max(size, pool_bytes if not known else there // 2), 1 << 16)
 

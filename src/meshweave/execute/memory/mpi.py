@@ -265,7 +265,7 @@ class _MpiWindow(Window):
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
         """Return an action that combines `value` into `piece` by `op`, each element atomically.
 
-        Raises UnsupportedError where `op` is not "sum", "prod", "max" or "min", or MPI has no number of the
+        Raises UnsupportedError where `op` is not "sum", "prod", "max" or "min", or MPI has no numbers of the
         dtype, such as bfloat16.
         """
         require_known(op, _OPS, "there is no reduction", UnsupportedError)

@@ -80,9 +80,9 @@ def block_of(memory: Any, segment: Segment, offset: int, size: int) -> Tensor:
 
 
 def take(segments: Iterable[Segment], size: int, ranks: Iterable[int]) -> tuple[Segment, int] | None:
-    """Take `size` bytes in a segment that all of `ranks` reach; return (segment, offset), both of the first.
+    """Take `size` bytes in the first segment with room that all of `ranks` reach; return (segment, offset).
 
-    None where no segment has room. `size` is a multiple of ALIGN.
+    None where there is none. `size` is a multiple of ALIGN.
     """
     for segment in segments:
         if segment.ranks.issuperset(ranks) and (offset := segment.take(size)) is not None:

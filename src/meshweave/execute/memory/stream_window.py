@@ -171,9 +171,9 @@ class StreamWindow(Window):
     def await_counts(
         self, key: Key, places: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return a function of `values` that queues waits until slot `key` has `values[i]` at `places[i]`.
+        """Return a function of `values` that queues waits until element `places[i]` is at least `values[i]`.
 
-        The slot is this rank's, of int32 counters; rank `peers[i]` counts element `places[i]` up.
+        Elements are of this rank's slot `key` of int32 counters; rank `peers[i]` counts element `places[i]` up.
         """
         words = [self.own[key][place] for place in places]
 

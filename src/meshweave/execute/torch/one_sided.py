@@ -126,8 +126,8 @@ class OneSidedAccess:
     def bind(self, index: int, bound: BoundOp, bind_local_or_matched: Callable[[BoundOp], Action]) -> Action:
         """Return the action of op number `index` of this rank.
 
-        Before the op it waits until the released regions that the op reads are whole. After it it counts, for
-        the readers of a released region, what the op has written there.
+        Before the op it waits until the released regions that the op reads are whole. Afterwards it counts what
+        the op has written to released regions, for those who read them.
 
         Args:
             bind_local_or_matched: binds an op that has nothing to do with remote memory.
