@@ -43,7 +43,7 @@ class Slot:
 
     @classmethod
     def of_counters(cls, count: int, dtype: torch.dtype = torch.int32) -> Self:
-        """Return the slot that `count` counters need, one at least."""
+        """Return the slot of `count` counters that start at zero, of shape (count,); (1,) where `count` is 0."""
         return cls((max(count, 1),), (1,), dtype, starts_at_zero=True)
 
     @property
@@ -61,8 +61,9 @@ def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class RemoteSlot:
-    """A buffer slot of a rank: `offset` bytes into its segment `number`. `tensor` aliases it, where memory can be;
-    otherwise it has its shape and strides on the device "meta"."""
+    """A buffer slot that begins `offset` bytes into segment `number` of rank `rank`. `tensor` is that memory
+    where this process maps it; otherwise a tensor of its shape and strides on the device "meta".
+    """
 
     rank: int
     number: int
@@ -78,12 +79,12 @@ class RemoteSlot:
 
 @dataclass(frozen=True)
 class Exposure:
-    """What a program on `ranks` asks of a memory on each of them.
+    """What a program on `ranks` asks of a memory on each of them. A slot goes by (buffer, index of the slot).
 
     Attributes:
         groups: sets of ranks that meet in fences, the same list on every rank; the first is all `ranks`.
-        what: what asks, in words.
-        wanted: the slots to set aside.
+        what: names the program in errors, such as "program summa".
+        wanted: the slots to set aside on this rank.
         given: tensors of this rank that lie in the pool already, by the slot that each is.
         num_flags: how many flags this rank has, each of which another rank sets.
     """
@@ -98,7 +99,7 @@ class Exposure:
 
 @dataclass(frozen=True)
 class ExposedSlots:
-    """The memory of a window: the slots of this rank and those of all ranks. `groups` are those of `Exposure`."""
+    """The slots in a window: `own` are those of `rank`, this one; `remote` those of all ranks, this one too."""
 
     rank: int
     groups: tuple[tuple[int, ...], ...]
@@ -110,8 +111,8 @@ class ExposedSlots:
 class Window(ExposedSlots, ABC):
     """One program's part of the memory. Methods but `settle` and `flag_at` return callables that do the work.
 
-    A `piece` is a part of the tensor of `remote`, a slot of some rank. `what` completes "waiting for ..." in
-    errors.
+    A `piece` is a part of the tensor of `remote`, a slot of some rank. `group` is an index into `groups`. `what`
+    completes "waiting for ..." in errors.
     """
 
     @abstractmethod
@@ -126,13 +127,13 @@ class Window(ExposedSlots, ABC):
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
         """Return an action that combines `value` into `piece` by `op`, each element atomically.
 
-        `piece` may be this rank's, if others accumulate there too. Raises UnsupportedError where the memory
-        lacks `op`.
+        `op` is "sum", "prod", "max" or "min"; UnsupportedError where the memory cannot. An owner updates its
+        own memory so too, where others may update it meanwhile.
         """
 
     @abstractmethod
     def fence(self, group: int, what: str) -> Action:
-        """Return an action that waits until all ranks of group `group` run it and their accesses are done."""
+        """Return an action that waits until all ranks of the group run it and their accesses are done."""
 
     def arrive(self, group: int) -> Action:
         """Return an action, the first half of a fence: it tells the group that this rank is there; no wait."""
@@ -147,36 +148,35 @@ class Window(ExposedSlots, ABC):
 
     @abstractmethod
     def notify(self, rank: int, flag: int) -> Callable[[int], object]:
-        """Return a function that sets a flag of `rank` to a value, after all that this thread put there."""
+        """Return a function that sets flag number `flag` of `rank` to its argument, after this thread's puts."""
 
     @abstractmethod
     def await_flags(
         self, flags: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return a function that waits until each of this rank's `flags` is at least the value at its place.
+        """Return a function of `values` that waits until this rank's flag `flags[i]` is at least `values[i]`.
 
-        `peers` are the ranks that set them.
+        `peers[i]` is the rank that sets flag `flags[i]`.
         """
 
     def await_counts(
         self, key: Key, places: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return a function that waits until each counter of this rank is at least the value at its place.
+        """Return a function of `values` that waits until element `places[i]` of slot `key` is >= `values[i]`.
 
-        Counters are those at `places` of the int32 slot `key`, each counted by the peer at its place by
-        atomic additions in device memory; see `execute.cuda`. Raises UnsupportedError where the memory has no
-        such counters.
+        The slot is this rank's, of int32 counters; rank `peers[i]` counts `places[i]` up by atomic additions in
+        device memory, see `execute.cuda`. Raises UnsupportedError where the memory has no such counters.
         """
         raise UnsupportedError("tiles are counted in memory that ranks map: shared or symmetric")
 
     def settle(self) -> None:
-        """Wait until all actions queued on a device are done.
+        """Wait until the waits queued on device streams are over; does nothing where the host does all waiting.
 
         Raises RankLostError or DeadlineError where ranks died or are late.
         """
 
     def flag_at(self, flag: int) -> int:
-        """Return the index of a flag in this rank's `SIGNALS`, behind the counters of the groups."""
+        """Return the index of flag number `flag` in a rank's `SIGNALS`, behind the counters of the groups."""
         return len(self.groups) + flag
 
 
@@ -188,9 +188,8 @@ def _nothing() -> None:
 class RemoteMemory(ABC):
     """A pool of memory that other ranks reach, made by `open_memory`; see the module docstring.
 
-    Methods that take `ranks` or an exposure are collective among those ranks. `is_aliased`: other ranks'
-    memory appears as tensors, which a product can read; a program's tensors return to the pool when the last
-    of them is gone.
+    `segments` are this rank's, by number. `is_aliased`: other ranks' memory appears as tensors, which a product
+    can read. A program's tensors return to the pool when the last of them is gone.
     """
 
     kind: ClassVar[str] = ""
@@ -206,14 +205,16 @@ class RemoteMemory(ABC):
     def talk(self, ranks: Sequence[int], words: str, what: str) -> dict[int, str]:
         """Return the `words` that each of `ranks` says in this call, by rank; collective among them.
 
-        `what` completes "waiting for ..." in errors. Raises as `agreement.exchange`.
+        `what` completes "waiting for ..." in errors. Raises BindError where ranks are in different calls,
+        RankLostError or DeadlineError where one died or is late.
         """
         return exchange(self.context, ranks, words, what)
 
     def together(self, ranks: Sequence[int], what: str, work: Callable[[], _T]) -> tuple[_T, dict[int, Any]]:
-        """Run `work` on all of `ranks`; return its result here, and all ranks' results by rank, as JSON has them.
+        """Run `work` on all of `ranks`; return (its result here, all ranks' results by rank, as JSON has them).
 
-        Raises as `talk`, and BindError, naming ranks, on all where `work` raises MeshweaveError or OSError on any.
+        Raises BindError, naming ranks, where `work` raises MeshweaveError or OSError on any, or where calls
+        differ; RankLostError or DeadlineError where a rank died or is late.
         """
         mine: Any = None
         try:
@@ -290,15 +291,15 @@ class RemoteMemory(ABC):
         return self._window(ExposedSlots(self.rank, groups, own, remote))
 
     def finish_writes(self) -> None:  # noqa: B027 - most memories queue nothing
-        """Wait until this rank's writes that were queued on a device are in memory."""
+        """Wait until this rank's writes queued on a device are in memory; does nothing where none are queued."""
 
     def room_or_grow(
         self, size: int, ranks: Sequence[int], what: str, grow: Callable[[int], Segment]
     ) -> tuple[Segment, int]:
         """Return a free block of `size` bytes as (segment, offset); where a rank has none, all add a segment.
 
-        Collective among `ranks`; `grow` adds a segment of so many bytes there. For memories whose ranks make
-        segments together.
+        Collective among `ranks`. `grow` makes and adds a segment of so many bytes on all of them. `what` names
+        the program in errors. Raises BindError, RankLostError or DeadlineError.
         """
         size = aligned(size)
         block = take(self.segments.values(), size, ranks)
@@ -347,7 +348,7 @@ class RemoteMemory(ABC):
         return None
 
     def add_segment(self, size: int, ranks: Sequence[int]) -> Segment:
-        """Add a segment of `size` bytes that `ranks` reach to this rank's list, and return it."""
+        """List a segment of `size` bytes that `ranks` reach among this rank's; return it. Allocates nothing."""
         segment = self.segments[len(self.segments)] = Segment(len(self.segments), size, frozenset(ranks))
         return segment
 
@@ -357,7 +358,7 @@ class RemoteMemory(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the pool: programs in it run no more. Its memory is freed later; collective for MPI alone."""
+        """Close the pool: programs in it run no more. Memory in use is freed later; collective for MPI alone."""
 
     @abstractmethod
     def _room(self, size: int, ranks: Sequence[int], what: str) -> tuple[Segment, int]:
@@ -390,7 +391,7 @@ class RemoteMemory(ABC):
 
 
 def segment_size(size: int, pool_bytes: int, known: Mapping[int, Segment]) -> int:
-    """Return the bytes of the next segment: at least `size`; first `pool_bytes`, then half of all `known`."""
+    """Return the bytes of the next segment, `size` at least: `pool_bytes` first, then half of all `known`."""
     there = sum(segment.size for segment in known.values())
     return aligned(max(size, pool_bytes if not known else there // 2), 1 << 16)
 

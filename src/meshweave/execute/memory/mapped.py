@@ -24,17 +24,17 @@ class MappedWindow(Window):
     """A window of memory that this process maps: a piece is a tensor like any other."""
 
     def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
-        """Return an action that copies `piece` of a rank's memory into `into`, of equal shape."""
+        """Return an action that copies `piece` of the slot `remote` into `into`, of equal shape."""
         return partial(into.copy_, piece)
 
     def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
-        """Return an action that copies `value`, of equal shape, into `piece` of a rank's memory."""
+        """Return an action that copies `value`, of equal shape, into `piece` of the slot `remote`."""
         return partial(piece.copy_, value)
 
     def combiner(self, op: str) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return a function of (piece, value) that combines value into piece in place, by `op`.
+        """Return a function of (piece, value) that combines `value` into `piece` in place, without a lock.
 
-        Raises UnsupportedError for an unknown `op`.
+        Raises UnsupportedError where `op` is not "sum", "prod", "max" or "min".
         """
         require_known(op, _COMBINE, "there is no reduction", UnsupportedError)
         return _COMBINE[op]

@@ -125,9 +125,10 @@ class MpiMemory(RemoteMemory):
         return int(self._wins[self._name_of[number]].tomemory().address)
 
     def close(self) -> None:
-        """Close the pool: its programs run no more. Collective among the ranks that have used a window together.
+        """Close the pool: its programs run no more. Collective among the ranks that have made a window together.
 
-        A window is freed where no rank has a tensor in it any more; another stays until the process ends.
+        A window is freed where no rank has a tensor in it any more; another stays until the process ends. After
+        a failed run nothing is freed, and no rank waits for others.
         """
         if self.is_closed:
             return
@@ -183,7 +184,7 @@ class MpiMemory(RemoteMemory):
         return self._reached[remote.rank, remote.number]
 
     def layout(self, tensor: Tensor, number: str) -> Any:
-        """Return the MPI datatype of a tensor's elements as they lie in memory.
+        """Return the committed MPI datatype with the shape and strides of a tensor; made once for each.
 
         `number` names MPI's type of one element, such as "FLOAT".
         """
@@ -198,7 +199,7 @@ class MpiMemory(RemoteMemory):
         return self._types[key]
 
     def origin(self, tensor: Tensor, number: str) -> list[Any]:
-        """Return [memory, 1, datatype] of a tensor of this process, as mpi4py takes it.
+        """Return [memory, 1, datatype]: a tensor of this process as the local buffer of a transfer of mpi4py.
 
         `number` names MPI's type of one element, such as "FLOAT".
         """
@@ -207,9 +208,10 @@ class MpiMemory(RemoteMemory):
         return [memory, 1, self.layout(tensor, number)]
 
     def finish(self, request: Any, what: str, peer: int) -> None:
-        """Wait until `request`, a transfer from or to rank `peer`, is done.
+        """Wait until `request`, MPI's of a transfer from or to rank `peer`, is done.
 
-        Raises RankLostError or DeadlineError where the peer died or time is up.
+        `what` completes "waiting for ..." in errors. Raises RankLostError or DeadlineError where the peer died
+        or time is up.
         """
         if not request.Test():
             with waiting(self.context, what, [peer]) as overdue:
@@ -218,9 +220,9 @@ class MpiMemory(RemoteMemory):
                     time.sleep(2e-5)
 
     def flush(self, wins: Sequence[Any], what: str) -> None:
-        """Wait until all this process's accesses in `wins` are done at their targets.
+        """Wait until all this process's accesses in the MPI windows `wins` are done at their targets.
 
-        Aborts the whole MPI job where that takes longer than the context's deadline.
+        Aborts the whole MPI job, with a line that names `what`, where that takes longer than the deadline.
         """
         deadline_s = self.context.deadline_s
 
@@ -247,21 +249,25 @@ class _MpiWindow(Window):
     memory: MpiMemory
 
     def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
-        """Return what copies from another rank's memory, as `Window.get`."""
+        """Return an action that copies `piece` of a rank's memory into `into`, of equal shape."""
         memory, (win, target), number = self.memory, self.memory.reach(remote), _carrier(piece)
         here, there = memory.origin(into, number), self._there(remote, piece, number)
         what = f"a get from rank {remote.rank}"
         return lambda held=into: memory.finish(win.Rget(here, target, there), what, remote.rank)  # type: ignore[misc]
 
     def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
-        """Return what stores in another rank's memory, as `Window.put`."""
+        """Return an action that copies `value` into `piece`, of equal shape; then `value` may change."""
         memory, (win, target), number = self.memory, self.memory.reach(remote), _carrier(piece)
         here, there = memory.origin(value, number), self._there(remote, piece, number)
         what = f"a put to rank {remote.rank}"
         return lambda held=value: memory.finish(win.Rput(here, target, there), what, remote.rank)  # type: ignore[misc]
 
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
-        """Return what adds to another rank's memory, as `Window.accumulate`."""
+        """Return an action that combines `value` into `piece` by `op`, each element atomically.
+
+        Raises UnsupportedError where `op` is not "sum", "prod", "max" or "min", or MPI has no numbers of the
+        dtype, such as bfloat16.
+        """
         require_known(op, _OPS, "there is no reduction", UnsupportedError)
         if piece.dtype not in _NUMBERS:
             raise UnsupportedError(f"MPI accumulates no {str(piece.dtype).removeprefix('torch.')}")
@@ -286,7 +292,7 @@ class _MpiWindow(Window):
         return list({id(win): win for win in wins}.values())
 
     def fence(self, group: int, what: str) -> Action:
-        """Return what waits until a group has come to the same fence, as `Window.fence`."""
+        """Return an action that flushes all windows, then waits until all ranks of the group run it."""
         ranks, memory, wins = self.groups[group], self.memory, self._all_wins()
         at, tag = ranks.index(self.rank), _FENCE_TAG + group
         hops = [1 << turn for turn in range(max(len(ranks) - 1, 0).bit_length())]
@@ -311,7 +317,7 @@ class _MpiWindow(Window):
         return run
 
     def notify(self, rank: int, flag: int) -> Callable[[int], object]:
-        """Return what sets a flag of a rank, as `Window.notify`."""
+        """Return a function that flushes all windows, then sets flag number `flag` of `rank` to its argument."""
         memory, remote = self.memory, self.remote[rank, SIGNALS]
         at = self.flag_at(flag)
         (win, target), piece = memory.reach(remote), remote.tensor[at : at + 1]
@@ -334,7 +340,7 @@ class _MpiWindow(Window):
     def await_flags(
         self, flags: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return what waits for own flags, as `Window.await_flags`."""
+        """Return a function of `values` that polls until own flag `flags[i]` is at least `values[i]`."""
         memory, mine = self.memory, self.own[SIGNALS].numpy()
         places, wins = [self.flag_at(flag) for flag in flags], self._all_wins()
 

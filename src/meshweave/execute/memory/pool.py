@@ -23,7 +23,10 @@ def aligned(size: int, to: int = ALIGN) -> int:
 
 @dataclass
 class Segment:
-    """A stretch of memory that certain ranks can reach. `free` lists (offset, size), ascending."""
+    """A stretch of a rank's memory that all of `ranks` can reach; `number` counts that rank's segments.
+
+    `free` lists (offset, size) of free blocks in bytes, ascending; `returned` those not yet merged into it.
+    """
 
     number: int
     size: int
@@ -66,9 +69,10 @@ class Segment:
 
 
 def block_of(memory: Any, segment: Segment, offset: int, size: int) -> Tensor:
-    """Return the bytes of a block of `segment` as a uint8 tensor on `memory`, the segment's buffer.
+    """Return `size` bytes of `segment` from `offset` on as a uint8 tensor that aliases `memory`.
 
-    The block returns to the segment once no tensor refers to it.
+    `memory` is a writable buffer with all bytes of the segment. The block returns to the segment once no
+    tensor refers to it.
     """
     block = (ctypes.c_ubyte * size).from_buffer(memory, offset)
     weakref.finalize(block, segment.give_back, offset, size)  # the last tensor's storage refers to it
@@ -76,9 +80,9 @@ def block_of(memory: Any, segment: Segment, offset: int, size: int) -> Tensor:
 
 
 def take(segments: Iterable[Segment], size: int, ranks: Iterable[int]) -> tuple[Segment, int] | None:
-    """Take `size` bytes in a segment that all of `ranks` reach; return (segment, offset).
+    """Take `size` bytes in the first segment with room that all of `ranks` reach; return (segment, offset).
 
-    None where no segment has room.
+    None where there is none. `size` is a multiple of ALIGN.
     """
     for segment in segments:
         if segment.ranks.issuperset(ranks) and (offset := segment.take(size)) is not None:

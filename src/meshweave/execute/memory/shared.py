@@ -65,7 +65,7 @@ def lacks() -> str:
 
 @dataclass
 class _Mapping:
-    """A segment of some rank in this process."""
+    """A segment of some rank in this process: its open file, the mapping, and that as a uint8 tensor."""
 
     fd: int
     memory: mmap.mmap
@@ -91,8 +91,8 @@ class SharedMemory(RemoteMemory):
 
         Raises:
             UnsupportedError: this system has no such memory (`lacks`), or the ranks are on several hosts.
-            BindError, RankLostError, DeadlineError: it failed on another rank, which died or did not come in
-                time.
+            BindError: it failed on another rank.
+            RankLostError, DeadlineError: another rank died, or did not come in time.
         """
         if reason := lacks():
             raise UnsupportedError(f"shared memory {reason}")
@@ -189,7 +189,7 @@ class SharedMemory(RemoteMemory):
             what: completes "waiting for ..." in errors.
             missing: returns which of `peers` have not come yet.
 
-        Raises RankLostError or DeadlineError where one of these died, or time is up.
+        Raises RankLostError or DeadlineError where a missing rank died, or time is up.
         """
         with waiting(self.context, what, peers, missing) as overdue:
             start = look = time.monotonic()
@@ -259,7 +259,7 @@ class _SharedWindow(MappedWindow):
     counters: Mapping[int, memoryview]
 
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
-        """Return what adds to another rank's memory, as `Window.accumulate`."""
+        """Return an action that combines `value` into `piece` by `op`, with a lock on the bytes it changes."""
         combine, locked = self.combiner(op), self.memory.locked
 
         def step(into: Tensor, term: Tensor) -> Action:
@@ -281,11 +281,11 @@ class _SharedWindow(MappedWindow):
         return chain_actions(steps[first:] + steps[:first])
 
     def fence(self, group: int, what: str) -> Action:
-        """Return what waits until a group has come to the same fence, as `Window.fence`."""
+        """Return an action that waits until all ranks of the group have run it as often as this one."""
         return chain_actions([self.arrive(group), self.await_arrivals(group, what)])
 
     def arrive(self, group: int) -> Action:
-        """Return what counts this rank's arrival at a fence of a group."""
+        """Return an action that counts this rank in at a fence of the group, and does not wait."""
         mine = self.counters[self.rank]
 
         def run() -> None:
@@ -295,7 +295,7 @@ class _SharedWindow(MappedWindow):
         return run
 
     def await_arrivals(self, group: int, what: str) -> Action:
-        """Return what waits until all of a group have arrived at a fence."""
+        """Return an action that waits until all ranks of the group have arrived as often as this one."""
         others = [rank for rank in self.groups[group] if rank != self.rank]
         mine, theirs = self.counters[self.rank], [(rank, self.counters[rank]) for rank in others]
         memory = self.memory
@@ -319,7 +319,7 @@ class _SharedWindow(MappedWindow):
         return run
 
     def notify(self, rank: int, flag: int) -> Callable[[int], object]:
-        """Return what sets a flag of a rank, as `Window.notify`."""
+        """Return a function that sets flag number `flag` of `rank` to its argument, after earlier writes."""
         theirs, at = self.counters[rank], self.flag_at(flag)
 
         def run(value: int) -> None:
@@ -331,13 +331,13 @@ class _SharedWindow(MappedWindow):
     def await_flags(
         self, flags: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return what waits for own flags, as `Window.await_flags`."""
+        """Return a function of `values` that waits until own flag `flags[i]` is at least `values[i]`."""
         return self._await(self.counters[self.rank], [self.flag_at(flag) for flag in flags], peers, what)
 
     def await_counts(
         self, key: Key, places: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return what waits for counters in an exposed buffer, as `Window.await_counts`."""
+        """Return a function of `values` that waits until element `places[i]` of slot `key` is >= `values[i]`."""
         return self._await(memoryview(self.own[key].numpy()), places, peers, what)
 
     def _await(

@@ -61,10 +61,10 @@ class Queue(Protocol):
         """Return a function that tells whether all that was queued before this call is done."""
 
     def read(self, words: Sequence[Tensor]) -> list[int]:
-        """Return the values of `words` now, without waiting for what is queued."""
+        """Return the values of `words`, int32 tensors of one element, without waiting for what is queued."""
 
     def free(self, waits: Sequence[StreamWait]) -> None:
-        """Write to each word the value that its wait is for, so that streams end that no rank will free."""
+        """Write to the word of each wait the value it waits for, at once, so that streams end after an error."""
 
 
 class DeviceQueue:
@@ -82,12 +82,15 @@ class DeviceQueue:
         return lambda: bool(event.query())
 
     def read(self, words: Sequence[Tensor]) -> list[int]:
-        """Return the values of `words` now, without waiting for what is queued on other streams."""
+        """Return the values of `words`, int32 tensors of one element, without waiting for other streams."""
         with torch.cuda.stream(self._beside):
             return [int(word) for word in words]
 
     def free(self, waits: Sequence[StreamWait]) -> None:
-        """Write to each word the value that its wait is for, so that streams end that no rank will free."""
+        """Write to the word of each wait the value it waits for, on the stream beside the others.
+
+        So the waits of a stream end that no rank will end any more, after an error.
+        """
         with torch.cuda.stream(self._beside):
             for wait in waits:
                 self.words.write(wait.word, wait.value)
@@ -97,7 +100,7 @@ class DeviceQueue:
 class StreamWindow(Window):
     """A window whose waits, flags and sums are queued on the current CUDA stream; see the module docstring.
 
-    `other_updates` makes the updates that no kernel adds.
+    `other_updates` accumulates what no kernel here can: other ops than "sum", more than two dims, other dtypes.
     """
 
     context: TorchContext
@@ -123,7 +126,7 @@ class StreamWindow(Window):
         """Return an action that combines `value` into `piece` by `op`, each element atomically.
 
         Sums of up to two dims and a dtype with atomic additions are queued on the stream; `other_updates` makes
-        all others. Arguments and UnsupportedError as for `Window.accumulate`.
+        all others. Raises UnsupportedError where it cannot.
         """
         from meshweave.execute.cuda.kernels import accumulate, lacks_atomic_add
 
@@ -134,7 +137,7 @@ class StreamWindow(Window):
     def fence(self, group: int, what: str) -> Action:
         """Return an action that queues a wait until all ranks of the group have come to the same fence.
 
-        As `Window.fence`, but the host does not wait.
+        What tells the others follows all that the stream was given before. The host does not wait.
         """
         ranks = self.groups[group]
         first = sum(len(before) for before in self.groups[:group])
@@ -153,24 +156,24 @@ class StreamWindow(Window):
         return run
 
     def notify(self, rank: int, flag: int) -> Callable[[int], object]:
-        """Return a function that queues a write of a value to flag `flag` of `rank`, as `Window.notify`."""
+        """Return a function that queues a write of its argument to flag number `flag` of `rank`."""
         return partial(self.queue.words.write, self._word(rank, self.flag_at(flag)))
 
     def await_flags(
         self, flags: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return a function that queues a wait until each of this rank's `flags` is at least its value.
+        """Return a function of `values` that queues waits until own flag `flags[i]` is at least `values[i]`.
 
-        Arguments as for `Window.await_flags`.
+        `peers[i]` is the rank that sets flag `flags[i]`.
         """
         return self.await_counts(WORDS, [self.flag_at(flag) for flag in flags], peers, what)
 
     def await_counts(
         self, key: Key, places: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return a function that queues a wait until each counter of this rank is at least its value.
+        """Return a function of `values` that queues waits until element `places[i]` is at least `values[i]`.
 
-        Arguments as for `Window.await_counts`.
+        Elements are of this rank's slot `key` of int32 counters; rank `peers[i]` counts element `places[i]` up.
         """
         words = [self.own[key][place] for place in places]
 
@@ -181,7 +184,7 @@ class StreamWindow(Window):
         return run
 
     def flag_at(self, flag: int) -> int:
-        """Return the index of a flag in this rank's `WORDS`, behind the words of the fence groups."""
+        """Return the index of flag number `flag` in a rank's `WORDS`, behind those of the fence groups."""
         return sum(len(group) for group in self.groups) + flag
 
     def settle(self) -> None:
@@ -227,14 +230,14 @@ class _Missing:
         self._known: list[StreamWait] = []
 
     def ranks(self) -> list[int]:
-        """Return the ranks that have not written what is waited for."""
+        """Return the ranks that had not written what is waited for at the last look, at most 0.05 s ago."""
         if time.monotonic() - self._looked_s > _LOOK_S:
             self._known = self._look()
             self._looked_s = time.monotonic()
         return sorted({wait.writer for wait in self._known})
 
     def first(self) -> StreamWait | None:
-        """Return the first wait that is not over."""
+        """Return the wait that was queued first of those that are not over; None where all are."""
         return next(iter(self._look()), None)
 
     def _look(self) -> list[StreamWait]:

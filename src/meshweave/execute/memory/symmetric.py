@@ -39,8 +39,11 @@ _BEYOND = 1 << 40  # where the locks of device memory begin in a file of the hos
 
 @dataclass
 class SymmetricMemory(RemoteMemory):
-    """See the module docstring. A program's memory returns to the pool with the bound program, not with the last
-    tensor: copy results that are to outlive it."""
+    """A pool of CUDA symmetric memory; see the module docstring.
+
+    A program's memory returns to the pool with the bound program, not with the last tensor: copy results that
+    are to outlive it.
+    """
 
     kind: ClassVar[str] = "symmetric"
 
@@ -87,10 +90,13 @@ class SymmetricMemory(RemoteMemory):
         return cls(context, host.rank, host.num_ranks, pool_bytes, host=host, queue=queue)
 
     def expose(self, exposure: Exposure) -> Window:
-        """Return a program's window. Collective among its ranks.
+        """Set a program's slots aside and return its window. Collective among its ranks.
 
         Its fences and flags are counters in host memory, or words in device memory where streams wait for them.
-        Raises BindError, RankLostError and DeadlineError as `RemoteMemory.expose`.
+
+        Raises:
+            BindError: the memory is closed, some rank has too little, or cannot reach another's.
+            RankLostError, DeadlineError: another rank died, or did not come in time.
         """
         assert self.host is not None
         self._signals = self.host.expose(replace(exposure, wanted={}, given={}))
@@ -187,7 +193,7 @@ class _SymmetricWindow(MappedWindow):
     host: Window
 
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
-        """Return what adds to another rank's memory, as `Window.accumulate`."""
+        """Return an action that combines `value` into `piece` by `op` under a lock, and waits for the stream."""
         combine, (start, stop) = self.combiner(op), remote.bytes_of(piece)
 
         def run() -> None:
@@ -208,7 +214,7 @@ class _SymmetricWindow(MappedWindow):
             yield
 
     def fence(self, group: int, what: str) -> Action:
-        """Return what waits until a group has come to the same fence, as `Window.fence`."""
+        """Return an action that waits for the stream, then until all ranks of the group run it."""
         meet = self.host.fence(group, what)
 
         def run() -> None:
@@ -218,7 +224,7 @@ class _SymmetricWindow(MappedWindow):
         return run
 
     def notify(self, rank: int, flag: int) -> Callable[[int], object]:
-        """Return what sets a flag of a rank, as `Window.notify`."""
+        """Return a function that waits for the stream, then sets flag `flag` of `rank` to its argument."""
         tell = self.host.notify(rank, flag)
 
         def run(value: int) -> None:
@@ -230,5 +236,5 @@ class _SymmetricWindow(MappedWindow):
     def await_flags(
         self, flags: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return what waits for own flags, as `Window.await_flags`."""
+        """Return a function of `values` that waits until own flag `flags[i]` is at least `values[i]`."""
         return self.host.await_flags(flags, peers, what)

@@ -43,8 +43,8 @@ def exchange(
         topic: what the exchange is about; must be equal on all ranks.
 
     Raises:
-        BindError: there is no process group; another rank is in another call, refuses this one, or waits for
-            other ranks than this one does.
+        BindError: there is no process group; another rank is in another call, has raised an error in place of
+            this one, or waits for other ranks than this one does.
         RankLostError, DeadlineError: another rank died, or did not come in time.
     """
     ranks = tuple(sorted(ranks))
@@ -177,8 +177,10 @@ def waiting(
         peers: the ranks waited for.
         unheard: returns the ranks that have not come yet; only their ends matter, and errors name them.
 
-    Raises RankLostError or DeadlineError; UnsupportedError where another lane of this process has failed
-    meanwhile.
+    Raises:
+        RankLostError, DeadlineError: a peer ended; time is up.
+        BindError: this rank's call is out of order with that of another one.
+        UnsupportedError: another lane of this process has failed meanwhile.
     """
     with context.guard(what, peers) as wait:
         until = time.monotonic() + wait.timeout.total_seconds()
@@ -229,8 +231,11 @@ def agree(context: TorchContext, program: Program, *, talk: Talk | None = None) 
 def agree_once(context: TorchContext, program: Program) -> None:
     """Run `agree` for a program unless one of the same text was agreed on in this context before.
 
-    Collective at the first; raises as `agree`. It does nothing for a program of one rank, or without a process
-    group.
+    Collective at the first. It does nothing for a program of one rank, or without a process group.
+
+    Raises:
+        BindError: ranks are about to run different programs; it names them.
+        RankLostError, DeadlineError: another rank died, or did not come in time.
     """
     if not context.is_distributed or len(program.ranks) == 1:
         return

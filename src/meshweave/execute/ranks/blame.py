@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
-# A rank in any state but `alive` beats no more. `lost`: it leaves because of other ranks. `overdue`: it gave up on
+# A rank in any state but `alive` leaves. `lost`: because of other ranks. `overdue`: it gave up on
 # a wait. `stopped`: a signal ended it. `failed`: it has an error of its own. `done`: its function has returned.
 State = Literal["alive", "lost", "overdue", "stopped", "failed", "done"]
 
@@ -22,9 +22,10 @@ class Beat:
 
     Attributes:
         count: number of the heartbeat, which only grows.
-        state: what the rank does, or why it beats no more.
+        state: "alive", or why the rank leaves: because of others ("lost"), it gave up on a wait ("overdue"),
+            a signal ended it ("stopped"), it has an error of its own ("failed"), or it has finished ("done").
         detail: words for the state, such as the message of an error.
-        heard: the digest of the last `News` that the rank has read.
+        heard: the digest of the last `News` that the rank has read; "-" before that.
     """
 
     count: int
@@ -149,8 +150,9 @@ class HeartbeatWatch:
 
     @property
     def out_of_order(self) -> list[int]:
-        """The ranks that have beaten once and are silent now, whatever they left for, unless they finished
-        (`done`).
+        """The ranks that have beaten once, and are silent now or of an ended process, with or without farewell.
+
+        Those that are `done` are left out.
         """
         beating = {rank: beat for rank, beat in self.beats.items() if beat is not None}
         return [rank for rank, beat in beating.items() if self._is_silent(rank) and beat.state != "done"]
@@ -181,8 +183,9 @@ class BlamedRanks:
         missing: the ranks to blame, none if all may still work.
         reason: what they did, in words.
         given_up: words for a rank that ran into its own deadline first; "" if there is none.
-        has_left: whether the ranks to blame said farewell: they were told to stop, or left early. True also where
-            no rank is to blame.
+        has_left: whether `missing` are blamed for leaving alone, perhaps because of others: they were `stopped`
+            after this rank had begun to listen, or are `done` (5 and 6 in `blame`). True also where `blame` has
+            found neither a rank nor who gave up.
     """
 
     missing: tuple[int, ...]
@@ -200,7 +203,7 @@ def ranks_text(ranks: Collection[int]) -> str:
 
 
 def given_up_text(rank: int) -> str:
-    """Return the sentence for rank `rank`, this one, that the others have given it up."""
+    """Return the sentence that tells `rank`, this one, that the other ranks have given it up."""
     return f"the other ranks gave rank {rank} (this one) up: it did not answer"
 
 
@@ -209,13 +212,14 @@ def blame(
 ) -> BlamedRanks:
     """Return which ranks `rank` blames for its failed wait.
 
-    A rank that the others have given up blames itself: whatever it sees is what became of that. Otherwise the
-    first of these that is not empty is blamed. A rank is not blamed for leaving because of others (`lost`).
+    A rank that the others have given up blames itself, with others that were: whatever it sees is what became
+    of that. Otherwise the first of these that is not empty is blamed. A rank is not blamed for leaving because
+    of others (`lost`).
 
     1. the silent, failed and accused ranks
     2. those of `peers` that are `done`
     3. no rank, where some are `overdue`: they gave up first
-    4. the ranks that were `stopped` before this rank looked, for a launcher stops the others because of the first
+    4. the ranks `stopped` before this rank looked, for a launcher stops the others because of the first
     5. all ranks that were `stopped`
     6. the ranks that are `done`, where `peers` is unknown and the wait broke off
 

@@ -26,7 +26,9 @@ class FailureExplainer(Protocol):
     waits: dict[int, Guard]
 
     def explain(self, wait: Guard, overdue: bool, peers: Iterable[int] | None) -> MeshweaveError | None:
-        """Return the error to raise for a failed wait; None if no rank is to blame.
+        """Return the error to raise for a failed wait: RankLostError for ranks to blame, else DeadlineError.
+
+        None where the wait broke off with no rank to blame or late, or where this rank has left the others.
 
         Args:
             overdue: whether the wait reached its deadline, instead of breaking off.
@@ -35,7 +37,7 @@ class FailureExplainer(Protocol):
 
 
 class Guard:
-    """A context manager around one blocking wait; see `Liveness.guard`."""
+    """A context manager around one blocking wait, which explains a failure inside; see `Liveness.guard`."""
 
     __slots__ = ("_liveness", "_next_look", "_peers", "_start", "deadline_s", "unheard", "what")
 

@@ -53,7 +53,7 @@ class Pause:
     Attributes:
         resumed_at: when the process went on (monotonic seconds); 0 where it has never been stopped.
         length_s: how long it was stopped, in seconds.
-        counts: the heartbeats of the other ranks at the first reading afterwards; None before that.
+        counts: by other rank, the number of its heartbeat at the first reading afterwards; None before that.
     """
 
     resumed_at: float
@@ -123,15 +123,19 @@ class Heart:
                 self._watches.remove(watch)
 
     def add_watch(self, ranks: Iterable[int], stale_s: float) -> HeartbeatWatch:
-        """Return a watch of some ranks, which every beat feeds from now on; silent after `stale_s` seconds."""
+        """Return a watch of `ranks` that every beat feeds from now on.
+
+        In it a rank is silent after `stale_s` seconds.
+        """
         watch = HeartbeatWatch(ranks, interval_s=self.interval_s, stale_s=stale_s)
         self._watches.append(watch)
         self._wake.set()
         return watch
 
     def next_ranks(self, count: int) -> tuple[int, ...]:
-        """Return the `count` ranks that follow this one in a circle of all, fewer where there are not so many
-        others.
+        """Return the `count` ranks that follow this one in a circle of all ranks, ascending.
+
+        Fewer where there are not so many others.
         """
         later = [rank for rank in self._others if rank > self._rank]
         return (*later, *self._others[: len(self._others) - len(later)])[:count]

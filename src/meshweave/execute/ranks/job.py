@@ -33,7 +33,10 @@ class RankContext:
 
 @dataclass(frozen=True)
 class LaunchJob:
-    """The function that every rank runs and its arguments, as `job.json` in the folder shared with the parent."""
+    """What every rank is told, as `job.json` in the folder shared with the parent: arguments of `launch`.
+
+    `parent_pid` is the process that called `launch`, which no rank outlives.
+    """
 
     target: str
     payload: dict[str, Any]

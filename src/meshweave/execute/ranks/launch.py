@@ -94,7 +94,8 @@ def launch(
             (exec) and no other process of it.
         address: an address of this host that the store listens on, and by which ranks reach it. Anybody who
             reaches it can disturb the run, so take another than loopback only for ranks on other hosts.
-        store: a TCPStore that this process hosts, instead of that; `places` then give its MASTER_ADDR.
+        store: a TCPStore that this process hosts, in place of a new one at `address`; the `env` of each of
+            `places` then gives its MASTER_ADDR.
 
     Raises:
         RankLostError: ranks died without a word, or the ranks agree that some stopped answering; `missing`
@@ -265,7 +266,7 @@ class _LaunchedRanks:
     def stop_rest(self, grace_s: float) -> None:
         """Send SIGTERM to all running ranks, upon which they report and end; wait `grace_s` seconds for that.
 
-        What a signal has stopped cannot report: it is killed once the others have ended.
+        Ranks that a signal has suspended cannot report, and are not waited for.
         """
         self.ended_by_us.update(self.running)
         self.suspended = [rank for rank, process in self.running.items() if _is_suspended(process.pid)]

@@ -126,7 +126,8 @@ class Liveness:
         Args:
             what: what is waited for; completes "rank 2 stopped answering while waiting for ...".
             deadline_s: seconds, instead of the deadline given to `Liveness`.
-            peers: the ranks waited for, where known: one that has finished is then an error at the deadline.
+            peers: the ranks waited for; None if unknown. One of these that has finished is to blame for a missed
+                deadline too, not only for a wait that broke off.
 
         Raises (in place of a RuntimeError or OSError from inside):
             RankLostError: some ranks are lost, failed or left early; `missing` names all of them.
@@ -163,7 +164,8 @@ class Liveness:
     def find_lost(self, store_hangs: bool = False) -> RankLostError | None:
         """Find out which ranks are lost and tell the others; return an error that names those.
 
-        None if no rank is, or all that may be to blame said that they leave.
+        None if no rank is to blame, or only for leaving: those that a signal has stopped since this call began,
+        and a finished one whose process hosted the store.
 
         Args:
             store_hangs: whether the store does not answer, so that listening for heartbeats is of no use.
@@ -303,7 +305,8 @@ class Liveness:
         """Return the line to report on a signal, and the lost ranks.
 
         The other ranks are told of the lost ranks. If there are none they are told that this rank was stopped,
-        unless `ignored`: the process ignores the signal.
+        unless `ignored`: the process ignores the signal. Ranks that leave, as others do that were sent a signal,
+        are named in the line, and not among the lost ones.
         """
         waiting = self._while_waiting
         finding = self._look(patient=False, overdue=True, peers=None)

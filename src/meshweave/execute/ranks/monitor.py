@@ -48,8 +48,9 @@ class MonitoredRank(Protocol):
     def find_lost(self, store_hangs: bool = False) -> RankLostError | None:
         """Find out which ranks are lost and tell the others; return an error that names those.
 
-        None if no rank is, or all that may be to blame said that they leave. `store_hangs` says that the store
-        does not answer, so that listening for heartbeats is of no use.
+        None if no rank is to blame, or only for leaving: those that a signal has stopped since this call began,
+        and a finished one whose process hosted the store. `store_hangs` says that the store does not answer, so
+        that listening for heartbeats is of no use.
         """
 
     def waits_since(self, seconds: float) -> bool:
@@ -142,7 +143,7 @@ class _WaitingThreads:
         self._seen: dict[int, tuple[tuple[int, int], float, float]] = {}
 
     def look(self) -> None:
-        """Look at all threads."""
+        """Look at all threads, and set `longest_s` and `place` by what has changed since the last look."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         now, seen = time.monotonic(), self._seen
         self._seen, self.longest_s = {}, 0.0

@@ -26,7 +26,7 @@ class RankAnalysis:
     """One rank's part of a program, as all parts of `bind` read it.
 
     Attributes:
-        has_memory: whether a remote memory carries the one-sided ops and fences of the program.
+        has_memory: whether `bind` was given a remote memory.
         shares_groups: whether lanes may share process groups.
         in_arrival_order: whether updates of the same elements may be made in the order in which they arrive.
         tracks: whether released products run as kernels that count their tiles.
@@ -41,7 +41,7 @@ class RankAnalysis:
 
     @cached_property
     def ops(self) -> tuple[BoundOp, ...]:
-        """The ops of this rank in program order, with plain integers."""
+        """The ops of this rank in program order, with loops unrolled and expressions evaluated to integers."""
         return tuple(self.program.ops_on_rank(self.rank))
 
     @cached_property
@@ -57,7 +57,7 @@ class RankAnalysis:
 
     @property
     def is_one_sided(self) -> bool:
-        """Whether a remote memory carries the program's one-sided ops and fences."""
+        """Whether there is a remote memory and ops that use it, so that it carries them and the fences."""
         return self.has_memory and bool(self.exposed)
 
     # -- order among this rank's ops -------------------------------------------------------------------------
@@ -68,8 +68,9 @@ class RankAnalysis:
 
     @cached_property
     def edges(self) -> tuple[tuple[int, ...], ...]:
-        """For each op the indices of the earlier ops that it must wait for; regions of products are waited
-        for by counters.
+        """For each op the indices of the earlier ops that it must wait for.
+
+        With `regions`, those in other lanes are left out: the op waits for their counters (`awaited_regions`).
         """
         if self.regions is None:
             return self._all_edges
@@ -101,9 +102,9 @@ class RankAnalysis:
 
     @cached_property
     def awaited_regions(self) -> list[tuple[Node, ...]]:
-        """For each op the regions in other lanes and ranks whose counters it waits for, as (rank, op index).
+        """For each op the released products, as (rank, op index), whose counters of tiles it waits for.
 
-        `regions` must not be None.
+        They are in other lanes of this rank and on other ranks. `regions` must not be None.
         """
         assert self.regions is not None
         return [
@@ -139,6 +140,6 @@ class RankAnalysis:
 
     @cached_property
     def completion_counters(self) -> CompletionCounters:
-        """The counters that released remote writes and updates increment when they are complete."""
+        """The counters by which ops wait for released writes and updates elsewhere, but for tracked products."""
         counted = () if self.regions is None else self.regions.counter_of
         return completion_counters(self.program, in_arrival_order=self.in_arrival_order, but=counted)

@@ -28,7 +28,7 @@ class BoundViews(Protocol):
         """Return the memory for operands and results that no tensor aliases."""
 
     def view(self, view: View) -> StridedView:
-        """Return a resolved view as tensors of this rank's memory."""
+        """Return a view with plain integers as tensors of this rank's memory."""
 
 
 def bind_batched(binder: BoundViews, op: Matmul) -> Action:

@@ -90,9 +90,10 @@ class BoundProgram:
 
     @property
     def next_run(self) -> int:
-        """Return a number below 65,521 made of the program's number and that of its ranks' next call.
+        """Return a mark of the next run, below 65,521, that is equal on ranks in step and hardly ever on others.
 
-        It is the same on ranks that are in step; 0 for a program that does not communicate.
+        Callers put it into data that ranks exchange, to notice ranks in different runs. It is made of the number
+        of the program and that of its ranks' next call; 0 for a program that does not communicate.
         """
         if self._call is None:
             return 0
@@ -144,7 +145,7 @@ class BoundProgram:
         return self._trace(spans) if self._is_traced else None
 
     def end_begun(self) -> None:
-        """End what was begun in this context by `begin` and has not ended: it may use the memory of `inputs`."""
+        """Wait for the run that `begin` left open in this context, if any: it may use the memory of `inputs`."""
         if self._call is not None:
             self._call.sequence.order.finish_open()
 
@@ -272,7 +273,8 @@ def bind(
         agreed: the program that ranks agree on in place of this one, which follows from it and from values
             that they share, as counts are (`execute.torch.counted`). Ignored where `memory` is used.
         twin: the same program, bound on other memory in the same context; None for a program of its own. The two
-            count as one program: in each run a rank may run either. Only for mode "threads", without messages.
+            count as one program: in each run a rank may run either. Only for mode "threads" without messages,
+            which those of `meets` are too.
 
     Raises:
         BindError: tensors, calls, ranks or options do not fit the program, here or on another rank; ranks bind

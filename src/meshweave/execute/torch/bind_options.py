@@ -25,7 +25,7 @@ def check_update_order(update_order: UpdateOrder) -> None:
 
 
 def checked_products(products: Products, memory: RemoteMemory | None) -> bool:
-    """Return whether released products count their tiles: whether `products` is "tracked".
+    """Return whether `products` is "tracked": whether kernels of released products count their tiles.
 
     Raises BindError for an unknown word, or "tracked" without memory; UnsupportedError for it without Triton.
     """
@@ -62,7 +62,10 @@ def checked_mode(
 
 
 def check_serial(program: Program) -> None:
-    """Raise BindError for a program that deadlocks where, as here, each lane runs one op at a time, in order."""
+    """Raise BindError for a program that deadlocks where each lane runs one op at a time, in program order.
+
+    `bind` runs lanes so, whatever width or order they declare.
+    """
     serial = tuple(Lane(lane.name) for lane in program.lanes)
     if serial == program.lanes:
         return

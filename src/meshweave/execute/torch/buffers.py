@@ -36,8 +36,9 @@ class RankBuffers:
 
 
 def check_tensors(analysis: RankAnalysis, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Raise BindError where `tensors` are not this rank's input or output buffers by name, shape, dtype and
-    device.
+    """Raise BindError where `tensors`, by buffer name, do not fit the input and output buffers of this rank.
+
+    Compared are names, shapes, dtypes and the type of the device, not its index.
     """
     program, rank = analysis.program, analysis.rank
     bindable = {name: b for name, b in analysis.buffers.items() if b.kind in ("input", "output")}
@@ -57,6 +58,8 @@ def allocate(
     exposed: Mapping[tuple[str, int], Tensor],
 ) -> RankBuffers:
     """Return the buffers of a rank; those without a tensor from the caller are allocated on `device`.
+
+    A tensor from the caller is slot 0 of its buffer, or `given` where that slot is exposed and lies elsewhere.
 
     Args:
         tensors: the caller's, by buffer name.

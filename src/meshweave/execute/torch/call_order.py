@@ -81,7 +81,7 @@ class CallSequence(SharedCalls):
         return count
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the call that was begun last; `error` is what it raises."""
+        """End the call that was begun last. `error`, if it raised one, is marked as known to the other ranks."""
         self.order.current = None
         if error is not None:
             mark_as_shared(error)
@@ -118,10 +118,12 @@ class CallSequence(SharedCalls):
         return BoundCall(self, self.num_bound, title)
 
     def refuse(self, title: str, error: Exception) -> None:
-        """Count a call that this rank refuses for `error`, and tell the others, which may wait for it.
+        """Count a call in whose place this rank raises `error`, and tell the others, which may wait for it.
+
+        `title` names it in their errors. Does nothing once calls are out of order or the process group is gone.
 
         Raises:
-            BindError: torch.distributed has failed because another rank refuses this very call, or is in another.
+            BindError: `error` is of torch.distributed, and another rank refuses this call too, or is in another.
         """
         order = self.order
         is_of_torch = _is_of_distributed(error)
@@ -147,7 +149,7 @@ class CallSequence(SharedCalls):
 
     @property
     def folder(self) -> str:
-        """Return the folder in the store for the agreements of these ranks in this context."""
+        """Return the prefix of the keys in the store for the agreements of these ranks in this context."""
         return f"meshweave/talk/{'-'.join(map(str, self.ranks))}/{self.session}"
 
 
@@ -229,7 +231,10 @@ class CallOrder(ContextCalls):
         self._watch: CallWatch | None = None
 
     def sequence(self, ranks: Sequence[int]) -> CallSequence:
-        """Return the calls among `ranks`, of which this rank is one."""
+        """Return the calls among `ranks`, in any order, of which this rank is one; the first time makes them.
+
+        Raises then BindError where the process group is gone, UnsupportedError after a verdict.
+        """
         ranks = tuple(sorted(ranks))
         sequence = self.sequences.get(ranks)
         if sequence is None:
@@ -309,7 +314,7 @@ class _CallOrders(dict[str, CallOrder]):
 
 
 def call_order(context: TorchContext) -> CallOrder:
-    """Return the order of the calls in a context."""
+    """Return the one order of calls of a context; the first call makes it."""
     orders = context.cache(_CallOrders)
     order = orders.get("")
     if order is None:

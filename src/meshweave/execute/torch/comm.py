@@ -40,7 +40,8 @@ def bind_communication(wire: Wire, bound: BoundOp) -> Action:
 
     Raises:
         UnsupportedError: the op is one-sided, or has a reduction other than sum, prod, max and min.
-        BindError: a tag is negative, a peer is this rank or none, or a collective does not include this rank.
+        BindError: a tag is negative, a peer is this rank or no rank of the program, or a collective does not
+            include this rank.
     """
     op = bound.op
     wire.binder.refuse_remote(bound)

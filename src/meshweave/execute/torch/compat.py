@@ -95,7 +95,7 @@ def local_tensors(values: Iterable[Any]) -> list[Any]:
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors into others of their shapes, by one call.
+    """Copy `sources[i]` into `targets[i]`, of equal shape, for all `i` by one call.
 
     Relies on `torch._foreach_copy_` (torch 2.9 and 2.13). Raises UnsupportedError where it is gone.
     """
@@ -104,7 +104,7 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def add_each(sums: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
-    """Add tensors to others of their shapes, in place, by one call.
+    """Add `terms[i]` to `sums[i]`, of equal shape, in place, for all `i` by one call.
 
     Relies on `torch._foreach_add_` (torch 2.9 and 2.13). Raises UnsupportedError where it is gone.
     """
@@ -192,7 +192,7 @@ def apply_directly(function: type[torch.autograd.Function], *given: Any) -> Any:
 
 
 def plain_functions() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which functions of torch take subclasses of tensors as the tensors that they are.
+    """Return a context in which functions of torch do not call `__torch_function__` of tensor subclasses.
 
     It is `torch._C.DisableTorchFunctionSubclass` (torch 2.9 and 2.13), which torch's notes on extending it name
     for this use. Raises UnsupportedError where it is gone.
@@ -215,7 +215,7 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 def outside_of_traces() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which tensors are real, although torch traces what calls it.
+    """Return a context without torch's dispatch modes, so that tensors made in it are real while torch traces.
 
     Relies on `torch.utils._python_dispatch._disable_current_modes` (torch 2.9 and 2.13). Raises UnsupportedError
     where it is gone.
@@ -248,9 +248,11 @@ def bare_step(kind: type) -> Callable[..., Any]:
 
 
 def other_step_hooks(optimizer: Any) -> bool:
-    """Return whether an optimizer has step hooks of its own, or all optimizers have more than one, pre or post.
+    """Return whether a step of `optimizer` runs hooks other than one pre and one post hook of all optimizers.
 
-    Relies on `Optimizer._optimizer_step_pre_hooks` and `_optimizer_step_post_hooks`, and those of all optimizers,
+    Meshweave has one of each, so others are those of this optimizer, or a second one of all optimizers.
+
+    Relies on `Optimizer._optimizer_step_pre_hooks` and `_optimizer_step_post_hooks`, and, for all optimizers,
     `torch.optim.optimizer._global_optimizer_pre_hooks` and `_global_optimizer_post_hooks` (torch 2.9 and 2.13).
     """
     module = "torch.optim.optimizer"
@@ -349,7 +351,10 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 
 
 def is_strided_shard(placement: Placement) -> bool:
-    """Return whether a placement is a `_StridedShard`. Relies on, and raises, what `strided_shard` does."""
+    """Return whether a placement is a `_StridedShard`.
+
+    Relies on `placement_types._StridedShard` (torch 2.9 and 2.13). Raises UnsupportedError where it is gone.
+    """
     return isinstance(placement, _strided_shard_class())
 
 

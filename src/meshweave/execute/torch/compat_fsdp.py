@@ -8,7 +8,7 @@ from meshweave.execute.torch.compat import _missing
 
 
 def fsdp_ranks(module: Any) -> list[int]:
-    """Return the ranks of the mesh of the first module under FSDP2 that has parameters: each has its own batches.
+    """Return the global ranks of the mesh of the first FSDP2 module with parameters; each has its own batches.
 
     Relies on `FSDPModule._get_fsdp_state()`, its `_fsdp_param_group` (2.9) or `_fsdp_param_groups` (2.13), and
     their `mesh_info.mesh`. Empty where no module is under FSDP2. Raises UnsupportedError where one of them is

@@ -32,13 +32,13 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype | None:
 
 
 def only_accumulated(parameters: Sequence[Tensor], edges: Sequence[tuple[Any, int]]) -> list[bool]:
-    """Return for each parameter whether the running backward pass would accumulate its gradient, and nothing else.
+    """Return for each parameter whether the running backward pass would do nothing but accumulate its gradient.
 
-    That is of a leaf without hooks, whose last node runs in this pass and has no other owner: who registers hooks
-    of a node has to keep it.
+    That is of a leaf without hooks, whose AccumulateGrad node runs in this pass and is referred to by the graph
+    alone: who registers hooks of a node has to keep it.
 
     Args:
-        edges: of each parameter (its last node, 0), as `next_functions` has them; the node may be None.
+        edges: of each parameter (its AccumulateGrad node or None, 0), as `next_functions` has them.
 
     Relies on `Tensor._backward_hooks` and `_post_accumulate_grad_hooks`, and on
     `torch._C._will_engine_execute_node`, which fails for leaves in `torch.autograd.grad` (torch 2.9 and 2.13).

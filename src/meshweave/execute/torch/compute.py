@@ -26,7 +26,7 @@ Slots = MutableMapping[tuple[str, int], Tensor]
 class Binder:
     """One rank's memory, and how its local ops are bound to it.
 
-    `remote_buffer` returns the buffer slot of a remote view as a tensor, where other ranks' memory can be aliased.
+    `remote_buffer` returns the buffer slot of a remote view as a tensor; None where no remote view can be one.
     `num_threads` is what each product runs on; None leaves that to torch.
     """
 
@@ -39,7 +39,7 @@ class Binder:
     _views: dict[View, StridedView] = field(default_factory=dict)
 
     def view(self, view: View) -> StridedView:
-        """Return a resolved view as tensors: of this rank's memory, or another's where that can be aliased."""
+        """Return a view with plain integers as tensors; one of another rank's memory by `remote_buffer`."""
         bound_view = self._views.get(view)
         if bound_view is None:
             assert isinstance(view.slot, int)

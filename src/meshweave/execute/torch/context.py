@@ -54,7 +54,7 @@ class GuardedWait(Protocol):
 
     @property
     def timeout(self) -> timedelta:
-        """Return the rest of the deadline."""
+        """Return what is left of the deadline; without liveness all of it."""
 
     def check_peers(self, unheard: Callable[[], Sequence[int]]) -> None:
         """Raise RanksEndedError where the process of a rank that has not come has ended.
@@ -188,7 +188,7 @@ class TorchContext:
 
     @classmethod
     def default(cls, device: torch.device | str = "cpu") -> TorchContext:
-        """Return this process's context for a device in the default process group; made once and kept."""
+        """Return this process's context for a device, made once for each default process group and kept."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         known = _defaults.get(str(device))
         if known is None or known[0] is not world:
@@ -233,6 +233,9 @@ class TorchContext:
         A program on all ranks of the world makes its groups together. One on some of them, such as one
         replica of several, makes them among its own ranks.
 
+        Args:
+            channels: the channel number of each communicating lane; None for those of the method `channels`.
+
         Raises BindError where the program has ranks that the world does not have, or there is no process
         group.
         """
@@ -254,8 +257,9 @@ class TorchContext:
             self._groups[known] = self._formed(channel, ranks, among_members)
 
     def group_of(self, ranks: tuple[int, ...]) -> Any:
-        """Return a process group of `ranks` for values that they compare; the first call forms it and is
-        collective.
+        """Return a process group of `ranks`, ascending, for collectives of no program, such as comparisons.
+
+        The first call for these ranks forms it and is collective among them.
         """
         known = (_COMPARISONS, ranks), ranks
         if known not in self._groups:
@@ -287,7 +291,7 @@ class TorchContext:
             )
 
     def channels(self, program: Program) -> dict[str, int]:
-        """Return the channel of each communicating lane of a program; lanes of a channel share process groups."""
+        """Return the channel number of each communicating lane of a program, by lane; see `assign_channels`."""
         return assign_channels(program, shared=self.shares_groups)
 
     @property

@@ -29,7 +29,7 @@ class CountedProgram:
         program: with tables of counts, such as the rows that each rank sends to each expert.
         rank: the global rank, that of this process.
         calls: the functions that `call` ops name.
-        lowered: what is made of the plain program before it is bound, such as `lower.lower_one_sided`.
+        lowered: rewrites the program of given counts before it is bound, such as `lower.lower_one_sided`.
         options: arguments of `bind`.
     """
 
@@ -78,13 +78,14 @@ def gathered(values: Tensor, context: TorchContext, ranks: tuple[int, ...], what
     """Return the `values` of all ranks, 1-D and of equal length, as a CPU tensor (ranks, values) in the order
     of `ranks`.
 
-    Collective among them. A rank that refuses the call, or is in another one, ends the others' wait.
+    Collective among them. A rank that raises an error in place of this call, or is in another one, ends the
+    others' wait.
 
     Args:
         what: completes "waiting for ..." in errors.
 
     Raises:
-        BindError: another rank refuses this call, or is in another one.
+        BindError: another rank has raised an error in place of this call, or is in another one.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     if len(ranks) == 1 or not context.is_distributed:

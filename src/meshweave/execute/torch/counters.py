@@ -63,9 +63,9 @@ def completion_counters(
 ) -> CompletionCounters:
     """Return the counters of released remote writes and, unless updates go `in_arrival_order`, of updates.
 
-    A region has a counter for each lane that writes to it, and is whole when each has counted all its tiles.
-    The updates that a lane makes in a rank's memory have one counter together: each waits for a number of
-    them.
+    A released region has a counter for each lane that writes to it, and is whole when each has counted all its
+    tiles. Updates wait for those before them in a fixed order: all that a lane of one rank makes in another
+    rank's memory have one counter there, and an update waits until it has come to a number.
 
     Args:
         but: writes, as (rank, op index), that something else counts.

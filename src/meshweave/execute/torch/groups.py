@@ -60,7 +60,7 @@ class _RankPairs:
         self.is_open = False
 
     def add_group(self, over: str | tuple[int, ...]) -> None:
-        """Add the pairs of a collective over a mesh axis; over listed ranks, all pairs."""
+        """Add the pairs of a collective over a mesh or an axis of it; over listed ranks, all pairs."""
         if isinstance(over, str):
             self.axes[over] = None
         else:
@@ -160,7 +160,7 @@ class CountsPerWorld:
         self._counts: dict[Any, int] = {}
 
     def counts(self) -> dict[Any, int]:
-        """Return the counts of the present default process group, to be changed by the caller."""
+        """Return a dict of counts, for the caller to change: {} with each new default process group."""
         world = dist.group.WORLD
         if self._world is not world:
             self._world, self._counts = world, {}

@@ -129,8 +129,8 @@ class LaneThreads:
     def run(self, lanes: Sequence[LaneRun], *, trace: bool) -> None:
         """Run all lanes to their ends, the first in the calling thread; raise the first error of any.
 
-        With `trace`, each lane's `spans` have the start and end of its steps. Raises UnsupportedError where an
-        earlier run failed, or another is under way.
+        With `trace`, each lane's `spans` are the (start, end) of its steps in nanoseconds. Raises
+        UnsupportedError where an earlier run failed, or another is under way.
         """
         self.check()
         if not self._busy.acquire(blocking=False):
@@ -173,7 +173,7 @@ class LaneThreads:
             self._busy.release()
 
     def fail_with(self, other: LaneThreads) -> None:
-        """Let a failure of `other`'s stop these threads too, and the reverse."""
+        """Share failures with `other` from here on: once a run of either has failed, `check` raises for both."""
         self._failures = other._failures
 
     def check(self) -> None:
@@ -187,7 +187,7 @@ class LaneThreads:
             )
 
     def close(self) -> None:
-        """End the threads."""
+        """Tell the threads to end, and do not wait for them."""
         for inbox in self._inboxes:
             inbox.put(None)
         self._inboxes.clear()

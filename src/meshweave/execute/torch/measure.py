@@ -41,11 +41,11 @@ def start_together(
 
     Args:
         offset_ns: this rank's CLOCK_MONOTONIC minus rank 0's, in nanoseconds: 0 on one host, else see
-            `clocks.clock_offsets`. With None ranks begin when they leave the barrier.
+            `clocks.clock_offsets`. None: ranks do not wait for the instant, and begin once they know it.
         lead_s: seconds from the broadcast of the instant to the instant.
 
     Returns:
-        The instant in rank 0's clock, and how late this rank was, both in nanoseconds.
+        The instant in rank 0's clock, and how late this rank was (0 for an offset of None), in nanoseconds.
 
     Raises:
         RankLostError, DeadlineError: another rank died, or did not come in time.

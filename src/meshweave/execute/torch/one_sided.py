@@ -88,7 +88,7 @@ class OneSidedAccess:
         self._run = 0
 
     def check_memory(self, memory: RemoteMemory) -> None:
-        """Raise UnsupportedError where this access cannot use `memory`; any will do here."""
+        """Raise UnsupportedError where a subclass cannot use `memory`. This class takes any."""
 
     def own_slots(self, analysis: RankAnalysis) -> dict[Key, Slot]:
         """Return slots that this rank exposes beside those of the program's buffers, by their key.
@@ -123,11 +123,14 @@ class OneSidedAccess:
         self._binder = binder
 
     def view(self, view: View) -> Tensor:
-        """Return the whole buffer slot of a remote view as a tensor, where other ranks' memory can be aliased."""
+        """Return the whole buffer slot of a remote view as a tensor, without data where none can alias it."""
         return self._remote_slot(view).tensor
 
     def bind(self, index: int, bound: BoundOp, bind_local_or_matched: Callable[[BoundOp], Action]) -> Action:
-        """Return the action of op number `index` of this rank, waits for and counts of its regions included.
+        """Return the action of op number `index` of this rank.
+
+        Before the op it waits until the released regions that the op reads are whole. Afterwards it counts what
+        the op has written to released regions, for those who read them.
 
         Args:
             bind_local_or_matched: binds an op that has nothing to do with remote memory.

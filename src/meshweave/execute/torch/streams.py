@@ -28,7 +28,7 @@ class IssueList:
         self._owners: list[int] = []
 
     def add(self, owner: int, *calls: Callable[[], object]) -> None:
-        """Append calls of op number `owner`."""
+        """Append calls that belong to op number `owner`, whose label is `labels[owner]`."""
         self._calls += calls
         self._owners += [owner] * len(calls)
 
@@ -44,7 +44,7 @@ class IssueList:
 
 
 class Streams:
-    """One thread issues the ops of all lanes in one order that all ranks share; see `bind` for what it needs.
+    """One thread issues the ops of all lanes, in one order that all ranks share; no op waits for a later one.
 
     On CUDA each lane has a stream, and an edge between lanes is an event. On a CPU an op is simply run.
     Actions, labels, lanes and waits are listed in the order of issue.
@@ -103,7 +103,10 @@ class Streams:
         self._clocks.append(time.monotonic_ns())
 
     def run(self) -> list[tuple[int, int]]:
-        """Issue all ops. Return the (start, end) of each in nanoseconds if it is traced, else []."""
+        """Issue all ops; return [] or, with `trace`, the (start, end) of each in nanoseconds, as issued.
+
+        Times are CLOCK_MONOTONIC; with `trace` on CUDA the host waits for the device before and after.
+        """
         with torch.no_grad():
             return self._run_cuda() if self._device.type == "cuda" else self._run_cpu()
 

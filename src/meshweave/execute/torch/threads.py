@@ -43,7 +43,7 @@ def agreed_num_threads(context: TorchContext, ranks: tuple[int, ...]) -> int | N
 
 @contextlib.contextmanager
 def num_threads_set(count: int) -> Iterator[None]:
-    """Run the block with `count` threads for a product of the calling thread, and restore their number."""
+    """Let torch use `count` threads for each op of the calling thread in the block; then restore the number."""
     own = torch.get_num_threads()
     if own == count:
         yield
@@ -56,7 +56,7 @@ def num_threads_set(count: int) -> Iterator[None]:
 
 
 def with_num_threads(count: int | None, action: Action) -> Action:
-    """Return an action that runs `action` with `count` threads for a product; None returns `action` itself."""
+    """Return an action that runs `action` while torch has `count` threads; None for `count` returns `action`."""
     if count is None:
         return action
 

@@ -46,7 +46,10 @@ class BlockRun:
 
 
 def block_runs(selector: Selector) -> list[BlockRun]:
-    """Return the runs of equally spaced blocks that a resolved selector takes, in order, without empty ones."""
+    """Return the runs of equally spaced blocks that a selector takes, in order, without empty ones.
+
+    The selector's bounds are plain integers.
+    """
     start, stop = selector.start, selector.stop
     assert isinstance(start, int) and isinstance(stop, int)
     if not isinstance(selector, Blocked):
@@ -76,9 +79,11 @@ def block_runs(selector: Selector) -> list[BlockRun]:
 
 @dataclass(frozen=True)
 class StridedView:
-    """A view bound to memory: `pieces` pairs a run of blocks per dim with the tensor that aliases it.
+    """A view of a buffer bound to memory, as tensors that alias it.
 
-    `direct` is the whole view as one tensor of its shape, where strides can express it.
+    `pieces` pairs a run of blocks per dim of the view with the tensor of these blocks, in which a run of several
+    blocks of several elements is two dims. `direct` is the whole view as one tensor of its shape, None where no
+    strides can express that.
     """
 
     shape: tuple[int, ...]
@@ -95,7 +100,7 @@ class StridedView:
 
     @property
     def splits(self) -> tuple[tuple[BlockRun, ...], ...]:
-        """The blocks of the view that each piece holds, one per dim.
+        """For each piece, the runs of blocks per dim that it holds of the view, wherever they lie in the buffer.
 
         Views with equal splits pair up piece by piece.
         """
@@ -106,7 +111,7 @@ class StridedView:
 
 
 def bind_view(view: View, buffer: Tensor) -> StridedView:
-    """Return a resolved view as tensors that alias `buffer`, the tensor that holds its buffer slot."""
+    """Return a view with plain integers as tensors that alias `buffer`, the tensor of its buffer slot."""
     per_dim = [block_runs(selector) for selector in view.selectors]
     pieces = tuple((piece, _alias(buffer, piece)) for piece in itertools.product(*per_dim))
     direct = None
@@ -171,7 +176,7 @@ def empty_in_order(
 
 
 def to_wire(tensor: Tensor, order: Order) -> Tensor:
-    """Return a view of a tensor with its dims permuted to `order`."""
+    """Return a view of a tensor with its dims permuted: dim `i` of the result is dim `order[i]` of `tensor`."""
     return tensor.permute(order)
 
 
@@ -211,10 +216,10 @@ class Staging:
     def transfer(
         self, lane: str, out: StridedView, src: StridedView, *, add: bool = False, apart: bool = False
     ) -> list[Action]:
-        """Return the actions that set `out` to `src`, or add `src` to it, for an op of `lane`.
+        """Return the actions that copy `src` to `out` of equal shape, or with `add` add it, for an op of `lane`.
 
         Args:
-            apart: copy `src` first, since the two may share memory.
+            apart: copy `src` to staging first, since the two may share memory.
         """
         pairs = None if apart else pair_up(out, src)
         if pairs is None:

@@ -16,13 +16,13 @@ Result = TypeVar("Result")
 class WaitClock:
     """Counts the runs of all programs that are bound in a context after `TorchContext.count_waits`.
 
-    A call may run another program, as a stage of a pipeline does: its waits count once, in the program that waits.
-    Compute ops in several lanes at once add up, so then the waits are a lower bound.
+    A call may run another program, as a stage of a pipeline does: its waits count once, in the program that
+    waits. Compute ops in several lanes at once add up, so then the waits are a lower bound.
 
     Attributes:
-        run_ns: nanoseconds of runs, each counted by itself.
-        compute_ns: nanoseconds of compute ops and calls in them.
-        num_runs: how many runs there were.
+        run_ns: nanoseconds of runs; a run inside a call of another counts beside that.
+        compute_ns: nanoseconds of compute ops and of calls, what runs inside a call included.
+        num_runs: how many runs there were, those inside calls included.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class WaitClock:
         return max(self.run_ns - self.compute_ns, 0) / 1e9
 
     def around_run(self, run: Callable[[], Result]) -> Callable[[], Result]:
-        """Return `run` with its time added to `run_ns`."""
+        """Return a function that calls `run` and adds its time to `run_ns`, and 1 to `num_runs`."""
 
         def timed() -> Result:
             begin = time.monotonic_ns()
@@ -46,7 +46,7 @@ class WaitClock:
         return timed
 
     def around_compute(self, action: Callable[[], object]) -> Callable[[], None]:
-        """Return `action` with its time added to `compute_ns`."""
+        """Return a function that calls `action` and adds its time to `compute_ns`."""
 
         def timed() -> None:
             begin = time.monotonic_ns()

@@ -146,10 +146,10 @@ class GroupEntry:
 
 
 class GuardedCollective:
-    """A collective of torch's as an action on a CPU; its wait, within the deadline, may come later.
+    """One of torch's collectives as an action on a CPU; its wait, within the deadline, may come later.
 
     Args:
-        post: begins it, and returns its works.
+        post: begins the collective, and returns torch's handles (`Work`), which are waited for.
     """
 
     __slots__ = ("_guard", "_order", "_peers", "_post", "_what", "_works")
@@ -205,10 +205,13 @@ class Wire:
         return self.context.group(self.program, self.channels[lane], ranks)
 
     def collective(self, what: str, over: Sequence[int], group: Any, post: Callable[[], Any]) -> Action:
-        """Return an action that runs one of torch's collectives over ranks `over`; `post` begins it and
-        returns its work.
+        """Return an action that runs one of torch's collectives over the global ranks `over`.
 
-        `what` completes "waiting for ..." in errors.
+        Where ranks are to meet first, it does that too, once a run (`GroupEntry`).
+
+        Args:
+            what: completes "waiting for ..." in errors.
+            post: begins the collective, and returns torch's `Work`.
         """
         run = self._wait(what, over, lambda: [post()])
         if self.call is None or not self.meets or self.context.device.type == "cuda":
@@ -263,8 +266,9 @@ class Wire:
     def outgoing(
         self, op: Op, view: View, order: Order, *, dtype: torch.dtype | None = None, own: bool = False
     ) -> tuple[Tensor, list[Action]]:
-        """Return a dense tensor in wire order that holds `view`, and the actions that fill it ([] if it
-        aliases the view).
+        """Return a dense tensor to send with the elements of `view`, and the actions that fill it.
+
+        Its dims are those of the view permuted to `order`. There are no actions where it aliases the view.
 
         Args:
             order: the dims of the view in wire order, outermost first.
@@ -293,7 +297,9 @@ class Wire:
         apart: bool = False,
         use: str = "in",
     ) -> tuple[Tensor, list[Action]]:
-        """Return a dense tensor in wire order to receive `view` into, and the actions that take it from there.
+        """Return a dense tensor that receives what `view` is to hold, and the actions that take it from there.
+
+        The tensor has the view's dims permuted to `order`; there are no actions where it aliases the view.
 
         Args:
             order: the dims of the view in wire order, outermost first.

@@ -163,9 +163,10 @@ _ABORT_TAG = (1 << 16) - 2  # of no program: the first has number 1
 
 
 def close_connections(groups: Sequence[Any] | None = None) -> None:
-    """Close the gloo connections of process groups, by default all of this process, so that waits over them fail.
+    """Close the gloo connections of process groups, None for all of this process, so that waits over them fail.
 
-    A receive with a timeout of 1 ms does it: at a timeout gloo closes all connections of its group.
+    A receive with a timeout of 1 ms does it: at a timeout gloo closes all connections of its group. Groups of
+    other backends are left alone.
     """
     for group in compat_groups.process_groups() if groups is None else groups:
         with contextlib.suppress(RuntimeError, ValueError):
