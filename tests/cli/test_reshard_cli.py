@@ -148,8 +148,12 @@ def test_a_state_dict(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((*SMALL, "--cluster", "p3.8xlarge:8"), "8 chips, and the meshes need 16; p3.8xlarge:16 would do"),
-        ((*SMALL, "--at", "3", "--cluster", "p3.8xlarge:8"), "p3.8xlarge:20 would do"),
+        ((*SMALL, "--cluster", "p3.8xlarge:8"), "8 chips, and ranks 0 to 15 need one each; 16 would do"),
+        (
+            (*SMALL, "--cluster", "8 x A100, 4 a host, 1 x 100Gb"),
+            "8 chips, and ranks 0 to 15 need one each; 16",
+        ),
+        ((*SMALL, "--at", "3", "--cluster", "p3.8xlarge:8"), "20 would do"),
         ((*SMALL, "--to", "4x4 RS01R", "--cluster", "tpu-v4-4x4"), "cannot have 24 chips"),
         ((*SMALL, "--cluster", "p3.8xlagre"), "did you mean 'p3.8xlarge'"),
         ((*SMALL, "--from", ""), "--from is given an empty word"),

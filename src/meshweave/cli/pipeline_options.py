@@ -80,8 +80,8 @@ class ScheduleTextOptions:
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="Take the time of transfers from a catalog cluster or a TOML file, and --activation; ':N' sets "
-            "the number of chips. Default of N: as many as the ranks have."
+            help="Take the time of transfers from a catalog cluster, a TOML file or words, and --activation; ':N' "
+            "sets the number of chips. Default of N: as many as the ranks have."
         ),
     ] = None
     activation: Annotated[

@@ -32,8 +32,8 @@ DestinationMesh = Annotated[
 ClusterName = Annotated[
     str,
     typer.Option(
-        help="A catalog cluster or a TOML file; ':N' sets the number of chips (p3.8xlarge:16). Default of N: "
-        "as many as the meshes need."
+        help="A catalog cluster, a TOML file or words; ':N' sets the number of chips (p3.8xlarge:16). Default of "
+        "N: as many as the meshes need."
     ),
 ]
 

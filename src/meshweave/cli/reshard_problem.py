@@ -11,7 +11,7 @@ from meshweave.base.units import DTYPES
 from meshweave.cli.options import MAX_RANKS
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.layout.spec import layout_of_spec
-from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.cluster import Cluster, gives_chips, load_cluster
 from meshweave.describe.machine.network import HostsNetwork
 from meshweave.describe.model import load_model
 from meshweave.describe.model.state_dict import (
@@ -111,7 +111,8 @@ def read_request(
     Args:
         model: a model as for `load_model`; None for one tensor.
         from_, to: a mesh and, for one tensor, how it lies there: "2x4 S0RR".
-        cluster: a cluster as for `load_cluster`; without a number of chips it gets as many as the meshes need.
+        cluster: as for `load_cluster`; where it does not give the number of chips, these are as many as the
+            meshes need.
         shape: the global sizes of one tensor, "1024,1024,512"; None for a model.
         dtype: the element type of the tensors.
         positions: where on the cluster the meshes are.
@@ -264,32 +265,29 @@ def _mesh(name: str, side: MeshSide, axes: tuple[str, ...], first: int, per_host
 def fitting_cluster(cluster: Cluster, named: str, needed: int) -> Cluster:
     """Return a cluster with at least `needed` chips.
 
-    Where `named` ends in ":N", it is the cluster itself. Else the cluster is resized, to more or to fewer chips:
-    to `needed`, rounded up to whole hosts if that is more than one host. One that does not come in that size is
-    returned unchanged if it is large enough.
+    Where `named` gives the number of chips, as ":N" or in words, it is the cluster itself. Else the cluster is
+    resized, to more or to fewer chips: to `needed`, rounded up to whole hosts if that is more than one host. One
+    that does not come in that size is returned unchanged if it is large enough.
 
     Args:
         named: the text that `cluster` was loaded by, such as "dgx-h100" or "dgx-h100:16".
 
-    Raises LayoutError where the cluster is too small; for a `named` with ":N" it gives the number that would do.
+    Raises LayoutError where the cluster is too small; for a `named` that gives chips it says how many would do.
     """
-    base, _, number = named.rpartition(":")
-    given = bool(base) and number.isdecimal()
+    given = gives_chips(named)
     if given and cluster.num_chips >= needed:
         return cluster
-    whole = load_cluster(base) if given else cluster
     wanted = needed
-    if isinstance(whole.network, HostsNetwork) and needed > whole.network.chips_per_host:
-        wanted = -(-needed // whole.network.chips_per_host) * whole.network.chips_per_host
-    try:
-        fitting = whole.with_chips(wanted)
-    except DescriptionError as error:
-        if not given and cluster.num_chips >= needed:
-            return cluster
-        raise LayoutError(f"the meshes take ranks 0 to {needed - 1}: {error}") from None
+    if isinstance(cluster.network, HostsNetwork) and needed > cluster.network.chips_per_host:
+        wanted = -(-needed // cluster.network.chips_per_host) * cluster.network.chips_per_host
     if given:
         raise LayoutError(
-            f"{printable(named)} has {cluster.num_chips} chips, and the meshes need {needed}; "
-            f"{printable(base)}:{wanted} would do"
+            f"{printable(named)} has {cluster.num_chips} chips, and ranks 0 to {needed - 1} need one each; "
+            f"{wanted} would do"
         )
-    return fitting
+    try:
+        return cluster.with_chips(wanted)
+    except DescriptionError as error:
+        if cluster.num_chips >= needed:
+            return cluster
+        raise LayoutError(f"there are ranks 0 to {needed - 1}: {error}") from None

@@ -42,8 +42,8 @@ class MachineOptions:
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="A catalog cluster or a TOML file; ':N' sets the number of chips. Default: the plan's own, or as "
-            "many chips as the program has ranks."
+            help="A catalog cluster, a TOML file or words; ':N' sets the number of chips. Default: the plan's "
+            "own, or as many chips as the program has ranks."
         ),
     ] = None
     logical: Annotated[

@@ -16,7 +16,7 @@ from meshweave.base.errors import LayoutError, ProgramError, UnsupportedError
 from meshweave.base.limits import CHECKED_STEPS
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine, mesh_machine
-from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.cluster import Cluster, gives_chips, load_cluster
 from meshweave.estimate import estimate
 from meshweave.ir.program import Program
 from meshweave.ir.program.declarations import check_header, check_statements
@@ -195,7 +195,8 @@ def program_case(
     """Return a program as a case to be simulated.
 
     Args:
-        cluster: name or file of a cluster; without ":N" it gets as many chips as the program has ranks.
+        cluster: as for `load_cluster`; where it does not give the number of chips, these are as many as the
+            program has ranks.
         logical: lay meshes on a torus that does not carry them, over links of several hops.
         lowered_to: the lowering that the program goes through first; "none" for none.
 
@@ -242,7 +243,6 @@ def plan_cases(
     """
     select_layers(plan, [layer])
     wanted = None if passes is None else select_passes(passes)
-    named = cluster or plan.cluster
     whole = planned_cluster(plan) if cluster is None else load_cluster(cluster)
     cases: list[SimulationCase] = []
     for candidate in select_candidates(plan, algorithms):
@@ -251,7 +251,7 @@ def plan_cases(
                 continue
             raise LayoutError(f"{candidate.algorithm} has no {'x'.join(map(str, mesh_shape))} mesh")
         shape = mesh_shape or candidate.mesh_shape
-        sized = _sized(whole, named, math.prod(shape))
+        sized = _sized(whole, cluster, math.prod(shape))
         cases += _candidate_cases(plan, candidate, sized, logical, layer, wanted, shape)
     if not cases:
         raise LayoutError(f"no algorithm of the plan has a {'x'.join(map(str, mesh_shape or ()))} mesh")
@@ -296,9 +296,12 @@ def _candidate_cases(
         )
 
 
-def _sized(cluster: Cluster, named: str, num_ranks: int) -> Cluster:
-    """Return a cluster for which no number of chips was given at the program's size, if it comes in that size."""
-    return cluster if named.rpartition(":")[2].isdecimal() else resized(cluster, num_ranks)
+def _sized(cluster: Cluster, named: str | None, num_ranks: int) -> Cluster:
+    """Return a cluster with `num_ranks` chips, if it comes in that size, or as it is if `named` gives its chips.
+
+    `named` is what the cluster was loaded by; None for that of a plan.
+    """
+    return cluster if named is not None and gives_chips(named) else resized(cluster, num_ranks)
 
 
 def _lowered(case: SimulationCase, lowered_to: LoweredTo) -> SimulationCase:

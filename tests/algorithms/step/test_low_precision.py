@@ -9,7 +9,9 @@ import pytest
 import meshweave as mw
 from meshweave.algorithms.step import memory_of
 from meshweave.algorithms.step.block_time import layer_block
+from meshweave.algorithms.step.compose import update_times_s
 from meshweave.algorithms.step.data_parallel import data_parallel_time
+from meshweave.algorithms.step.memory import ShardedParameters
 from meshweave.algorithms.step.precision import PRECISIONS, ProductDtypes, precision_named
 from meshweave.algorithms.step.quantizing import Quantizing, cast_weight_bytes, quantizing
 from meshweave.base.errors import DescriptionError, UnsupportedError
@@ -134,10 +136,28 @@ def test_weights_are_gathered_and_cast_as_the_recipe_says() -> None:
         data_parallel_time(problem_of(name), sharded).gather_s for name in (None, "fp8-delayed", "mxfp8")
     )
     assert bare == blocks > 1.7 * tensor
-    assert cast_weight_bytes(problem_of("fp8-delayed"), sharded, 800) == 100 * 4
-    assert cast_weight_bytes(problem_of("fp8-delayed"), whole, 800) == 800 * 4
-    assert cast_weight_bytes(problem_of("mxfp8"), sharded, 800) == round(800 * (2 + 2 * (1 + 1 / 32)))
-    assert cast_weight_bytes(problem_of(None), sharded, 800) == 0
+    assert cast_weight_bytes(problem_of("fp8-delayed"), sharded, ShardedParameters(800)) == 100 * 4
+    assert cast_weight_bytes(problem_of("fp8-delayed"), whole, ShardedParameters(800)) == 800 * 4
+    assert cast_weight_bytes(problem_of("mxfp8"), sharded, ShardedParameters(800)) == round(
+        800 * (2 + 2 * (1 + 1 / 32))
+    )
+    assert cast_weight_bytes(problem_of(None), sharded, ShardedParameters(800)) == 0
+
+
+def test_tables_are_not_cast_and_experts_are_cast_in_their_shards() -> None:
+    """Tables of any size leave what casts add as it is; experts are cast in shards over their own replicas."""
+    model = mw.load_model(MODEL)
+    added = []
+    for words in (32_000, 256_000):
+        sized = replace(model, vocab_size=words)
+        with_casts, without = (
+            update_times_s(replace(problem_of(name), model=sized), mw.Parallelism(pipeline=2, data=4))
+            for name in ("fp8-block", None)
+        )
+        added.append([cast_s - bare_s for cast_s, bare_s in zip(with_casts, without, strict=True)])
+    assert added[0] == pytest.approx(added[1]) and min(added[0]) > 0
+    counts, sharded = ShardedParameters(800, 1600), mw.Parallelism(data=8, expert=4, zero=1)
+    assert cast_weight_bytes(problem_of("fp8-delayed"), sharded, counts) == (100 + 800) * 4
 
 
 def test_memory_of_a_recipe() -> None:

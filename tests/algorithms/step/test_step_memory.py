@@ -286,6 +286,17 @@ def test_context_and_communicators_are_terms_outside_of_the_allocator(
     assert alone.total == alone.allocated == peak.allocated
 
 
+def test_ranks_that_share_experts_and_replicas_of_experts_are_groups_too() -> None:
+    problem = replace(
+        framework_problem(mw.load_model("mixtral-8x7b"), mw.load_cluster("dgx-h100:16"), 64, 2048),
+        stack=load_stack("megatron-core"),
+    )
+    alone, shared = (
+        memory_of(problem, mw.Parallelism(data=16, expert=expert)).peak.communication for expert in (1, 4)
+    )
+    assert shared == alone + 2 * problem.cluster.chip.driver.group_bytes
+
+
 def test_runtimes_are_named_and_known() -> None:
     assert (
         mw.load_cluster("tpu-v5p").chip.runtime == "tpu"

@@ -10,6 +10,7 @@ import meshweave as mw
 from meshweave.algorithms.step import StepProblem, load_stack, step_of
 from meshweave.algorithms.step.layers import bare_layer_s, layer_time
 from meshweave.algorithms.step.space import SpaceOptions
+from meshweave.algorithms.step.stages import stages_of
 from meshweave.algorithms.step.write_units import _kind_names
 from meshweave.base.errors import DescriptionError
 from meshweave.describe.model.routed import FeedForward, GroupedHeads, composed_layer
@@ -32,6 +33,19 @@ def test_a_layer_whose_exchanges_overlap_takes_no_less_than_its_bound() -> None:
     problem = StepProblem(DEEPSEEK, CLUSTER, 512, 4096, stack=stack)
     layer = layer_time(problem, DEGREES)
     assert bare_layer_s(problem, DEGREES) <= (layer.forward + layer.backward).total_s * (1 + 1e-9)
+
+
+def test_stages_split_the_backward_part_of_the_kinds_that_they_have() -> None:
+    narrow, wide = (composed_layer(4096, GroupedHeads(32, 8, 128), FeedForward(4096 * n)) for n in (1, 8))
+    model = replace(DEEPSEEK, num_layers=8, hidden=4096, layers=((4, narrow), (4, wide)))
+    problem = StepProblem(model, mw.load_cluster("dgx-h100:8"), 64, 4096, stack=load_stack("ideal"))
+    degrees = mw.Parallelism(data=2, pipeline=2, tensor=2, micro_batch=1, schedule="zb-h1")
+    stages = stages_of(problem, degrees)
+    assert list(stages.layers) == [4, 4]
+    for time in stages.times:
+        assert time.split_s is not None
+        assert 1 <= sum(time.split_s) / time.backward_s < 1.2  # apart, gradients of weights hide fewer messages
+    assert stages.times[1].split_s[0] > 2 * stages.times[0].split_s[0]
 
 
 def test_units_of_many_kinds_are_in_the_order_of_kinds() -> None:

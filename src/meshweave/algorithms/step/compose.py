@@ -15,7 +15,12 @@ from typing import Any, Unpack
 
 from meshweave.algorithms.step.checks import check_step
 from meshweave.algorithms.step.layers import call_s
-from meshweave.algorithms.step.memory import ADAM_STEP_BYTES, rank_parameters
+from meshweave.algorithms.step.memory import (
+    ADAM_STEP_BYTES,
+    ShardedParameters,
+    rank_parameters,
+    tables_parameters,
+)
 from meshweave.algorithms.step.options import ProblemOptions, StepOptions
 from meshweave.algorithms.step.problem import SHORT_NAMES, Parallelism, StepProblem
 from meshweave.algorithms.step.quantizing import cast_weight_bytes
@@ -143,11 +148,13 @@ def update_times_s(problem: StepProblem, parallelism: Parallelism) -> list[float
     """Return for each pipeline rank the seconds of the update of weights, casts to low precision included."""
     p, known, out = parallelism, problem.cache("optimizer"), []
     layers = rank_layers(problem.model.num_layers, p.schedule, p.pipeline, p.virtual_stages)
-    for count in rank_parameters(problem, parallelism, layers):
+    for rank, count in enumerate(rank_parameters(problem, parallelism, layers)):
         own = count.shards(parallelism, 1)
-        key = own, count.total
+        tables = tables_parameters(problem, parallelism, rank) if problem.recipe else 0
+        key = own, count, tables
         if key not in known:
-            moved = own * ADAM_STEP_BYTES + cast_weight_bytes(problem, parallelism, count.total)
+            of_layers = ShardedParameters(count.others - tables, count.experts)
+            moved = own * ADAM_STEP_BYTES + cast_weight_bytes(problem, parallelism, of_layers)
             work = Compute("call", own, moved, dtype="float32", call="elementwise")
             known[key] = call_s(problem, work)
         out.append(known[key])

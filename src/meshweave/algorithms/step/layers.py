@@ -167,20 +167,21 @@ Split = tuple[PartTime, PartTime]
 """The backward part of a piece, without recomputation, in two: gradient of the residual, gradients of weights."""
 
 
-def layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None:
+def layer_split(problem: StepProblem, parallelism: Parallelism, counts: tuple[float, ...]) -> Split | None:
     """Return the times of a layer's backward pass in two parts, for a micro-batch, without recomputation.
 
     They are those of the gradient of the layer's input, and of the gradients of its weights with their
-    accumulation: means over the model's kinds of layers. None where tasks are not priced one by one
-    (`LayerBlock.split`).
+    accumulation: means over `counts` layers of each kind, for () over all of the model's. None where tasks are not
+    priced one by one (`LayerBlock.split`).
     """
-    key = layer_key(parallelism), parallelism.recompute, _of_replicas(parallelism)
-    return problem.once("layers in two", key, lambda: _layer_split(problem, parallelism))
+    key = layer_key(parallelism), parallelism.recompute, _of_replicas(parallelism), counts
+    return problem.once("layers in two", key, lambda: _layer_split(problem, parallelism, counts))
 
 
-def _layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None:
+def _layer_split(problem: StepProblem, parallelism: Parallelism, counts: tuple[float, ...]) -> Split | None:
     totals = PartTime(), PartTime()
-    for share, kind in problem.kinds:
+    shares = [count / sum(counts) for count in counts] or [share for share, _ in problem.kinds]
+    for share, (_, kind) in zip(shares, problem.kinds, strict=True):
         block = layer_block(kind, parallelism)
         split = block.split
         if split is None:

@@ -221,10 +221,13 @@ def communicator_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
     """Return the bytes of communicator buffers on a rank, for the groups in which a step communicates.
 
     They are the axes of tensor parallelism, the ring of attention, the ranks of a pipeline, and the ranks with
-    equal weights; where ZeRO shards among some of these, those and their copies. Groups of experts are left out.
+    equal weights; where ZeRO shards among some of these, those and their copies. Where ranks share experts, those
+    are groups too, and so are the replicas of a rank's experts.
     """
     p = parallelism
-    groups = (*p.tensor_mesh, p.context, p.pipeline, p.shards, p.replicas // p.shards)
+    groups = [*p.tensor_mesh, p.context, p.pipeline, p.shards, p.replicas // p.shards]
+    if p.expert > 1:
+        groups += [p.expert, p.expert_tensor, p.expert_replicas]
     return sum(map(problem.cluster.chip.driver.communicator_bytes, groups))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from meshweave.algorithms.step.memory import ShardedParameters
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.routing import load_of
 from meshweave.algorithms.step.strategies import strategy_of
@@ -73,15 +74,15 @@ def _expert_sizes(problem: StepProblem, parallelism: Parallelism) -> Iterator[tu
             yield inner, hidden
 
 
-def cast_weight_bytes(problem: StepProblem, parallelism: Parallelism, parameters: int) -> int:
+def cast_weight_bytes(problem: StepProblem, parallelism: Parallelism, parameters: ShardedParameters) -> int:
     """Return the bytes through memory of casting a chip's weights once per step; 0 without a recipe.
 
     Weights that are gathered in low precision are cast in shards, others where they are whole. `parameters`
-    are the weights on a chip before ZeRO.
+    are the weights on a chip before ZeRO without the tables of embedding and head, which are not cast.
     """
     recipe = problem.recipe
     if recipe is None:
         return 0
-    is_sharded = bool(parallelism.zero) and recipe.gathered_bytes < problem.item_bytes
-    own = -(-parameters // (parallelism.shards if is_sharded else 1))
+    is_sharded = recipe.gathered_bytes < problem.item_bytes
+    own = parameters.shards(parallelism, 1) if is_sharded else parameters.total
     return round(own * (problem.item_bytes + 2 * recipe.item_bytes))

@@ -224,7 +224,7 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
             time = _stage_time(count, own, at_ends, of_replicas, *exposed)
             issued_s = _issued_s(problem, parallelism, count, own, at_ends)
             time = _with_host(time, count, issued_s, pools=not problem.stack.blocks_transfers)
-            known[key, counts] = replace(time, split_s=_split_s(problem, parallelism, time, *key))
+            known[key, counts] = replace(time, split_s=_split_s(problem, parallelism, time, counts, *key))
         times.append(known[key, counts])
     transfer_s, sends_parts = 0.0, False
     if parallelism.pipeline > 1:
@@ -266,18 +266,19 @@ def _split_s(
     problem: StepProblem,
     parallelism: Parallelism,
     time: StageTime,
+    counts: tuple[float, ...],
     count: int,
     is_first: bool,
     is_last: bool,
 ) -> tuple[float, float] | None:
     """Return the seconds of the backward part of a stage in two, where its schedule runs them apart.
 
-    Exposed reductions follow the gradients of weights.
+    Exposed reductions follow the gradients of weights. `counts` are the stage's layers of each kind; () for one.
     """
     p = parallelism
     if p.pipeline == 1 or not splits_backward(p.schedule, p.pipeline, p.virtual_stages):
         return None
-    of_layer, of_ends = layer_split(problem, p), ends_split(problem, p)
+    of_layer, of_ends = layer_split(problem, p, counts), ends_split(problem, p)
     if of_layer is None or of_ends is None:
         return None
     ends = [end for end, is_here in zip(of_ends, (is_first, is_last), strict=True) if is_here]

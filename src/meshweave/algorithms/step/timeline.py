@@ -67,7 +67,7 @@ class StepTimeline:
 
     Attributes:
         duration_s: the end of the last span, in seconds, that of ranks without lanes included.
-        remark: which micro-batches and pipeline ranks are shown, in words; "" where all are.
+        remark: which micro-batches, pipeline ranks or kind of layers are shown, in words; "" where all are.
     """
 
     lanes: tuple[TimelineLane, ...]
@@ -286,7 +286,9 @@ def layer_timeline(step: Step) -> StepTimeline | None:
         TimelineLane("one layer", "computing" if name == "compute" else f"lane {name}", tuple(lanes[name]))
         for name in ordered
     )
-    return StepTimeline(drawn, max(to_s(each.end_ps) for each in spans))
+    kinds = len(step.problem.kinds)
+    remark = f"Shown: a layer of the first of {kinds} kinds." if kinds > 1 else ""
+    return StepTimeline(drawn, max(to_s(each.end_ps) for each in spans), remark)
 
 
 def _hidden_and_exposed(

@@ -102,9 +102,8 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
             description is wrong; the error lists the problems of a file.
     """
     name = str(name_or_path)
-    as_is = isinstance(name_or_path, Path) or os.path.exists(name)  # noqa: PTH110  (unlike Path's, never raises)
-    match = None if as_is else re.fullmatch(r"(.+):([^:/\\]*)", name, re.DOTALL)
-    where, chips = (match[1], match[2]) if match else (name, None)
+    as_is = isinstance(name_or_path, Path) or _is_there(name)
+    where, chips = (name, None) if as_is else _split(name)
     if chips is not None and not re.fullmatch(r"[0-9]{1,9}", chips):
         fail(name, "", "what follows the colon is the number of chips; give a whole number such as :64")
     if not as_is and is_phrase(name):
@@ -117,6 +116,21 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
         text = catalog_text("clusters", where, f"; give words such as '{FORM}'")
         cluster = cluster_from(parse_table(text, file, "toml"), file)
     return cluster if chips is None else _sized(cluster, int(chips))
+
+
+def gives_chips(name: str) -> bool:
+    """Return whether the text that `load_cluster` takes says how many chips there are: `:N`, or words."""
+    return not _is_there(name) and (_split(name)[1] is not None or is_phrase(name))
+
+
+def _is_there(name: str) -> bool:
+    return os.path.exists(name)  # noqa: PTH110  (unlike Path's, never raises)
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    """Return what is before the `:N` of a text, and N, or all of it and None."""
+    match = re.fullmatch(r"(.+):([^:/\\]*)", name, re.DOTALL)
+    return (match[1], match[2]) if match else (name, None)
 
 
 def described(cluster: Cluster | str | Path) -> Cluster:
