@@ -6,12 +6,15 @@ import ast
 import builtins
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 import meshweave as mw
 from meshweave.algorithms.fused import Tiles
 from meshweave.execute.jax.source import jax_source
+from meshweave.ir.program import Repeat, Var, When
+from meshweave.ir.program.expressions import Binary
 
 
 def product_source(
@@ -42,6 +45,20 @@ def test_an_op_is_a_line_and_a_loop_a_loop() -> None:
         "c = product(a_g[s % 4], b_g[s % 4], c if s > 0 else None)",
         "return (c,)",
     ]
+
+
+def test_a_condition_on_loop_indices_is_no_array() -> None:
+    """Traced, an array is neither true nor false. A table of 64 turns is longer than the condition."""
+    problem = mw.algorithms.Matmul2dProblem(8, 8, 1024, (2, 2))
+    program = mw.algorithm("meshslice").program(problem, mw.algorithms.Matmul2dConfig((1,) * 64, 4))
+    (on,) = program.body
+    (loop,) = (each for each in on.body if isinstance(each, Repeat))
+    s, last = Var(loop.var), loop.count - 1
+    inside = Binary("and", Binary(">", s, 0), Binary("<", s, last))
+    guarded = replace(loop, body=(When(inside, loop.body),))
+    body = tuple(guarded if each is loop else each for each in on.body)
+    lines = body_of(jax_source(replace(program, body=(replace(on, body=body),))))
+    assert loop.count == 64 and f"if bool(s > 0) and bool(s < {last}):" in lines
 
 
 def test_a_rolled_loop_has_variables_in_place_of_slots() -> None:

@@ -241,7 +241,7 @@ def call_in_class(
     Args:
         classes: for each class of devices the shapes of the arguments and of the results there.
     """
-    most = [tuple(map(max, *shapes)) for shapes in zip(*(made for _, made in classes), strict=True)]
+    most = [tuple(map(max, zip(*shapes, strict=True))) for shapes in zip(*(made for _, made in classes), strict=True)]
 
     def of_class(given: Shapes) -> Callable[..., tuple[Array, ...]]:
         def run(*xs: Array) -> tuple[Array, ...]:

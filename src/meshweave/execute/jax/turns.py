@@ -222,9 +222,11 @@ class NumberTexts:
         if index.op in ("min", "max"):
             name = index.op if not is_traced else f"jnp.{index.op}imum"
             return _call(name, left, right), is_traced
+        if index.op in ("and", "or") and is_traced:
+            return _call(f"jnp.logical_{index.op}", left, right), True
         if index.op in ("and", "or"):
-            name = f"jnp.logical_{index.op}"
-            return _call(name, left, right), True
+            text = f"bool({ast.unparse(left)}) {index.op} bool({ast.unparse(right)})"
+            return ast.parse(text, mode="eval").body, False
         text = f"({ast.unparse(left)}) {index.op} ({ast.unparse(right)})"
         return ast.parse(text, mode="eval").body, is_traced
 
