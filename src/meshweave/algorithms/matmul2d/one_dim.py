@@ -83,7 +83,7 @@ class TensorParallel1d(_OneRing):
     own_stationary = ("y", "x")
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
-        """Return the placements of "a", "b", "c": sharded over all chips in dims 0, 1, 1, for ls in dims 1, 1, 0.
+        """Return the placements of "a", "b", "c": sharded over all chips in dims 0, 1, 1; for ls in 1, 1, 0.
 
         Dims are those of A, B and C as stored. The layer is Megatron's column-parallel one for os, its row-
         parallel one for ls; rs is the gradient of the weights of either.

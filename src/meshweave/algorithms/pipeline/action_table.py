@@ -45,10 +45,10 @@ class ActionColumns:
 
     Attributes:
         number: the action, numbered through over all ranks; the parts of an overlap share it.
-        code: the place of its kind in `KINDS`.
+        code: the index of its kind in `KINDS`.
         stage: its stage.
         micro_batch: its micro-batch, 0 where it has none.
-        peers: the stage at the other end, for rows whose action names it.
+        peers: the stage at the other end, by row, for rows whose action names it.
     """
 
     number: IntArray
@@ -105,12 +105,12 @@ class ActionTable:
         return bool(self.communicates.any())
 
     def crossing(self) -> list[int]:
-        """Return the numbers of the edges whose two stages are on different ranks."""
+        """Return the indices in `edges` of the edges whose two stages are on different ranks."""
         ranks = self.schedule.stage_ranks
         return [i for i, (source, target) in enumerate(self.edges) if ranks[source] != ranks[target]]
 
     def place(self, number: int) -> str:
-        """Return an action in words: what it does, its rank, and its position there."""
+        """Return action `number` in words, with its position on its rank from 1: "2F0 (rank 1, action 3)"."""
         rank = int(self.ranks[number])
         position = int(number - self.starts[rank])
         return f"{self.schedule.actions[rank][position]} (rank {rank}, action {position + 1})"
