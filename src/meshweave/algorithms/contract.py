@@ -231,9 +231,9 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
     def traffic(self, problem: ProblemT, config: ConfigT, rank: int) -> dict[str, int]:
         """Return the logical bytes that a rank moves, by mesh axis ("tp.row") or mesh ("tp").
 
-        "" has those of messages and one-sided ops, and of groups that are neither. What is received counts in an
-        all-gather, broadcast, recv, get and permute; what is sent in a reduce-scatter, reduce, put, accumulate and
-        all-to-all; both halves of an all-reduce (`ir.work.bytes_moved`).
+        "" has those of messages, of one-sided ops, and of groups of ranks that are no mesh or mesh axis. What is
+        received counts in an all-gather, broadcast, recv, get and permute; what is sent in a reduce-scatter,
+        reduce, put, accumulate and all-to-all; both halves of an all-reduce (`ir.work.bytes_moved`).
         """
         return traffic(self.program(problem, config), rank)
 

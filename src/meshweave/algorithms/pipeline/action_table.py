@@ -76,10 +76,10 @@ class ActionTable:
         ranks: for each action its rank.
         communicates: for each action whether it is a send or a receive.
         computes: for each action whether it computes.
-        forwards: the numbers of forwards (stage, micro-batch).
+        forwards: the number of each forward, (stages, micro-batches).
         input_grads: likewise of the input gradient or the whole backward.
         weight_grads: likewise of the weight gradient or the whole backward.
-        transfers: likewise (edge, micro-batch) of the sends and receives.
+        transfers: for each kind of send or receive the numbers of its actions, (edges, micro-batches).
     """
 
     schedule: Schedule

@@ -27,7 +27,13 @@ UNIFORM_BYTES_PER_S = 10**9
 
 @dataclass(frozen=True)
 class ReshardConfig:
-    """The hosts and NICs that the plan is for, the order of multicasts, and the most bytes of a message."""
+    """How a reshard is planned.
+
+    Attributes:
+        network: the hosts and NICs that the plan is for.
+        order: name of the search that orders the multicasts, one of `order.ORDERS`.
+        message_bytes: the most bytes of a message.
+    """
 
     network: HostTopology
     order: str = "best"

@@ -68,7 +68,7 @@ class Slicing:
 
     @cached_property
     def matrices(self) -> dict[Operand, OwnerMap]:
-        """Return the owners of each matrix that is multiplied; of a partial operand summed first, of the sum."""
+        """Return the owners of "a", "b" and "c"; of a partial operand that is summed first, those of the sum."""
         return {
             operand: owners(
                 self.summed_layout(operand) or self.problem.layout(operand), self.problem.shape(operand)
@@ -113,7 +113,10 @@ class Slicing:
 
     @cached_property
     def loop_parts(self) -> tuple[LoopPart, ...]:
-        """Return the loop of a whole team: one part per pair of classes and pair of terms of moving matrices."""
+        """Return the loop of a whole team: a part for each pair of classes and pair of terms of moving matrices.
+
+        A partial C has no terms here: a product may be added to any of its terms.
+        """
         dim = LOOP[self.config.stationary]
         left, right = (
             table.dims[DIMS[operand].index(dim)]
