@@ -76,7 +76,7 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
         tokens of a rank that have an expert on a host.
 
         Args:
-            choices: experts of each token, (ranks * tokens, top_k), -1 for a dropped one; None for the problem's.
+            choices: experts of each token, (ranks * tokens, top_k), -1 if dropped; None for the problem's.
         """
         chosen = problem.choices if choices is None else choices
         return problem.counts_of(chosen)

@@ -51,7 +51,7 @@ class SearchEffort:
 
     Attributes:
         max_states: the most states that an exhaustive search weighs.
-        max_selections: the most choices of products, fetches and accumulates that `cost_greedy` weighs per stage.
+        max_selections: the most choices of products, fetches and accumulates that `cost_greedy` weighs a stage.
         limits: the most products, fetches and accumulates of one stage.
     """
 
@@ -196,7 +196,7 @@ class IssueStep:
         fetches: the panels that are fetched.
         step: the number of the product's step.
         accumulates: the steps whose results are accumulated.
-        slots: the scratch slot of each panel that these fetch, multiply or accumulate in scratch; the result of a
+        slots: the scratch slot of each panel that these fetch or have in scratch; the result of a
             step is its panel of "c".
     """
 
