@@ -70,9 +70,10 @@ Accuracy = Literal["exact", "upper_bound"] | Within
 
 
 def is_accurate(accuracy: Accuracy, claimed: float, true: float, rounding: float = 0.0) -> bool:
-    """Return whether the value that a closed form claims is as accurate as it says, to within `rounding`.
+    """Return whether a closed form's value `claimed` is to the value `true` as `accuracy` says.
 
-    `claimed`, `true` and `rounding` are in one unit.
+    "exact" means equal, "upper_bound" no less than `true`, and `within(share)` off by at most that share of
+    `true`; each to within `rounding`. The three numbers are in one unit.
     """
     share = accuracy.share if isinstance(accuracy, Within) else 0.0
     too_much = 0.0 if accuracy == "upper_bound" else claimed - (1 + share) * true
@@ -191,16 +192,20 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return None
 
     def lower_bound(self, problem: ProblemT, part: Any, *, is_tight: bool = False) -> float:
-        """Return seconds that no config of a part takes less than; a config is a part of its own.
+        """Return seconds that no config of a part takes less than; this default returns 0.
 
         Args:
-            is_tight: whether a higher bound is wanted, which may take longer to compute. A search asks for it only
-                among the parts that it begins with, of the one with the least bound so far.
+            part: what `branches` yielded: a part of the candidates, or a config.
+            is_tight: whether a higher bound is wanted, which may take longer to compute. A search asks for it
+                only among the parts that it begins with, of the one with the least bound so far.
         """
         return 0.0
 
     def row(self, problem: ProblemT, part: Any) -> Hashable:
-        """Return a key that configs of one row of a ranking have in common; a row shows only its best config."""
+        """Return a key that configs of one row of a ranking have in common; a row shows only its best config.
+
+        This default returns `part`, a config or a part that `branches` yielded: each config has its own row.
+        """
         own: Hashable = part
         return own
 
@@ -209,11 +214,14 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return True
 
     def preference(self, problem: ProblemT, config: ConfigT, estimate: Estimate) -> Any:
-        """Return the tie-breaker between configs that take equally long: the config with the smaller one wins."""
+        """Return what decides between configs that take equally long: the config with the smaller value wins.
+
+        This default is the same for all, so that the first one wins.
+        """
         return 0
 
     def outside_s(self, problem: ProblemT, config: ConfigT) -> float:
-        """Return the seconds of an estimate that no op of the program takes, such as those of an optimizer."""
+        """Return the seconds of `estimate` that no op of the program takes, as of an optimizer; 0 by default."""
         return 0.0
 
     def refusal(self, problem: ProblemT) -> str | None:
@@ -223,9 +231,9 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
     def traffic(self, problem: ProblemT, config: ConfigT, rank: int) -> dict[str, int]:
         """Return the logical bytes that a rank moves, by mesh axis ("tp.row") or mesh ("tp").
 
-        "" has those of messages and one-sided ops, and of groups that are neither. What is received counts in an
-        all-gather, broadcast, recv, get and permute; what is sent in a reduce-scatter, reduce, put, accumulate and
-        all-to-all; both halves of an all-reduce (`ir.work.bytes_moved`).
+        "" has those of messages, of one-sided ops, and of groups of ranks that are no mesh or mesh axis. What is
+        received counts in an all-gather, broadcast, recv, get and permute; what is sent in a reduce-scatter,
+        reduce, put, accumulate and all-to-all; both halves of an all-reduce (`ir.work.bytes_moved`).
         """
         return traffic(self.program(problem, config), rank)
 
@@ -241,7 +249,11 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return ()
 
     def functions(self, problem: ProblemT) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions that the program's `call` ops compute on arrays, by name; see `execute.calls`."""
+        """Return the functions that the program's `call` ops compute on arrays, by the name in the op.
+
+        Each is called with the op's input arrays and then its args, and returns its outputs (`execute.calls`).
+        This default is for programs without calls: it returns none.
+        """
         return {}
 
     def calls(self, problem: ProblemT, config: ConfigT) -> Mapping[str, Callable[..., Any]]:
@@ -249,17 +261,24 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return self.functions(problem)
 
     def operands(self, problem: ProblemT, config: ConfigT, inputs: Arrays) -> Arrays:
-        """Return the input tensors of a config's program from those of `reference`; here they are the same."""
+        """Return the whole input tensors of a config's program, by name, made of those that `reference` takes.
+
+        This default returns `inputs`. An algorithm overrides it if its programs have other input tensors.
+        """
         return inputs
 
     def results(self, problem: ProblemT, config: ConfigT, outputs: Arrays) -> Arrays:
-        """Return outputs as `reference` returns them, from those of a config's program; here they are the same."""
+        """Return whole outputs as `reference` returns them, by name, made of those of a config's program.
+
+        This default returns `outputs`. An algorithm overrides it if its programs have other output tensors.
+        """
         return outputs
 
     def random_inputs(self, problem: ProblemT, seed: int = 0) -> dict[str, Array]:
-        """Return small random integers for every input tensor, in its dtype (float32 for 16-bit floats).
+        """Return random integers from -4 to 4 for every input tensor, in its dtype (float32 for 16-bit floats).
 
-        Sums and products of them are exact in every dtype, so results compare with `==`.
+        Sums and products of a few thousand of them are exact in float32, so results compare with `==`. The
+        tensors are those of the program of the first candidate.
         """
         program = self.program(problem, next(self.candidates(problem)))
         draw = np.random.default_rng(seed)

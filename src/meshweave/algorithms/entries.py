@@ -114,6 +114,9 @@ def _load() -> dict[str, Algorithm[Any, Any]]:
 def installed(group: str, base: Callable[..., AnyEntry]) -> Iterator[AnyEntry]:
     """Yield the objects that installed packages offer under a group of entry points.
 
+    Args:
+        base: the class of which each must be an instance.
+
     Raises:
         UnsupportedError: one cannot be loaded, or is no instance of `base`.
     """

@@ -54,10 +54,10 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
 
     @abstractmethod
     def text(self, problem: ExpertsProblem, config: ConfigT) -> str:
-        """Return the text form of the program for all routings, which takes the counts of rows as inputs."""
+        """Return the program as text, for any routing: the numbers of rows are inputs (`counts`)."""
 
     def counted_program(self, problem: ExpertsProblem, config: ConfigT) -> Program:
-        """Return the program for all routings, with counts of rows as inputs.
+        """Return the program for any routing, whose inputs are also the numbers of rows (`counts`).
 
         Raises:
             LayoutError: `refusal` has a reason why the problem does not fit.
@@ -70,15 +70,22 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
     def counts(
         self, problem: ExpertsProblem, config: ConfigT, choices: Array | None = None
     ) -> dict[str, Array]:
-        """Return the values of the program's counts by name, for these expert choices or the problem's own.
+        """Return the numbers of rows that the program takes as inputs, for these choices or the problem's own.
 
-        `choices` are (ranks * tokens, top_k), -1 for a dropped one.
+        "n0" is (experts, source ranks): the rows of a rank for an expert. "m" is (hosts, source ranks): the
+        tokens of a rank that have an expert on a host.
+
+        Args:
+            choices: experts of each token, (ranks * tokens, top_k), -1 if dropped; None for the problem's.
         """
         chosen = problem.choices if choices is None else choices
         return problem.counts_of(chosen)
 
     def program(self, problem: ExpertsProblem, config: ConfigT) -> Program:
-        """Return the program with the counts of the problem's routing. Raises LayoutError as `counted_program`."""
+        """Return the program with the numbers of rows of the problem's routing put in.
+
+        Raises LayoutError where `refusal` has a reason.
+        """
         program, values = self.counted_program(problem, config), self.counts(problem, config)
         return program.with_counts({name: values[name] for name in program.counts_of})
 
@@ -96,7 +103,11 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
         return super().machine(problem, config, cluster)
 
     def reference(self, problem: ExpertsProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return the outputs of a loop over experts, without sharding; of an exchange as `cells_reference`."""
+        """Return the outputs by name, computed expert by expert without sharding.
+
+        They are Y, for training also dX, dGates, dW1 and dW2; for a dispatch Q0, the packed rows of all ranks
+        (`cells_reference`).
+        """
         if problem.part in ("layer", "training"):
             return layer_reference(problem, inputs)
         return cells_reference(problem, inputs, self.source_order(problem))

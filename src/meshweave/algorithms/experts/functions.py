@@ -73,14 +73,18 @@ def _only(values: Array, kept: NDArray[Any]) -> Array:
 def weigh(b: Array, gates: Array, choices: Array) -> Array:
     """Return for each token the sum of its experts' rows in `b`, each times its gate, (tokens, hidden).
 
-    `b` has the outputs of experts in packed order.
+    `b` is (..., hidden), the outputs of experts in packed order. `gates` and `choices` are (tokens, top_k); a
+    choice of -1 adds nothing.
     """
     taken, kept = _taken(b, choices)
     return (taken * _only(gates * 1, kept)[..., None]).sum(1)
 
 
 def add_rows(b: Array, choices: Array) -> Array:
-    """Return for each token the sum of its experts' rows in `b`, (tokens, hidden)."""
+    """Return for each token the sum of its experts' rows in `b`, (tokens, hidden).
+
+    `b` is (..., hidden) in packed order, `choices` (tokens, top_k); a choice of -1 adds nothing.
+    """
     return _taken(b, choices)[0].sum(1)
 
 
@@ -133,7 +137,7 @@ def _activate_gradient(kind: str) -> Callable[[Array, Array, Array], None]:
 
 
 def layer_functions(activation: str) -> Mapping[str, Callable[..., Any]]:
-    """Return the functions that programs of a layer call, by name; `activation` is "relu" or "silu"."""
+    """Return the functions of this module and those of `activation`, "relu" or "silu", by name."""
     return {
         "pack": pack,
         "pack_weighted": pack_weighted,

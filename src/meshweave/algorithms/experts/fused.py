@@ -58,11 +58,15 @@ class FusedExperts(ExpertsAlgorithm[TokenSlices]):
             count *= 2
 
     def text(self, problem: ExpertsProblem, config: TokenSlices) -> str:
-        """Return the text form of the program for all routings, which takes the counts of rows as inputs."""
+        """Return the program as text, for any routing: the numbers of rows are inputs (`counts`)."""
         return LayerText(problem, self.title, PairwiseExchange(), config.count, config.by_source).text()
 
     def counts(
         self, problem: ExpertsProblem, config: TokenSlices, choices: Array | None = None
     ) -> dict[str, Array]:
-        """Return the values of the program's counts, by name, one table for each slice of tokens."""
+        """Return the numbers of rows that the program takes as inputs: "n{i}" for slice i of each rank's tokens.
+
+        Each is (experts, source ranks). `choices` are (ranks * tokens, top_k), -1 for a dropped one; None for
+        the problem's own.
+        """
         return problem.counts_of(problem.choices if choices is None else choices, config.count)

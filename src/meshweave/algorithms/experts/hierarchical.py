@@ -77,7 +77,7 @@ class HierarchicalText:
         return _TENSORS | (_GRADIENTS if self.problem.part == "training" else {})
 
     def text(self) -> str:
-        """Return the text form of the program for all routings, which takes the counts of rows as inputs."""
+        """Return the program as text, for any routing: the numbers of rows are inputs."""
         problem = self.problem
         ranks, most, sent = problem.num_ranks, problem.most_rows, problem.tokens * problem.top_k
         mesh = replace(problem.mesh, name="ep", axes=("host", "local"))
@@ -219,13 +219,17 @@ class HierarchicalExperts(UnchosenExperts):
         return None
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
-        """Return the text form of the program for all routings, which takes the counts of rows as inputs."""
+        """Return the program as text, for any routing: the numbers of rows are inputs (`counts`)."""
         return HierarchicalText(problem, self.title).text()
 
     def counts(
         self, problem: ExpertsProblem, config: NoChoice, choices: Array | None = None
     ) -> dict[str, Array]:
-        """Return the values of the program's counts, by name; source ranks are ordered as by `source_order`."""
+        """Return the numbers of rows "n0" and of tokens "m" that the program takes as inputs.
+
+        They are (experts, source ranks) and (hosts, source ranks), with source ranks as in `source_order`.
+        `choices` are (ranks * tokens, top_k), -1 for a dropped one; None for the problem's own.
+        """
         values = problem.counts_of(problem.choices if choices is None else choices)
         shape = (problem.hosts, problem.local_ranks)
         return {

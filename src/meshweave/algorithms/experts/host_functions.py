@@ -52,7 +52,10 @@ def pack_hosts(x: Array, choices: Array, hosts: int, per_host: int) -> Array:
 
 
 def sum_hosts(rows: Array, choices: Array, hosts: int, per_host: int) -> Array:
-    """Return for each token the sum of its rows from hosts, (tokens, features); `rows` are as of `pack_hosts`."""
+    """Return for each token the sum of its rows from hosts, (tokens, features).
+
+    `rows` are (..., features), one for each host that a token needs, ordered by host, then by token.
+    """
     needed, flat = _needed(choices, hosts, per_host), _flat(rows)
     if not flat.shape[0]:
         return numbers_like(np.zeros((needed.shape[1], flat.shape[1])), flat)
@@ -62,25 +65,39 @@ def sum_hosts(rows: Array, choices: Array, hosts: int, per_host: int) -> Array:
 
 
 def fan_out(rows: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return a row for each expert of this host that a token needs, ordered by expert, (1, rows, features)."""
+    """Return a row for each expert of this host that a token needs, ordered by expert, (1, rows, features).
+
+    Args:
+        rows: those that arrived on this host, (..., features), one for each token that needs it.
+        choices: the experts of each of them, (..., top_k).
+        host: the number of this host.
+        per_host: experts of a host.
+    """
     return pack(_flat(rows), _on_host(choices, host, per_host))
 
 
 def fan_in(rows: Array, gates: Array, choices: Array, host: int, per_host: int) -> Array:
     """Return for each token of `choices` the sum of its rows from this host's experts, times their gates.
 
-    The shape is (1, tokens, features).
+    The shape is (1, tokens, features). `rows` are (..., features) in packed order; `gates` and `choices`,
+    (..., top_k), are of the tokens that need this host, in the order in which they arrived.
     """
     return weigh(rows, _flat(gates), _on_host(choices, host, per_host))[None]
 
 
 def fan_out_weighted(rows: Array, gates: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return a row for each expert of this host that a token needs, times its gate, ordered by expert."""
+    """Return a row for each expert of this host that a token needs, times its gate, (1, rows, features).
+
+    They are ordered by expert. `rows`, `gates` and `choices` are by token, in the order in which tokens arrived.
+    """
     return pack_weighted(_flat(rows), _flat(gates), _on_host(choices, host, per_host))
 
 
 def fan_in_sum(rows: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return for each token the sum of its rows from this host's experts, (1, tokens, features)."""
+    """Return for each token of `choices` the sum of its rows from this host's experts, (1, tokens, features).
+
+    `rows` are (..., features) in packed order.
+    """
     return add_rows(rows, _on_host(choices, host, per_host))[None]
 
 

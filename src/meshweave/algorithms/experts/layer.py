@@ -74,7 +74,7 @@ class LayerText:
         return self.problem.local_experts
 
     def peer(self, step: str) -> str:
-        """Return an expression for the mesh position `step`, an expression too, places after this rank's."""
+        """Return an expression for the mesh position `step` places after this rank's, around the ring."""
         return f"((ep.x + {step}) % {self.count})"
 
     def rank_of(self, position: str) -> str:
@@ -85,12 +85,12 @@ class LayerText:
         return f"{ranks}[{position}]"
 
     def packed(self, buffer: str, position: str) -> str:
-        """Return the view of a buffer of packed rows that goes to expert `e` of the rank at a position."""
+        """Return as text the view of packed rows for expert `e`, a loop index, of the rank at a position."""
         first = f"{self.own} * {position} + e"
         return f"{buffer}[{first}:{first} + 1, :, :]"
 
     def received(self, buffer: str, position: str) -> str:
-        """Return the view of a buffer of received rows for own expert `e` from the source at a position."""
+        """Return as text the view of rows received for own expert `e`, a loop index, from a mesh position."""
         return f"{buffer}[e:e + 1, {position}:{position} + 1, :]"
 
     def slice_size(self, number: int) -> int:
@@ -107,7 +107,7 @@ class LayerText:
     # --- the program ----------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """Return the text form of the program for all routings, which takes the counts of rows as inputs."""
+        """Return the program as text, for any routing: the numbers of rows are inputs."""
         part = self.problem.part
         names = {
             "layer": (self._layer, "PQHAZB"),
@@ -175,7 +175,7 @@ class LayerText:
             yield from self.product_meanings(i)
 
     def product_meanings(self, i: int) -> Iterator[str]:
-        """Yield the equations of the products of slice `i`."""
+        """Yield as text the equations of what experts compute of slice `i`; for training also the gradients."""
         yield f"computes(H{i}, product(Q{i}, W1))"
         yield f'computes(A{i}[e, s, :], call("activate", H{i}[e, s, :]))'
         yield f"computes(Z{i}, product(A{i}, W2))"

@@ -61,5 +61,5 @@ class PairwiseRounds(UnchosenExperts):
     source = "Thakur and Gropp, EuroPVM/MPI '03, section 4.3"
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
-        """Return the text form of the program for all routings, which takes the counts of rows as inputs."""
+        """Return the program as text, for any routing: the numbers of rows are inputs (`counts`)."""
         return LayerText(problem, self.title, PairwiseExchange()).text()

@@ -109,7 +109,7 @@ class ExpertsProblem:
         return int((self.choices < 0).sum())
 
     def counts(self, slices: int = 1) -> dict[str, NDArray[Any]]:
-        """Return the counts of rows by the problem's own choices, as `counts_of` does."""
+        """Return the numbers of rows by the problem's own choices: "n0", "n1", ... for its slices, and "m"."""
         return self.counts_of(self.choices, slices)
 
     def counts_of(self, choices: NDArray[Any], slices: int = 1) -> dict[str, NDArray[Any]]:

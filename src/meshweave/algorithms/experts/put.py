@@ -24,7 +24,7 @@ class PutToOwner(UnchosenExperts):
     shares_nics = True
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
-        """Return the text form of the program for all routings, which takes the counts of rows as inputs."""
+        """Return the program as text, for any routing: the numbers of rows are inputs (`counts`)."""
         return LayerText(problem, self.title, self).text()
 
     def temps(self, layer: LayerText, tensor: str, use: str) -> Iterator[str]:

@@ -78,9 +78,9 @@ class FusedProduct(AnyLayoutProduct[ConfigT]):
     """A product whose communication starts as tiles of it are finished, or that starts as tiles arrive.
 
     Attributes:
-        accepted: the placements of A, B and C that it takes.
+        accepted: the placements of A, B and C, over one mesh axis, that it takes.
         wants: `accepted` in words.
-        cut_dims: the numbers of the dims of (m, n, k) that are cut into a part for each rank.
+        cut_dims: which of the dims m, n, k (0, 1, 2) are cut into a part for each rank.
     """
 
     accepted: ClassVar[tuple[Placements, ...]]
@@ -121,7 +121,7 @@ class FusedProduct(AnyLayoutProduct[ConfigT]):
         """Return the program in its text form."""
 
     def gradients(self, problem: UniversalProblem) -> tuple[()]:
-        """Return (): the operands of a gradient have layouts that no fused product takes."""
+        """Return (): fused products declare no gradients; `Universal.gradients` has the problems."""
         return ()
 
 
@@ -191,7 +191,10 @@ def rank_of(problem: UniversalProblem, member: str) -> str:
 
 
 def each_region(region: str, count: int) -> str:
-    """Return the argument that repeats `region` for s = 0 .. count - 1, with a trailing comma; "" for none."""
+    """Return as text the argument that lists `region`, an expression in `s`, for s = 0 .. count - 1.
+
+    It ends in a comma; it is "" if there are none.
+    """
     return f"*({region} for s in range({count})), " if count > 0 else ""
 
 

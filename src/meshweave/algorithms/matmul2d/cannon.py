@@ -59,7 +59,7 @@ class CannonSteps:
     Attributes:
         side: chips along either axis of the mesh, which is also the number of chunks.
         count: steps that this mesh does; in a 2.5D product `side / count` meshes share the steps.
-        start: the first step, an expression in the coordinate along `depth` in a 2.5D product.
+        start: the first step, modulo `side`; in a 2.5D product an expression in the coordinate along `depth`.
     """
 
     side: int
@@ -72,15 +72,23 @@ class CannonSteps:
         return self.side // self.count
 
     def chunk_at(self, step: Index) -> Index:
-        """Return the number of the chunk of the sliced dim that chip (row, col) multiplies at a step."""
+        """Return which chunk of the sliced dim chip (row, col) multiplies at a step of this mesh, from 0 on."""
         return (Var(f"{MESH}.row") + Var(f"{MESH}.col") + self.start + step) % self.side
 
     def skew(self, axis: str) -> Index:
-        """Return by how many chips the shards of a moving input must shift along `axis` before step 0."""
+        """Return the `shift` of the permute along `axis` that brings a moving input to where step 0 needs it.
+
+        Each shard goes so many chips on, modulo `side`; `side` means that it stays. It is an expression in the
+        coordinate along the other axis.
+        """
         return self.side - (self._other_coordinate(axis) + self.start) % self.side
 
     def unskew(self, axis: str) -> Index:
-        """Return by how many chips the shards of a moving output must shift along `axis` after the last step."""
+        """Return the `shift` of the permute along `axis` that brings sums of a moving output to their owners.
+
+        Each goes so many chips on, modulo `side`, after the last step. It is an expression in the coordinate
+        along the other axis.
+        """
         return (self._other_coordinate(axis) + self.start + (self.count - 1)) % self.side
 
     @staticmethod
@@ -191,7 +199,9 @@ class _CannonProgramBuilder:
 def build(
     problem: Matmul2dProblem, steps: CannonSteps, name: str, placements: Placements | None = None
 ) -> Program:
-    """Return a program, called `name`, of these steps. If meshes share them, C is reduce-scattered over `depth`.
+    """Return a program, called `name`, that does `steps` on each square mesh.
+
+    Where several meshes share the steps of the product (2.5D), it reduce-scatters their sums over `depth`.
 
     Args:
         placements: of the operands; None for `two_d_placements`.
@@ -352,7 +362,10 @@ class Cannon(Matmul2d):
         return build(problem, all_steps(problem), self.name)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the tasks of the chip that skews farthest, priced without the program; an upper bound."""
+        """Return the skeleton of the chip that skews farthest; its time is an upper bound.
+
+        Raises LayoutError for a mesh that is not square.
+        """
         return build_skeleton(problem, all_steps(problem))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:

@@ -256,10 +256,11 @@ def lower_bound_tasks(problem: Matmul2dProblem, placements: Placements) -> tuple
 
 
 def slice_counts(problem: Matmul2dProblem, block: int = 8, most: int = 128) -> list[int]:
-    """Return the slice counts that the paper allows: divisors of the local number of blocks on both axes.
+    """Return the slice counts that the paper allows, ascending.
 
-    Where the mesh axes do not divide the sliced dim into whole blocks, these are the powers of two up to the local
-    size.
+    Each divides the number of blocks of the sliced dim in a shard, along `row` and along `col`. Where the mesh
+    axes do not divide the sliced dim into whole blocks, they are the powers of two up to the elements of the
+    sliced dim over the longest side of the mesh.
 
     Args:
         block: elements of a block.
@@ -275,7 +276,7 @@ def slice_counts(problem: Matmul2dProblem, block: int = 8, most: int = 128) -> l
 
 
 def uniform_slices(problem: Matmul2dProblem, block: int = 8) -> Iterator[Matmul2dConfig]:
-    """Yield configs of equal slices, one for each number of slices that the paper allows; see `slice_counts`."""
+    """Yield a config of equal slices for each number of slices in `slice_counts`, the fewest first."""
     for count in slice_counts(problem, block):
         yield Matmul2dConfig((1,) * count, block)
 
@@ -293,15 +294,21 @@ class MeshSlice(Matmul2d):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield configs of equal slices, one for each number of slices that the paper allows."""
+        """Yield a config of equal slices for each number of slices in `slice_counts`, the fewest first."""
         yield from uniform_slices(problem)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-        """Return the program of a config. Raises LayoutError where its slices do not fit."""
+        """Return the program of a config.
+
+        Raises LayoutError where it has more slices than the sliced dim elements, or a width or block below 1.
+        """
         return build(problem, slices_of(problem, config), self.name)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the tasks of a config on the rank with the largest shards. Raises LayoutError as `program`."""
+        """Return the skeleton of a config on the rank with the largest shards.
+
+        Raises LayoutError where it has more slices than the sliced dim elements, or a width or block below 1.
+        """
         return build_skeleton(problem, slices_of(problem, config))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:

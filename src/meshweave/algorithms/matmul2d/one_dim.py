@@ -62,7 +62,7 @@ class _OneRing(RingAlgorithm):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield configs by the number of products that the ring is divided into."""
+        """Yield a config for each number of products that `iteration_counts` has for the ring, ascending."""
         for count in iteration_counts(problem.axis_size("col")):
             yield Matmul2dConfig((1,) * count)
 
@@ -83,7 +83,11 @@ class TensorParallel1d(_OneRing):
     own_stationary = ("y", "x")
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
-        """Return the placements of "a", "b", "c", as in Megatron's column- and row-parallel layers in turn."""
+        """Return the placements of "a", "b", "c": sharded over all chips in dims 0, 1, 1; for ls in 1, 1, 0.
+
+        Dims are those of A, B and C as stored. The layer is Megatron's column-parallel one for os, its row-
+        parallel one for ls; rs is the gradient of the weights of either.
+        """
         return _placements(_TENSOR_DIMS[problem.dataflow])
 
 

@@ -132,7 +132,7 @@ class MeshSliceDataParallel(Matmul2d):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield configs of equal slices, one for each number of slices that the paper allows."""
+        """Yield a config of equal slices for each number of slices in `slice_counts`, the fewest first."""
         return uniform_slices(problem)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:

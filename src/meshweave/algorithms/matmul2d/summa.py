@@ -277,11 +277,12 @@ class Summa(Matmul2d):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield configs by number of steps, each with several packet counts where a mesh axis is longer than 2.
+        """Yield configs by number of steps, ascending, each with all `PACKETS` if a mesh axis is longer than 2.
 
-        The numbers are 1, and the least common multiple of rows and columns times 4, 2, 1, 1/2, 1/4, ... as long
-        as it is whole. Numbers above the size of the sliced dim are left out, and the smallest of more than
-        `MAX_STEP_COUNTS`.
+        On shorter axes broadcasts are whole. With L the least common multiple of rows and columns, the numbers
+        of steps are 1, 4 L, 2 L, L, and L / 2, L / 4, ... as long as these are whole. Left out are numbers above
+        the size of the sliced dim. Of more than `MAX_STEP_COUNTS` only 1 and the largest are kept. On one chip
+        there is one config.
         """
         common = math.lcm(*problem.mesh_shape[:2])
         if problem.num_chips == 1:
@@ -300,7 +301,7 @@ class Summa(Matmul2d):
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
         """Return the program: panels that are broadcast, or reduced, along mesh rows and columns.
 
-        Raises LayoutError where a config has more steps than the sliced dim elements.
+        Raises LayoutError where a config has no steps, or more than the sliced dim elements.
         """
         steps = slice_steps(problem, config.slice_count)
         builder = _SummaProgramBuilder(problem, steps, config.packets)
@@ -312,7 +313,10 @@ class Summa(Matmul2d):
         return with_ops(problem.declarations("summa"), builder.buffers(), ("compute", "row", "col"), body)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the tasks of rank (0, 0), which has the largest shards; broadcasts are chains."""
+        """Return the skeleton of rank (0, 0), which has the largest shards; broadcasts are chains of packets.
+
+        Raises LayoutError where a config has no steps, or more than the sliced dim elements.
+        """
         steps = slice_steps(problem, config.slice_count)
         # If steps are alike, the first ones wait for no slot and all others are the same.
         num_different = min(SLOTS if are_alike(problem, steps) else len(steps), len(steps))
@@ -323,7 +327,11 @@ class Summa(Matmul2d):
         return Skeleton.of_runs(runs)
 
     def config_lower_bound(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return a skeleton no slower than the config: all products as one task, broadcasts as two per axis."""
+        """Return a skeleton no slower than the config: one task for all products, two per axis for all panels.
+
+        Of the two one has the latency of all broadcasts (or reduces) but one, the other all bytes in one of
+        them.
+        """
         tasks = [product_task(problem, two_d_placements(problem), problem.sliced_size)]
         for moving in (problem.horizontal, problem.vertical):
             if problem.axis_size(moving.axis) > 1:

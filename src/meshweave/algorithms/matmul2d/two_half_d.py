@@ -74,11 +74,14 @@ class TwoHalfD(Matmul2d):
         return {"a": replicated, "b": replicated, "c": (Shard(0), Shard(1), Shard(0))}
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-        """Return the program. Raises LayoutError for a mesh that is not P x P x c, see `depth_steps`."""
+        """Return the program. Raises LayoutError for a mesh that is not P x P x c where c > 1 divides P."""
         return build(problem, depth_steps(problem), self.name, self.operand_placements(problem))
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the tasks of the chip that skews farthest; an upper bound. Raises LayoutError as `program`."""
+        """Return the skeleton of the chip that skews farthest; its time is an upper bound.
+
+        Raises LayoutError for a mesh that is not P x P x c where c > 1 divides P.
+        """
         return build_skeleton(problem, depth_steps(problem))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:

@@ -45,10 +45,10 @@ class ActionColumns:
 
     Attributes:
         number: the action, numbered through over all ranks; the parts of an overlap share it.
-        code: the place of its kind in `KINDS`.
+        code: the index of its kind in `KINDS`.
         stage: its stage.
         micro_batch: its micro-batch, 0 where it has none.
-        peers: the stage at the other end, for rows whose action names it.
+        peers: the stage at the other end, by row, for rows whose action names it.
     """
 
     number: IntArray
@@ -76,10 +76,10 @@ class ActionTable:
         ranks: for each action its rank.
         communicates: for each action whether it is a send or a receive.
         computes: for each action whether it computes.
-        forwards: the numbers of forwards (stage, micro-batch).
+        forwards: the number of each forward, (stages, micro-batches).
         input_grads: likewise of the input gradient or the whole backward.
         weight_grads: likewise of the weight gradient or the whole backward.
-        transfers: likewise (edge, micro-batch) of the sends and receives.
+        transfers: for each kind of send or receive the numbers of its actions, (edges, micro-batches).
     """
 
     schedule: Schedule
@@ -105,12 +105,12 @@ class ActionTable:
         return bool(self.communicates.any())
 
     def crossing(self) -> list[int]:
-        """Return the numbers of the edges whose two stages are on different ranks."""
+        """Return the indices in `edges` of the edges whose two stages are on different ranks."""
         ranks = self.schedule.stage_ranks
         return [i for i, (source, target) in enumerate(self.edges) if ranks[source] != ranks[target]]
 
     def place(self, number: int) -> str:
-        """Return an action in words: what it does, its rank, and its position there."""
+        """Return action `number` in words, with its position on its rank from 1: "2F0 (rank 1, action 3)"."""
         rank = int(self.ranks[number])
         position = int(number - self.starts[rank])
         return f"{self.schedule.actions[rank][position]} (rank {rank}, action {position + 1})"

@@ -74,7 +74,8 @@ class ActionTimes:
     def joined(self) -> ActionTimes:
         """Return times without `saved`, which is subtracted from the weight gradients; these stay at least 0.
 
-        No schedule takes longer with them than with these times.
+        Where no stage saves more than its weight gradient takes, no schedule takes longer with these times than
+        with the given ones.
         """
         late = zip(self.weight_grad, self.saved or (0,) * len(self.forward), strict=True)
         less = tuple(max(ticks - saved, 0) for ticks, saved in late)
@@ -115,7 +116,7 @@ class ExposedTransfer:
     Attributes:
         rank: the rank that waited.
         transfer: the send, as torch writes it, such as 0SEND_F3.
-        consumer: the action that waited.
+        consumer: the action that waited, as torch writes it, such as 1F3.
         begin: the tick at which the exposed part begins.
         ticks: how long the exposed part is.
     """

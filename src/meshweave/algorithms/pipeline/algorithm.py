@@ -121,7 +121,10 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         return self.for_stages(per_rank).place_stages(2, per_rank) is not None
 
     def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
-        """Return whether the schedule takes these numbers of ranks, stages per rank and micro-batches."""
+        """Return whether the schedule takes these numbers of ranks, stages per rank and micro-batches.
+
+        Some schedules look at the micro-batches alone: ask it of the variant that `for_stages` returns.
+        """
         placement = self.place_stages(num_ranks, per_rank)
         return placement is not None and self.refusal(chain_of_ranks(placement, micro_batches)) is None
 
@@ -135,11 +138,18 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         return None
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return a lower bound of a step's makespan in the ticks of `times`: here the mean work of a rank."""
+        """Return a lower bound of a step's makespan in the ticks of `times`: here the mean work of a rank.
+
+        Args:
+            times: of each stage, without `saved` (`ActionTimes.joined`).
+        """
         return micro_batches * sum(whole_ticks(times)) // num_ranks
 
     def ends(self, micro_batches: int, times: ActionTimes) -> tuple[int, ...] | None:
-        """Return for each rank the tick at which it ends a step, by a fast recurrence; None if there is none."""
+        """Return for each rank the tick at which it ends a step, by a fast recurrence.
+
+        None, as by default, where there is none: then the graph of the schedule is timed.
+        """
         return None
 
     def examples(self) -> Iterator[PipelineProblem]:
@@ -149,7 +159,11 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
     def candidates(
         self, problem: PipelineProblem, cluster: Cluster | None = None
     ) -> Iterator[PipelineConfig]:
-        """Yield a config with overlapped transfers, then one with blocking ones, for the cluster's hosts."""
+        """Yield a config with overlapped transfers, then one with blocking ones.
+
+        Reshards between stages are planned for the hosts and NICs of the cluster; without it each chip is a
+        host.
+        """
         network = network_of(problem, cluster)
         yield PipelineConfig(network=network)
         yield PipelineConfig("blocking", network=network)
@@ -170,13 +184,16 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         )
 
     def reference(self, problem: PipelineProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return outputs and gradients of the whole batch by name, computed by numpy stage after stage."""
+        """Return the outputs Y{i} and the gradients DW{i} of parameters, computed by numpy stage after stage.
+
+        Each stage runs once, on the whole batch, and computes `functions`.
+        """
         return reference(problem, inputs)
 
     def placements(self, problem: PipelineProblem) -> dict[str, Layout]:
-        """Return the layouts of parameters, gradients, inputs, outputs and targets, by tensor name."""
+        """Return the layouts of parameters W, gradients DW, inputs X, outputs Y and targets T, by name."""
         return tensor_layouts(problem)
 
     def functions(self, problem: PipelineProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions that the program calls, by name, on integers."""
+        """Return functions that stand for the parts of stages in tests, by name; they compute integers."""
         return stage_functions(problem)

@@ -81,7 +81,6 @@ class Boundary:
     """The buffers and transfers of one edge in one direction.
 
     Attributes:
-        edge: the edge.
         kind: "h" for activations, "g" for gradients.
         sender, receiver: the two sides.
         slots: slots of each buffer by name; 1 for a name that is not in it.
@@ -370,7 +369,8 @@ def boundary_of(
 ) -> Boundary:
     """Return the boundary of an edge: of activations ("h"), from source to target, or of gradients ("g"), back.
 
-    `meshes` are those of the source and of the target stage; the other arguments are as in `Boundary`.
+    `meshes` are those of the source and of the target stage. `signals` is whether one byte is sent in place of
+    the tensor. `slots`, `chunks`, `strategy` and `network` become those of the boundary.
     """
     sides: Sequence[BoundarySide] = (
         BoundarySide.of(problem, edge, edge.source, meshes[0]),

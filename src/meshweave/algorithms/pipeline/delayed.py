@@ -67,7 +67,7 @@ def least_delay(problem: PipelineProblem, times: ActionTimes) -> int:
     """Return the least delay, in micro-batches, that hides the transfers; else the one with the shortest step.
 
     Delays from 0 to the number of stages are tried. One hides the transfers if its step takes at most `COVERED`
-    times the step without a delay and with free transfers.
+    times (0.1 % more than) the step without a delay and with free transfers.
 
     Args:
         problem: the pipeline, one stage on each rank.

@@ -28,7 +28,7 @@ def small_stage(
     recomputes: bool = False,
     parameters: int = 4,
 ) -> Stage:
-    """Return a stage with the stash that the functions of `pipeline.functions` keep.
+    """Return a stage with small costs and the stash that `pipeline.functions` keep of a micro-batch.
 
     Args:
         mesh: its ranks.
@@ -81,7 +81,10 @@ def chain_of_ranks(
 
 
 def two_meshes(micro_batches: int = 2) -> PipelineProblem:
-    """Return a sharded data-parallel stage and a tensor-parallel one, with a reshard between them."""
+    """Return a pipeline of two stages, each on two ranks, with a reshard between them.
+
+    The first stage is data-parallel with sharded parameters (FSDP), the second tensor-parallel.
+    """
     stages = (
         small_stage(Mesh.of("p0", (2,), ("dp",)), 2, data_axes=("dp",), is_sharded=True),
         small_stage(Mesh.of("p1", (2,), ("tp",), 2), 2, work=2),

@@ -22,7 +22,10 @@ Pairs = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StepLoop:
-    """A loop of `count` turns over `body`; from turn to turn all micro-batches grow by `increment`."""
+    """A loop of `count` turns over `body`; from turn to turn all micro-batches grow by `increment`.
+
+    The body has (number of a template, micro-batch in the first turn) for a single step, and loops.
+    """
 
     count: int
     increment: int
@@ -34,7 +37,10 @@ Folded = tuple[tuple[int, int] | StepLoop, ...]
 
 
 def fold(steps: Pairs) -> Folded:
-    """Return steps of one rank as loops and single steps, in order."""
+    """Return steps of one rank, as in `Steps.of_rank`, as loops and single steps, in order.
+
+    A single step is (number of its template, micro-batch), the micro-batch -1 where it belongs to none.
+    """
     return _fold(steps, MOST_NESTED)
 
 

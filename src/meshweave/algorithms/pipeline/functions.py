@@ -22,7 +22,11 @@ STASH_BYTES_PER_ROW = Stash(4, 4, 4)
 
 
 def stage_functions(problem: PipelineProblem) -> dict[str, Callable[..., Any]]:
-    """Return the functions that the program calls for all stages, by name, and that of its markers."""
+    """Return the functions that the program's `call` ops run, by name.
+
+    Those of stage i are stage{i} for the forward, and stage{i}_recompute, stage{i}_input_grad,
+    stage{i}_weight_grad and, for both gradients in one, stage{i}_backward. "marker" does nothing.
+    """
     functions: dict[str, Callable[..., Any]] = {"marker": lambda *_: None}
     for number in range(problem.num_stages):
         into, out_of = problem.edges_into(number), problem.edges_out_of(number)
@@ -121,7 +125,7 @@ def _backward(input_grad: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reference(problem: PipelineProblem, inputs: Arrays) -> dict[str, Array]:
-    """Return outputs and gradients by name, of the unpipelined model: each stage once, on the whole batch."""
+    """Return outputs Y{i} and gradients DW{i} of the unpipelined model: each stage once, on the whole batch."""
     functions = stage_functions(problem)
     stashes: list[dict[str, Any]] = [{} for _ in problem.stages]
     values: dict[str, Array] = dict(inputs)

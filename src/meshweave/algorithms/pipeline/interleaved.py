@@ -44,7 +44,10 @@ class InterleavedOneForwardOneBackward(PipelineAlgorithm):
         return Schedule(problem.stage_ranks, count, orders)
 
     def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
-        """Return whether `num_ranks` divides the micro-batches, as Megatron-LM requires (section 2.2)."""
+        """Return whether `num_ranks` divides the micro-batches, as Megatron-LM requires (section 2.2).
+
+        `per_rank` makes no difference.
+        """
         return micro_batches % num_ranks == 0
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...]:
@@ -62,7 +65,11 @@ INTERLEAVED_1F1B = InterleavedOneForwardOneBackward()
 
 
 def round_sizes(micro_batches: int, ranks: int) -> list[int]:
-    """Return the micro-batches of each round: about `ranks`, more where `ranks` does not divide them."""
+    """Return the micro-batches of each of max(1, micro_batches // ranks) rounds.
+
+    They are `ranks` in each where that divides the micro-batches. Else the first rounds have one more than the
+    last ones; fewer micro-batches than ranks are one round.
+    """
     rounds = max(1, micro_batches // ranks)
     size, left = divmod(micro_batches, rounds)
     return [size + (number < left) for number in range(rounds)]

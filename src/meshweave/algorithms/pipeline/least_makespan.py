@@ -11,7 +11,7 @@ from meshweave.algorithms.pipeline.action_times import ActionTimes
 
 
 def whole_ticks(times: ActionTimes) -> list[int]:
-    """Return for each stage the ticks of one micro-batch, forward and both gradients."""
+    """Return for each stage the ticks of a micro-batch: forward and both gradients, without `times.saved`."""
     return [sum(each) for each in zip(times.forward, times.input_grad, times.weight_grad, strict=True)]
 
 

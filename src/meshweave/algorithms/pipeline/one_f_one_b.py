@@ -41,7 +41,7 @@ class OneForwardOneBackward(PipelineAlgorithm):
         return INTERLEAVED_1F1B if per_rank > 1 else self
 
     def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
-        """Return True: any number of micro-batches will do."""
+        """Return True for any number of micro-batches; `per_rank` is not read, see `for_stages`."""
         return True
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...]:
@@ -53,7 +53,10 @@ class OneForwardOneBackward(PipelineAlgorithm):
         return longest_of_1f1b(micro_batches, times)
 
     def ends(self, micro_batches: int, times: ActionTimes) -> tuple[int, ...] | None:
-        """Return for each rank the tick at which it ends a step; None for fewer than 16 ranks."""
+        """Return for each rank the tick at which it ends a step, without subtracting `times.saved`.
+
+        None for fewer than 16 ranks, whose graph is timed as fast.
+        """
         return ends_in_slots(micro_batches, times) if len(times.forward) >= _MANY_RANKS else None
 
 

@@ -313,7 +313,7 @@ def _lanes(body: Iterable[Statement]) -> Iterator[str]:
 
 
 def edge_colors(problem: PipelineProblem) -> dict[tuple[int, int], int]:
-    """Return a number for each edge, by (source, target).
+    """Return a number from 0 on for each edge, by (source, target): edges of one number share a lane.
 
     Two edges that meet at a pipeline rank have different numbers, unless one of them is inside of a rank.
     """

@@ -19,7 +19,10 @@ BATCH_DTYPE = "float32"
 
 
 def batch_layout(problem: PipelineProblem, stage: Stage) -> Layout:
-    """Return the layout of X, Y or T at a stage: rows of all M micro-batches sharded over its data axes."""
+    """Return the layout of X, Y or T at a stage: rows of all M micro-batches block-cyclic over its data axes.
+
+    A rank so has an equal part of every micro-batch. Other mesh axes replicate.
+    """
     size, placements = problem.rows, list[Placement]()
     for axis, extent in zip(stage.mesh.axes, stage.mesh.shape, strict=True):
         if axis in stage.data_axes:
@@ -31,7 +34,7 @@ def batch_layout(problem: PipelineProblem, stage: Stage) -> Layout:
 
 
 def tensor_layouts(problem: PipelineProblem) -> dict[str, Layout]:
-    """Return the layouts of the problem's inputs and outputs, by tensor name."""
+    """Return the layouts of the inputs W, X and T and of the outputs DW and Y, by tensor name such as "W0"."""
     layouts: dict[str, Layout] = {}
     for number, stage in enumerate(problem.stages):
         parameters, batch = stage.parameter_layout(), batch_layout(problem, stage)

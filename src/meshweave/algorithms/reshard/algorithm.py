@@ -27,7 +27,13 @@ UNIFORM_BYTES_PER_S = 10**9
 
 @dataclass(frozen=True)
 class ReshardConfig:
-    """The hosts and NICs that the plan is for, the order of multicasts, and the most bytes of a message."""
+    """How a reshard is planned.
+
+    Attributes:
+        network: the hosts and NICs that the plan is for.
+        order: name of the search that orders the multicasts, one of `order.ORDERS`.
+        message_bytes: the most bytes of a message.
+    """
 
     network: HostTopology
     order: str = "best"
@@ -90,11 +96,11 @@ class Reshard(Algorithm[ReshardProblem, ReshardConfig]):
         return reshard_program(self.plan(problem, config))
 
     def reference(self, problem: ReshardProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return the output tensors by name: the inputs, since a reshard changes no values."""
+        """Return each output "Y{i}" as a copy of the input "X{i}": a reshard changes no values."""
         return {f"Y{number}": inputs[f"X{number}"] for number in range(len(problem.moves))}
 
     def placements(self, problem: ReshardProblem) -> dict[str, Layout]:
-        """Return the layout of every input and output tensor, by name."""
+        """Return the source layouts of inputs "X{i}" and the target layouts of outputs "Y{i}", by name."""
         sources = {f"X{number}": move.src for number, move in enumerate(problem.moves)}
         return sources | {f"Y{number}": move.dst for number, move in enumerate(problem.moves)}
 

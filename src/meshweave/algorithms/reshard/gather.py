@@ -30,7 +30,7 @@ class GlobalAllGather:
     one_gateway = False
 
     def uses_one_sender(self, multicast: Multicast) -> bool:
-        """Return whether there is a single receiving host, which takes in no more than one sender sends."""
+        """Return True for a single receiving host: it takes in no more than one sender can send."""
         return len(multicast.hosts) == 1
 
     def split(self, multicast: Multicast) -> Iterator[Multicast]:
@@ -42,7 +42,13 @@ class GlobalAllGather:
         return 1
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
-        """Return the seconds of the scatter and of the ring; a ring inside one host occupies no NIC."""
+        """Return the seconds of the scatter and of the ring, with latency and packing of their messages.
+
+        A ring inside one host occupies no NIC: it is `fill_s`. Otherwise both occupy NICs.
+
+        Args:
+            chunks: number of messages into which the bytes are cut; only packing depends on it.
+        """
         times = network.transfer_times(multicast.num_bytes, multicast.is_local)
         count = len(multicast.receivers)
         across_hosts = len(multicast.hosts) > 1

@@ -91,7 +91,13 @@ class Strategy(Protocol):
         """Return into how many messages to cut the bytes that cross each link."""
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
-        """Return the seconds by the formulas of the module, plus latency and packing of each message."""
+        """Return for how long the multicast occupies NICs, and how long it then takes until all ranks have it.
+
+        Both are in seconds, by the formulas of the module, with the latency and packing of each message.
+
+        Args:
+            chunks: number of messages in which the bytes cross each link.
+        """
 
     def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
         """Return for each host the hop by which the multicast enters it, in the order of hosts; () if it is local.
@@ -100,7 +106,7 @@ class Strategy(Protocol):
         """
 
     def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
-        """Append the messages, each of at most a `chunks`-th of the bytes, to `sink`.
+        """Append the messages, each of at most a `chunks`-th of the bytes or one element, to `sink`.
 
         Where one sender is chosen it is the only one in `multicast.senders`. Gateways come first in their
         hosts.

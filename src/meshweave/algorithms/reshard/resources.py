@@ -48,7 +48,7 @@ def routes_of(
     multicast within one host has one route, over no NIC.
 
     Args:
-        number: the place of the multicast in its list. It says which routes are kept, so that multicasts spread
+        number: the index of the multicast among all. It says which routes are kept, so that multicasts spread
             over NICs.
     """
     picks = strategy.uses_one_sender(multicast)
@@ -121,7 +121,11 @@ class _NicResources:
 def jobs_of(
     multicasts: Sequence[Multicast], durations_s: Sequence[float], network: HostTopology, strategy: Strategy
 ) -> JobSet:
-    """Return the multicasts as jobs to be ordered; each occupies its NICs for its duration."""
+    """Return the multicasts as jobs to be ordered, with durations in picoseconds.
+
+    Args:
+        durations_s: for each multicast the seconds for which it occupies its NICs.
+    """
     picks_all_senders = all(map(strategy.uses_one_sender, multicasts))
     resources = _NicResources({"out": not picks_all_senders, "in": not strategy.one_gateway})
     jobs = []

@@ -19,6 +19,9 @@ STRATEGIES: dict[str, Strategy] = {
 def check_known(name: str, table: Iterable[str], what: str) -> str:
     """Return `name` if the table of strategies or orders has it.
 
+    Args:
+        what: what the error calls it: "strategy" or "order".
+
     Raises:
         UnsupportedError: the table has no such name; the error lists those that it has.
     """

@@ -179,13 +179,13 @@ def in_chunks(pieces: Sequence[TensorPiece], count: int) -> Iterator[TensorPiece
 def kinds_of_chunks(
     pieces: Sequence[TensorPiece], count: int, tail: int | None = None
 ) -> Iterator[tuple[TensorPiece, int]]:
-    """Yield for each piece one chunk of each shape that `in_chunks` cuts it into, with the number of such chunks.
+    """Yield for each piece one chunk of each shape that `in_chunks` cuts it into, and how many have that shape.
 
     Work and memory grow with the number of pieces, and not with their sizes, as those of `in_chunks` do.
 
     Args:
         count: a chunk has at most a `count`-th of all bytes, or one element.
-        tail: the `most` with which the last chunk is cut by `with_tail`; None to leave it whole.
+        tail: the last chunk of all is cut as `with_tail` does it with `most` = `tail`; None to leave it whole.
     """
     share = _chunk_bytes(pieces, count)
     for number, piece in enumerate(pieces, 1):
@@ -215,9 +215,9 @@ def _chunk_bytes(pieces: Sequence[TensorPiece], count: int) -> int:
 
 
 def with_tail(chunks: Iterable[TensorPiece], most: int) -> Iterator[TensorPiece]:
-    """Yield the chunks, a last one of more than 2 x `most` bytes in parts.
+    """Yield the chunks as they are, except that a last one of more than 2 x `most` bytes is cut.
 
-    The last of these parts has at most `most` bytes or is one element.
+    Its last part has at most `most` bytes or is one element, the parts before it have the rest.
     """
     last: TensorPiece | None = None
     for chunk in chunks:

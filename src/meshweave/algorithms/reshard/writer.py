@@ -55,8 +55,9 @@ class MessageSink(Protocol):
     ) -> None:
         """Append a message of one piece from rank `src` to rank `dst`.
 
-        `from_source` says that `src` sends from its shard of the source mesh; else it passes on what it
-        received. The NIC is free when the last message with `signals` has arrived.
+        Args:
+            from_source: whether `src` sends from its source shard; else it passes on what it received.
+            signals: whether other multicasts that want the NIC wait for this message, too.
         """
 
     def wait_for_receiver(self, receiver: int, waiter: int, lane: str) -> None:
@@ -91,7 +92,7 @@ class TrafficCounter:
     def message(
         self, piece: TensorPiece, src: int, dst: int, lane: str, *, from_source: bool, signals: bool = True
     ) -> None:
-        """Count a message for each chunk that is like the present one."""
+        """Count a message for each chunk that is like the one that `chunks` yielded last."""
         self.num_messages += self._times
         if self._host_of[src] != self._host_of[dst]:
             self.bytes_across_hosts += self._times * piece.num_bytes
@@ -138,14 +139,18 @@ class ReshardWriter:
     def chunks(
         self, pieces: Sequence[TensorPiece], count: int, tail: int | None = None
     ) -> Iterator[TensorPiece]:
-        """Yield all chunks."""
+        """Yield chunks of at most a `count`-th of the bytes or one element; `tail` cuts the last chunk."""
         chunks = in_chunks(pieces, count)
         return chunks if tail is None else with_tail(chunks, tail)
 
     def message(
         self, piece: TensorPiece, src: int, dst: int, lane: str, *, from_source: bool, signals: bool = True
     ) -> None:
-        """Append a send on `src` and the recv on `dst`."""
+        """Append a send on `src` and the recv on `dst`, into its output.
+
+        With `from_source` the send reads the input of `src`, else its output. `signals` is whether
+        `completion_piece` counts the message.
+        """
         target = self._target(piece)
         if piece.shape and signals:
             before = self._arrived.get(dst)

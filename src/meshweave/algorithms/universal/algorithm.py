@@ -125,9 +125,9 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
     def candidates(
         self, problem: UniversalProblem, cluster: Cluster | None = None
     ) -> Iterator[UniversalConfig]:
-        """Yield the configs for which all copies of C surely have the same bits.
+        """Yield the configs for which all copies of C surely have the same bits, the simplest first.
 
-        A tuner varies slices and prefetch besides.
+        All have the default `num_slices` and `prefetch`, which a tuner varies besides.
         """
         return (
             config
@@ -138,12 +138,18 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
     def program(self, problem: UniversalProblem, config: UniversalConfig) -> Program:
         """Return the program with one-sided reads and updates of other ranks' memory, not yet messages.
 
-        Raises LayoutError and UnsupportedError as `universal_program` does.
+        Raises:
+            LayoutError: the config does not fit the problem (`check_config`).
+            UnsupportedError: the schedule is not "direct", and the config has no rates.
         """
         return universal_program(problem, config)
 
     def estimate(self, problem: UniversalProblem, config: UniversalConfig, machine: Machine) -> Estimate:
-        """Return the estimate of `estimate.universal`: for each phase the time of its slowest resource."""
+        """Return the seconds of a config by a roofline, from the FLOPs and bytes of its ranks.
+
+        Sums before and after the products are exposed. Products and transfers overlap but for one step
+        (`estimate.universal`). All communication is in `transfer_s`. Of `machine` only the cluster counts.
+        """
         if not math.prod(problem.sizes):
             return Estimate(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         parts = estimate_universal(

@@ -33,10 +33,10 @@ class UniversalConfig:
             axes. None leaves it as it is: each rank multiplies its own term, and the sum is left to C.
         split: how ranks with the same tile of the stationary matrix share its work: "even" gives each the same
             amount, "local" gives each what it has in its own memory.
-        num_slices: the least number of steps per rank, as even as the tiles allow. More steps hide more
-            communication and cost more launches.
-        prefetch: how many steps ahead panels are fetched.
-        schedule: the order of a rank's steps: "direct" is the order in which they are listed, the others are those
+        num_slices: the least number of steps per rank, as even as the tiles allow; fewer only where the dim that
+            a rank loops over has fewer elements. More steps hide more communication and cost more launches.
+        prefetch: scratch slots per matrix beyond those that the order needs: panels are fetched so far ahead.
+        schedule: the order of a rank's steps: "direct" is the order in which they are listed, others are those
             of `schedule` and `schedule_search`.
         limits: the most products, fetches and accumulates of a stage of a schedule. A rank also runs so many
             products, and accumulates, at once, whatever the schedule (section 4.2).
@@ -123,14 +123,14 @@ def base_configs(
 def summed_layouts(
     problem: UniversalProblem, variant: UniversalConfig, operand: Operand
 ) -> list[Layout | None]:
-    """Return the layouts to which operand "a" or "b" may be reduced before it is multiplied; None is as it is.
+    """Return the layouts to which operand "a" or "b" may be reduced before it is multiplied.
 
-    An operand that is not partial stays as it is. A partial one may stay as it is only where it or C is
-    stationary. Where the operand is stationary, each group of ranks that computes a copy of C must hold all of
-    it: where no layout does that, the list is empty.
+    None in the list, which is then its first entry, leaves the operand as it is: always for one that is not
+    partial, for a partial one only where it or C is stationary. Where the operand is stationary, each group of
+    ranks that computes a copy of C must hold all of it: where no layout does that, the list is empty.
 
     Args:
-        variant: of which the stationary matrix and the redundant axes count.
+        variant: of which only the stationary matrix and the redundant axes count.
     """
     layouts = _summed_layouts(problem.layout(operand), variant.stationary in ("c", operand))
     if variant.stationary != operand:
@@ -227,7 +227,11 @@ def _shardable_dims(layout: Layout) -> tuple[int, ...]:
 
 
 def permute_axes(layout: Layout, order: tuple[int, ...]) -> Layout:
-    """Return the layout that applies the placements of the mesh axes in another order."""
+    """Return the layout whose mesh axis i is axis `order[i]` of the old mesh, with the latter's placement.
+
+    Placements apply in the order of the axes, so a dim that several axes shard is cut in another order. The mesh
+    gets another name.
+    """
     mesh = layout.mesh
     if order == tuple(range(len(order))):
         return layout

@@ -50,9 +50,9 @@ class SearchEffort:
     """Limits of the search for one rank's schedule. Equal efforts give equal schedules.
 
     Attributes:
-        max_states: the most states, of an exhaustive search.
-        max_selections: the most selections per stage, see `cost_greedy`.
-        limits: of a stage.
+        max_states: the most states that an exhaustive search weighs.
+        max_selections: the most choices of products, fetches and accumulates that `cost_greedy` weighs a stage.
+        limits: the most products, fetches and accumulates of one stage.
     """
 
     max_states: int = MAX_STATES
@@ -63,7 +63,12 @@ class SearchEffort:
     def of(
         cls, graphs: Collection[ScheduleGraph], limits: StageLimits, max_states: int | None = None
     ) -> SearchEffort:
-        """Return an effort for which all graphs together take a second or two; with `max_states` if given."""
+        """Return an effort for which the searches of all graphs, one per rank, take a second or two together.
+
+        Args:
+            limits: of one stage.
+            max_states: replaces the number of states that follows from the graphs.
+        """
         num_products = max(1, sum(len(graph.products) for graph in set(graphs)))
         if max_states is None:
             max_states = min(MAX_STATES, max(1, _STATES // num_products))
@@ -87,7 +92,10 @@ def needs_no_accumulate(slicing: Slicing) -> bool:
 
 
 def remote_panels(steps: Sequence[ProductStep], rank: int) -> tuple[PanelKey, ...]:
-    """Return the panels of A and B that a rank needs scratch for, each as (number of its step, "a" or "b")."""
+    """Return the panels of A and B that a rank needs scratch for, each as (number of its step, "a" or "b").
+
+    They are in the order of steps, "a" before "b". The position of a panel is the number of its fetch.
+    """
     return tuple(
         (number, operand)
         for number, step in enumerate(steps)
@@ -97,10 +105,11 @@ def remote_panels(steps: Sequence[ProductStep], rank: int) -> tuple[PanelKey, ..
 
 
 def schedule_graph(slicing: Slicing, rank: int, rates: RankRates, *, duplex: bool = False) -> ScheduleGraph:
-    """Return a rank's steps as products and the panels that they need as fetches, numbered as `remote_panels`.
+    """Return a rank's graph: its steps as products, and its `remote_panels` as fetches, in that order.
 
     Args:
-        duplex: whether fetches and accumulates use the two directions of a link; see `schedule`.
+        rates: from which the seconds of products, fetches and accumulates follow.
+        duplex: whether fetches and accumulates of a stage run at once, one in each direction of a link.
     """
     steps = slicing.steps(rank)
     element_bytes, adds = dtype_bytes(slicing.problem.dtype), not needs_no_accumulate(slicing)
@@ -127,7 +136,7 @@ def schedule_graph(slicing: Slicing, rank: int, rates: RankRates, *, duplex: boo
 
 
 def direct_order(steps: Sequence[ProductStep], rank: int) -> IssueOrder:
-    """Return the order of direct execution (section 4.2): that of the steps, for all three lanes."""
+    """Return the order of direct execution (section 4.2): all three lanes go through the steps in turn."""
     numbers = tuple(range(len(steps)))
     return IssueOrder(tuple(range(len(remote_panels(steps, rank)))), numbers, numbers)
 
@@ -159,7 +168,9 @@ def _heuristic_stages(
 
 
 def issue_orders(slicing: Slicing) -> dict[int, IssueOrder]:
-    """Return for each rank the order of its steps by the schedule of the config.
+    """Return for each rank the order of its fetches, products and accumulates by the schedule of the config.
+
+    Products and accumulates have the numbers of steps, fetches those of `remote_panels`.
 
     Raises:
         UnsupportedError: the schedule is not "direct", and the config has no rates.
@@ -185,7 +196,8 @@ class IssueStep:
         fetches: the panels that are fetched.
         step: the number of the product's step.
         accumulates: the steps whose results are accumulated.
-        slots: for each panel that the above name and that is in scratch, its slot.
+        slots: the scratch slot of each panel that these fetch or have in scratch; the result of a
+            step is its panel of "c".
     """
 
     fetches: tuple[PanelKey, ...]
@@ -204,7 +216,7 @@ def issue_steps(
 
     Args:
         in_scratch: for each step whether its result is computed in scratch.
-        prefetch: how many steps ahead panels are fetched.
+        prefetch: slots per matrix beyond those that the order needs, by which fetches can run ahead.
     """
     lifetimes = _panel_lifetimes(remote_panels(steps, rank), order, in_scratch)
     free = {operand: deque(range(_max_in_scratch(lifetimes, operand) + prefetch)) for operand in OPERANDS}

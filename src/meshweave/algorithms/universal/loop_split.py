@@ -12,9 +12,11 @@ from meshweave.algorithms.universal.owners import ClassPair, CommonRun
 class LoopPart:
     """A part of the loop dim: runs of one class and one term in each of the two moving matrices.
 
+    Indices of one class are held by the same ranks (`owners`).
+
     Attributes:
         classes: the classes of its indices in the first and the second moving matrix.
-        terms: the terms of the two matrices; 0 where a matrix is not partial.
+        terms: which terms of the two matrices it multiplies; 0 for C and for a matrix that is not partial.
         runs: its indices.
     """
 

@@ -121,7 +121,11 @@ def replicas_of(slicing: Slicing, rank: int) -> tuple[int, ...]:
 
 
 def owned_share(slicing: Slicing, rank: int) -> tuple[Span, Span]:
-    """Return the spans of rows and of columns of a rank's shard of C that it owns among its replicas."""
+    """Return which part of its shard of C a rank sums over its replicas, which then copy it.
+
+    It is (rows, columns), each [start, stop) in the shard: a cut along the longer dim of C, and the other dim
+    whole.
+    """
     c = slicing.matrices["c"]
     rows, columns = c.shape(rank)
     spans = [(0, rows), (0, columns)]

@@ -87,7 +87,9 @@ class ScheduleGraph:
     """The local products of one rank, in the given order, and the remote tiles that they need.
 
     Attributes:
-        duplex: whether fetches and accumulates of a stage run at the same time; see the module.
+        fetches: one for each tile; its position is the number of the tile.
+        duplex: whether the communication of a stage takes the longer of its fetches and accumulates, not
+            their sum.
     """
 
     fetches: tuple[FetchNode, ...]

@@ -67,12 +67,12 @@ def exhaustive(
 
     The following stages depend on the state only, so each state is kept once, with the least seconds that
     lead to it. Each depth in turn extends its most promising state. That soon meets good schedules, and
-    raises the bound, too.
+    raises the bound, too. It begins with the best of the heuristic schedules.
 
     Args:
         budget_s: seconds after which the search ends.
         max_states: states after which it ends. Where this limit stops it, equal input gives equal results.
-        max_selections: see `cost_greedy`, whose stages are the first that are known.
+        max_selections: the most selections per stage that `cost_greedy`, one of the heuristics, weighs.
     """
     stop = time.monotonic() + budget_s
     heuristics = (

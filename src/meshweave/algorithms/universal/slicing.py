@@ -38,7 +38,10 @@ ProductKey = tuple[BlockKey, ClassPair, tuple[int, int], CommonRun]
 
 
 def split_counts(runs: Sequence[CommonRun], num_slices: int) -> list[int]:
-    """Return for each run its number of parts, as even as the runs allow, `num_slices` or more in all."""
+    """Return into how many parts each run is cut: about as long, and `num_slices` or more in all.
+
+    They are fewer only where the runs have fewer elements together. An empty run has 0 parts.
+    """
     total = sum(run.size for run in runs)
     longest = max(-(-total // max(num_slices, 1)), 1)
     return [-(-run.size // longest) for run in runs]
@@ -65,7 +68,7 @@ class Slicing:
 
     @cached_property
     def matrices(self) -> dict[Operand, OwnerMap]:
-        """Return the owners of each matrix that is multiplied; of a partial operand summed first, of the sum."""
+        """Return the owners of "a", "b" and "c"; of a partial operand that is summed first, those of the sum."""
         return {
             operand: owners(
                 self.summed_layout(operand) or self.problem.layout(operand), self.problem.shape(operand)
@@ -103,14 +106,17 @@ class Slicing:
         return {rank: index for index, rank in enumerate(self.problem.ranks)}
 
     def nearest_holder(self, ranks: Sequence[int], rank: int) -> int:
-        """Return which of `ranks` a rank takes a block from: itself, or the next one after it."""
+        """Return which of `ranks` a rank takes a block from: itself, or the next one after it, cyclically."""
         return nearest_holder(ranks, rank, self.position.__getitem__, len(self.position))
 
     # --- the loop -------------------------------------------------------------------------------------------
 
     @cached_property
     def loop_parts(self) -> tuple[LoopPart, ...]:
-        """Return the loop of a whole team: one part per pair of classes and pair of terms of moving matrices."""
+        """Return the loop of a whole team: a part for each pair of classes and pair of terms of moving matrices.
+
+        A partial C has no terms here: a product may be added to any of its terms.
+        """
         dim = LOOP[self.config.stationary]
         left, right = (
             table.dims[DIMS[operand].index(dim)]
@@ -210,7 +216,10 @@ class Slicing:
         return second if first == LOOP[self.config.stationary] else first
 
     def shared_dim_segments(self, operand: Operand, rank: int) -> tuple[ClassSegment, ...]:
-        """Return a rank's box along the dim that it shares with a moving matrix, cut by that matrix's holders."""
+        """Return the indices of a rank's box along the dim that it shares with moving matrix `operand`.
+
+        They are cut where the holders of `operand`, or the place in their memory, change.
+        """
         stationary = self.config.stationary
         shared = self._shared_dim(operand)
         matrix = self.matrices[stationary]
@@ -271,7 +280,11 @@ class Slicing:
         return (*parts[offset:], *parts[:offset])
 
     def steps(self, rank: int) -> list[ProductStep]:
-        """Return the local products of a rank: its runs, cut into `num_slices` or more."""
+        """Return the local products of a rank in the order of `runs`, each run cut into equal parts.
+
+        There are `num_slices` or more, fewer only where the loop has fewer indices; none where the rank holds
+        nothing of the stationary matrix.
+        """
         runs = self.runs(rank)
         counts = split_counts([run for _, run in runs], self.config.num_slices)
         steps = []

@@ -13,7 +13,10 @@ from meshweave.ir.volume import PhaseVolume, RankVolume, Volume
 
 
 def volume(slicing: Slicing, num_slices: int | None = None) -> Volume:
-    """Return the exact FLOPs, bytes and messages of each rank in the program of a slicing, by phase.
+    """Return the exact FLOPs, bytes and messages of each rank in the program of a slicing.
+
+    They are by phase: sums of partial operands before the products, the products, sums of replicas of C after
+    them.
 
     Args:
         num_slices: the number of slices to count with; None for the config's.

@@ -52,7 +52,10 @@ def collective_of(moving: MovingMatrix, whole: View, shard: View, sizes: Index) 
 def with_ops(
     declared: Program, buffers: Iterable[Buffer], lanes: Iterable[str], body: Iterable[Statement]
 ) -> Program:
-    """Return declarations of a product (`Matmul2dProblem.declarations`) with scratch, lanes and ops."""
+    """Return `declared` (`Matmul2dProblem.declarations`) with more buffers and with `body` as what it runs.
+
+    `lanes` are the names of the lanes that the ops use.
+    """
     return replace(
         declared,
         buffers=(*declared.buffers, *buffers),

@@ -30,7 +30,12 @@ STATIONARY_OF: dict[Dataflow, Stationary] = {"os": "y", "ls": "x", "rs": "w"}
 
 @dataclass(frozen=True)
 class PassRule:
-    """Dataflow of one product, the roles of its operands A and B, and its (M, N, K) in terms of (T, I, O)."""
+    """One product of a linear layer, as an entry of Table 1.
+
+    Attributes:
+        operands: which of "x", "w" and "dy" its operands A and B are.
+        sizes: what its M, N and K count: "t" tokens, "i" in features, "o" out features.
+    """
 
     dataflow: Dataflow
     operands: tuple[Role, Role]

@@ -146,10 +146,14 @@ class Matmul2dProblem:
         return chunk_bounds(size, self.axis_size(axis), 0)[1]
 
     def declarations(self, name: str, placements: Placements | None = None) -> Program:
-        """Return a program without ops that declares mesh, tensors, operand buffers a, b, c and the product.
+        """Return a program without ops that declares mesh, tensors, operand buffers a, b, c and the product C.
 
-        A matrix that moves along its dim 1 is stored column-major: a slice of its columns is then contiguous, and
-        can be sent without a transpose.
+        A matrix that moves along its dim 1 is stored column-major: a slice of its columns is then contiguous,
+        and can be sent without a transpose.
+
+        Args:
+            name: of the program.
+            placements: of the operands; None for `two_d_placements`.
         """
         mesh = self.mesh
         column_major = {moving.operand for moving in (self.horizontal, self.vertical) if moving.dim == 1}
@@ -174,10 +178,11 @@ class Matmul2dProblem:
         """Return a rank's bytes of communication, by "mesh.axis", if each moving matrix crosses its axis once.
 
         They are (P - 1) / P of the gathered or reduced block (MeshSlice, section 2.3.1), exact for uneven
-        shards.
+        shards. An axis without bytes is left out.
 
         Args:
-            placements: of the operands; rows over `row` and columns over `col` by default.
+            rank: a global rank.
+            placements: of the operands; None for `two_d_placements`.
         """
         placed = placements or two_d_placements(self)
         traffic = {}

@@ -57,7 +57,7 @@ class RingDirection:
     suffix: str
 
     def steps_in(self, iteration: Steps) -> range:
-        """Return the numbers of the ring steps of an iteration that exist in this direction."""
+        """Return which ring steps of an iteration, [start, stop), there are in this direction of `steps`."""
         return range(iteration[0], min(iteration[1], self.steps))
 
 
@@ -346,8 +346,9 @@ class _RingProgramBuilder:
 
 
 def launch_group(ring: RingProduct, index: int, count: int) -> CollectiveStep | None:
-    """Return the mark of step `index` of `count` ring steps that are launched together: the first pays for it.
+    """Return the `step` of a permute that is number `index` of `count` ring steps launched together.
 
-    None in a ring of one direction, where every step is a launch of its own.
+    The first, number 0, pays for the launch. None in a ring of one direction, where every step is a launch of
+    its own.
     """
     return CollectiveStep("send_recv", index, count, num_directions=2) if len(ring.directions) == 2 else None

@@ -205,8 +205,9 @@ def _extent(size: int, parts: int, at: int) -> int:
 def peak_bytes(ring: RingProduct) -> int:
     """Return the most bytes that rank 0 holds at once.
 
-    They are the shards of all operands, gathered matrices, and in a scatter two receive buffers per direction. In
-    a ring of fewer than six ranks fewer receive buffers are held at the same time as the whole matrix.
+    They are the shards of all operands, the gathered (or not yet reduced) matrices, and if the matrix of the
+    ring is scattered, two receive buffers per direction. In a ring of fewer than six ranks fewer receive buffers
+    are held at the same time as the whole matrix.
     """
     problem, num_bytes = ring.problem, 0
     for operand in "abc":
@@ -236,7 +237,8 @@ def _local_bytes(ring: RingProduct, operand: str, whole: MovingMatrix | None) ->
 def iteration_counts(parts: int) -> list[int]:
     """Return numbers of iterations worth trying on a ring of `parts` ranks, ascending.
 
-    They are 2 to 8, then each 4/3 or 3/2 times the one before, and last the most: one ring step per iteration.
+    The last is the most that there can be, parts // 2 + 1: one ring step per iteration. Before it come those of
+    2 to 8, 12, 16, 24, 32, ..., 192, 256 that are less.
     """
     most = parts // 2 + 1
     wanted = [2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]

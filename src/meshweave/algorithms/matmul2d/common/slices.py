@@ -45,7 +45,7 @@ class Slices:
         return (position // self.period) * width + rest
 
     def part(self, axis_size: int, coordinate: Index, start: Index, width: Index) -> tuple[Index, Selector]:
-        """Return what one shard holds of the slice [start, start + width) of the period.
+        """Return what one shard holds of the slice [start, start + width) of each period.
 
         It is (number of elements, selector of them among the shard's elements). The shard is the one at
         `coordinate` of a mesh axis of `axis_size` chips.
@@ -105,9 +105,10 @@ def _residues(step: int, period: int, count: int) -> tuple[int, ...]:
 
 
 def slices_of(problem: Matmul2dProblem, config: Matmul2dConfig) -> Slices:
-    """Return the slices of a problem.
+    """Return the slices of a problem's sliced dim.
 
-    The config's block is halved until a period fits into a shard, and slices that would be empty are left out.
+    The config's block is halved until a period fits into a shard of the longest mesh axis, or is 1 element.
+    Slices that would be empty on all shards are left out.
 
     Raises:
         LayoutError: the sliced dim has fewer elements than slices, or a width or the block is not positive.
