@@ -200,13 +200,22 @@ class HostedModel(ParallelModel):
     # --- running --------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return this rank's part of the residual before the first layer, of tokens (batch, sequence)."""
+        """Return this rank's part of the residual before the first layer (batch, sequence, hidden).
+
+        `tokens` are those of all ranks, (batch, sequence).
+        """
         return self._through(tokens, None, LayerSpan(0, 0))
 
     def run_blocks(
         self, x: Tensor, batch: int, sequence: int, blocks: Iterable[nn.Module] | None = None
     ) -> Tensor:
-        """Return this rank's part of the residual after consecutive layers `blocks`; None for all layers."""
+        """Return this rank's part of the residual after consecutive layers `blocks`; None for all layers.
+
+        Args:
+            x: this rank's part of the residual before them, (batch, sequence, hidden).
+            batch: sequences of all ranks.
+            sequence: tokens of each.
+        """
         numbers = [self.blocks.index(block) for block in (self.blocks if blocks is None else blocks)]
         if not numbers:
             return x
@@ -214,7 +223,10 @@ class HostedModel(ParallelModel):
         return self._through(self._any_tokens(x, batch, sequence), x, span)
 
     def local_logits(self, x: Tensor, batch: int, sequence: int) -> Tensor:
-        """Return this rank's part of the logits, from its part x of the residual after the last layer."""
+        """Return this rank's part of the logits (batch, sequence, words) of all tokens.
+
+        x is its part of the residual after the last layer. `batch` and `sequence` are those of all ranks.
+        """
         span = LayerSpan(len(self.blocks), len(self.blocks))
         return self._through(self._any_tokens(x, batch, sequence), x, span)
 

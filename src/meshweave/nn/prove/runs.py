@@ -19,7 +19,14 @@ from meshweave.nn.prove.state import WIDE
 
 @dataclass(frozen=True)
 class ModelRun:
-    """Values and gradients of one run of a model, whether random numbers were drawn, and the narrowest type."""
+    """What one run of a model gave.
+
+    Attributes:
+        values: outputs and losses by name, as `given.outputs_of` names them: "logits", "loss" and the like.
+        grads: by name of parameter; None for one that got no gradient.
+        drew: whether random numbers were drawn.
+        narrowest: the floating type of fewest bits that a module returned; float64 where none was looked for.
+    """
 
     values: dict[str, Tensor]
     grads: dict[str, Tensor | None]
@@ -47,9 +54,9 @@ def narrowest_seen() -> Iterator[list[torch.dtype]]:
 
 
 def settled_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return a parameter's gradient with the parameter's placements; None where it has none.
+    """Return a parameter's gradient, of a DTensor with the parameter's placements; None where it has none.
 
-    Collective where it is partial.
+    Collective where the gradient's placements are others.
     """
     grad = parameter.grad
     if (
