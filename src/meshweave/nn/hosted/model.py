@@ -291,7 +291,10 @@ class HostedModel(ParallelModel):
         return out
 
     def dropping(self) -> AbstractContextManager[Any]:
-        """Return the context manager for a forward pass: `RankDropout.around` in training with dropout."""
+        """Return the context manager for a forward pass: `RankDropout.around` in training with dropout.
+
+        Else it is one that does nothing.
+        """
         return self._drops.around() if self._drops is not None and self.module.training else nullcontext()
 
     def prune(self, first: int, end: int) -> None:
@@ -340,7 +343,11 @@ class HostedHead(ParallelLinear):
         self._use = ParameterUse([entries_of([self])])
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Return this rank's part of the logits, of the tokens that get logits. Collective."""
+        """Return this rank's part of the logits (batch, sequence, words), of tokens that get logits. Collective.
+
+        x is its part of the residual (batch, sequence, hidden), of all tokens; see `Tokens.last` for which get
+        logits.
+        """
         rows, sizes = self._tokens.kept_rows(as_plain(x))
         if self.tied is not None:
             logits: Tensor = self.tied.logits(self.alone, rows, *sizes)

@@ -110,9 +110,10 @@ def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return `vocab_size` of a model's configuration, or the rows of its first embedding; 0 without an embedding.
+    """Return the words of a model: `vocab_size` of its configuration, or the rows of its first embedding.
 
-    It is no more than the table of tokens has rows, where the model says which that is.
+    0 if it has no embedding. It is no more than the table of tokens has rows, where the model says which that
+    is.
     """
     table = next((child for child in model.modules() if isinstance(child, nn.Embedding)), None)
     if table is None:

@@ -131,10 +131,13 @@ def _given(model: nn.Module, inputs: Sequence[Any] | Tensor, loss: LossOf | None
 
 
 class ModelPair:
-    """A model and its original, and what is needed to compare them. Arguments and errors are those of `prove`.
+    """A model and its original, and what is needed to compare them.
+
+    Further arguments and errors are those of `prove`.
 
     Args:
-        given: inputs with targets, of which loss and parts are replaced; None to generate them.
+        given: inputs with targets, whose `loss`, `parts` and `part` do not count: they follow from the others;
+            None to generate them.
     """
 
     def __init__(

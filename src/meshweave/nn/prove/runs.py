@@ -69,8 +69,9 @@ def settled_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def context_for(strategy: Any, device: torch.device) -> TorchContext:
-    """Return the context in which ranks compare: that of a strategy where there is one, else the device's
-    default.
+    """Return the context in which ranks compare.
+
+    It is that of a `LayerStrategy` for the device, or for None the default context of the device.
     """
     own = getattr(strategy, "context", None)
     context: TorchContext = own(device) if callable(own) else TorchContext.default(device)
@@ -78,9 +79,10 @@ def context_for(strategy: Any, device: torch.device) -> TorchContext:
 
 
 def free_bytes(device: torch.device, ranks: int) -> int:
-    """Return the free bytes of memory for all `ranks` of this host: on CUDA `ranks` times those of `device`.
+    """Return the bytes of memory that are free for `ranks` ranks of this host together.
 
-    2^62 where the system does not say.
+    On CUDA these are `ranks` times those of `device`, else those of the host; 2^62 where the system does not
+    say.
     """
     if device.type == "cuda":
         return ranks * int(torch.cuda.mem_get_info(device)[0])

@@ -66,7 +66,10 @@ class ShardPieces:
         return WrittenTensor(str(dtype).removeprefix("torch."), self.shape)
 
     def offer(self, name: str) -> list[Any]:
-        """Return [name, dtype, shape, boxes]: this rank's entry of a tensor for `share_out`."""
+        """Return [name, dtype, shape, boxes], this rank's entry of a tensor for `share_out`.
+
+        `dtype` is its name, `shape` that of the whole, and each box is [offsets, sizes].
+        """
         boxes = [[list(at), list(each.shape)] for at, each in zip(self.offsets, self.tensors, strict=True)]
         return [name, self.saved_as.dtype, list(self.shape), boxes]
 
