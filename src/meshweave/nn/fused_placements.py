@@ -55,7 +55,8 @@ def placed_linear(
         is_gather: whether rows are gathered before the product; else the result is scattered after it.
         name: of the function, for errors.
 
-    Raises LayoutError where placements are others, or leave a rank of a ring without rows.
+    Raises LayoutError where placements are others, leave a rank of a ring without rows, or divide a dim unevenly
+    otherwise than a ring does, of which the last rank alone has less.
     """
     last = x.ndim - 1
     placements = tuple(from_the_front(one, x.ndim, "x") for one in x.placements)

@@ -194,7 +194,8 @@ def multiply(
         shape: the global shape of the result, whose dims but the last are rows of the product.
         out: how the result is placed; without placements the cheapest ones are taken.
 
-    Raises LayoutError, BindError and UnsupportedError as `meshweave.matmul`.
+    Raises LayoutError, BindError and UnsupportedError where the product cannot be planned, see `plan_of`, and
+    RankLostError or DeadlineError where other ranks are missing or late.
     """
     if compat.is_traced(compat.local_tensor(a.tensor)):
         return _multiply_in_graph(a, b, shape, out, options)

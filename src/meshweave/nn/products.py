@@ -147,8 +147,10 @@ def prepare(
     """Bind a product and return it as a function of this rank's shards of A and B to that of C, in new memory.
 
     All ranks of the problem call it, and later that function. The context's cache counts the product as used at
-    this call only, and may drop it: a later call then binds it again. `rank` is global. Raises as
-    `prepare_cached`.
+    this call only, and may drop it: a later call then binds it again. `rank` is global.
+
+    Raises BindError where ranks are about to run different products or lack the memory, UnsupportedError where
+    the transport is not available, RankLostError or DeadlineError where other ranks are missing or late.
     """
     return prepare_cached(problem, tuned, rank, transport, context).value
 
