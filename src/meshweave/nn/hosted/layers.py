@@ -167,7 +167,11 @@ def passed(model: RunsLayers, number: int, x: Tensor, results: int) -> Any:
 
 
 class OtherStage(nn.Module):  # type: ignore[misc]
-    """Stands where another stage of a pipeline has layer `number`; `results` is as for `passed`."""
+    """Stands where another stage of a pipeline has layer `number`.
+
+    Args:
+        results: the length of the tuple that the layer returns; 0 for the residual alone.
+    """
 
     def __init__(self, number: int, model: RunsLayers, results: int) -> None:
         super().__init__()
