@@ -99,10 +99,13 @@ def function_of(handle: str) -> LocalFunction:
 
 
 class LocalOp:
-    """The ops `meshweave::NAME` and `meshweave::NAME_backward`, of any `LocalFunction`.
+    """The ops `meshweave::NAME` and `meshweave::NAME_backward` of any `LocalFunction`: op(function, inputs).
 
-    An op is opaque to torch.compile, autocast leaves it alone, and it is differentiable once. Ranks agree on the
-    order in which they call ops, and a compiler keeps it.
+    An op is opaque to torch.compile, autocast leaves it alone, and it is differentiable once. Ranks must call
+    ops in one order, and a compiler keeps the order of the program.
+
+    Args:
+        name: NAME, of no other op of this process.
     """
 
     def __init__(self, name: str) -> None:
@@ -195,8 +198,8 @@ _NUMBERS: dict[Hashable, int] = {}
 def number_of(value: Hashable) -> int:
     """Return the integer that stands for a value in the arguments of ops; it is the same for equal values.
 
-    Ops take it for what a module knows when it is made, such as a product at its site. A compiled graph holds
-    the integers. A value is kept as long as the process lives.
+    It is the same in this process only. A compiled graph holds it. The value is kept as long as the process
+    lives.
     """
     if value not in _NUMBERS:
         _NUMBERS[value] = len(_VALUES)
@@ -205,7 +208,7 @@ def number_of(value: Hashable) -> int:
 
 
 def value_of(number: int, kind: type[Value]) -> Value:
-    """Return the value to which `number_of` gave this number; it must be of class `kind`."""
+    """Return the value to which `number_of` gave this number. It is an assertion that it is of class `kind`."""
     value = _VALUES[number]
     assert isinstance(value, kind), (number, value)
     return value

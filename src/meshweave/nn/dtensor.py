@@ -59,14 +59,16 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 
 def layout_of(tensor: DTensor | compat.DTensorSpec, side: Side = "left") -> Layout:
-    """Return the layout of a DTensor on its ranks, seen as the matrix of `matrix_shape`, or as it is (`side`
-    None).
+    """Return the layout of a DTensor on its ranks, seen as the matrix of `matrix_shape`.
 
     The same spec gives the same Layout object as long as it is cached, and an equal one always.
 
+    Args:
+        side: "left" or "right" operand of a product, which counts for vectors; None keeps the dims as they are.
+
     Raises:
-        LayoutError: an operand has no dims; a placement has no counterpart here, which leaves Shard,
-            Replicate, Partial("sum") and _StridedShard; or strided shards of an uneven size that PyTorch,
+        LayoutError: an operand has no dims; a placement is none of Shard, Replicate, Partial("sum") and
+            _StridedShard; the spec lacks the shape; or strided shards are of an uneven size that PyTorch,
             which takes them for a shard order, would gather otherwise than it cut them.
     """
     spec = compat.spec_of(tensor) if isinstance(tensor, DTensor) else tensor
@@ -87,10 +89,15 @@ def layout_on(
     side: Side = "left",
     shard_order: compat.ShardOrder | None = None,
 ) -> Layout:
-    """Return the layout of a tensor of global `shape` with these placements on `device_mesh`, as `layout_of`.
+    """Return the layout of a tensor of global `shape` with these placements on `device_mesh`, as a matrix.
 
-    `shard_order` None applies them left to right. Raises LayoutError for another number of placements than mesh
-    dims, an order that does not fit them, and as `layout_of`.
+    Args:
+        side: "left" or "right" operand of a product, which counts for vectors; None keeps the dims as they are.
+        shard_order: for tensor dims (dim, the mesh dims that shard it, outermost first); None applies placements
+            from left to right.
+
+    Raises LayoutError for another number of placements than mesh dims, a placement that is none of Shard,
+    Replicate, Partial("sum") and _StridedShard, an order that does not fit them, or an operand without dims.
     """
     mesh = mesh_of(device_mesh)
     if len(placements) != len(mesh.shape):
@@ -134,7 +141,7 @@ class MatrixView:
 
     @property
     def order(self) -> tuple[int, int] | None:
-        """(1, 0) where a DTensor of two dims is column-major by its global strides; else None."""
+        """(1, 0) where a DTensor of two dims, before a transpose, is column-major by global strides; else None."""
         if self.tensor.ndim != 2:
             return None
         down, across = self.tensor.stride()
@@ -144,7 +151,7 @@ class MatrixView:
 def matrix_shape(shape: Sequence[int], side: Side = "left") -> tuple[int, int]:
     """Return (rows, columns) of the matrix that a product sees in a tensor of `shape`.
 
-    Leading dims are folded into rows.
+    All dims but the last are folded into rows. A vector of n is (1, n) with `side` "left", (n, 1) with "right".
 
     Raises LayoutError for a tensor without dims, and for `side` None.
     """

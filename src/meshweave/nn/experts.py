@@ -45,11 +45,13 @@ class DispatchHandle:
     """Where the rows of one dispatch came from, for `combine`.
 
     Attributes:
-        choices: the experts of each own token, (tokens, top_k).
-        counts: how many rows each expert gets from each rank, (experts, ranks), a numpy array.
+        choices: the global experts of each own token, (most tokens of any rank, top_k); -1 for none, for those
+            beyond the capacity, and in the rows after `num_tokens`, which are padding.
+        counts: how many rows each of all experts gets from each rank, within the capacity, (experts, ranks), a
+            numpy array; ranks in the order of `ExpertExchange`'s.
         rows_per_expert: how many rows each expert of this rank has, in the order of experts.
-        num_dropped: how many pairs of an own token and an expert were dropped.
-        num_tokens: how many tokens this rank has; `choices` may have more rows, all -1.
+        num_dropped: how many pairs of an own token and an expert were dropped, as beyond the capacity.
+        num_tokens: how many tokens this rank has.
         hidden, dtype: of the tokens; rows that are combined have the same.
     """
 
@@ -66,15 +68,17 @@ class ExpertExchange:
     """The ranks that have experts, and how rows go between them.
 
     Args:
-        ranks: global ranks; those of rank i of n are experts i E / n to (i + 1) E / n.
-        num_experts: E, a multiple of the ranks.
+        ranks: global ranks; those of rank i of n are experts i E / n to (i + 1) E / n, the last one excluded.
+        num_experts: E, a multiple of the number of ranks.
         entry: the name of the algorithm in `ALGORITHMS`, one for experts.
-        capacity: the most tokens that a rank sends to an expert; later ones are dropped. None drops none.
-        context: None takes the default one of `device`, which is used for nothing else.
+        capacity: the most tokens that a rank sends to an expert in one dispatch; later ones are dropped. None
+            drops none.
+        context: process groups, deadline and liveness; None takes the default context of `device`.
+        device: only chooses that default context.
 
     Raises:
         UnsupportedError: there is no such algorithm for experts, or it does not take these ranks.
-        LayoutError: the experts are no multiple of the ranks, the capacity takes none, or a rank repeats.
+        LayoutError: the experts are no multiple of the ranks, the capacity is below 1, or a rank repeats.
         BindError: this process is none of the ranks, or one of them is not there.
     """
 
@@ -130,11 +134,12 @@ class ExpertExchange:
     def combine(self, x: Tensor, handle: DispatchHandle, gates: Tensor | None = None) -> Tensor:
         """Return for each of this rank's tokens the sum of its rows, each times its gate, (tokens, hidden).
 
-        Collective.
+        Collective. A token all of whose choices are -1 or dropped gets 0.
 
         Args:
-            x: what experts made of the rows of the dispatch, in their order, as wide and of the same dtype.
-            gates: the weights of choices, (tokens, top_k), of the dtype of the tokens; None for 1.
+            x: what experts made of the rows of the dispatch, in their order, (rows, hidden) of the same dtype.
+            gates: the weight of each choice, (tokens, top_k), of the dtype of the tokens; None for 1. Those of
+                choices that are -1 or dropped do not count.
 
         Raises:
             LayoutError: rows or gates are not those of the dispatch.
@@ -211,15 +216,17 @@ class ExpertExchange:
     def run(
         self, part: Part, handle: DispatchHandle, hidden: int, tensors: dict[str, Tensor]
     ) -> BoundProgram:
-        """Run one exchange of rows and return the bound program; its outputs are "q0" (1, rows, hidden), or "y".
+        """Run one exchange of rows and return the bound program, whose buffers have the results.
 
-        Collective. Choices and counts are those of `handle`; "y" is (tokens, hidden).
+        Collective. Choices and counts of rows are those of `handle`. A tokens side has T rows, the most tokens
+        of any rank; an experts side has R rows, the most that any rank has for its experts.
 
         Args:
-            part: "dispatch", "combine" or "weighted_dispatch".
+            part: "dispatch": input "x" (T, hidden), output "q0" (1, R, hidden). "combine": inputs "z0"
+                (1, R, hidden) and "gates" (T, top_k), output "y" (T, hidden). "weighted_dispatch", the backward
+                pass of a combine: inputs "dy" (T, hidden) and "gates", output "q0".
             hidden: features of a row.
-            tensors: inputs by buffer, of one dtype: "x"; "z0" and "gates"; "dy" and "gates". They are padded by
-                `padded`, "z0" by `padded_rows`.
+            tensors: the inputs of `part` by name, of one dtype, padded by `padded`, "z0" by `padded_rows`.
 
         Raises:
             BindError: another rank refuses what it was given.
@@ -242,7 +249,10 @@ class ExpertExchange:
             return program.run({**tensors, "choices": handle.choices}, {"n0": handle.counts})
 
     def padded(self, tokens: Tensor, handle: DispatchHandle) -> Tensor:
-        """Return this rank's tokens, detached, padded with rows of zeros to the rank with most tokens."""
+        """Return `tokens` (tokens, ...) of this rank, or their gates, detached, padded with rows of zeros.
+
+        The result has as many rows as the rank of the dispatch with most tokens, at least 1.
+        """
         rows = handle.choices.shape[0]
         if tokens.shape[0] == rows:
             return tokens.detach().contiguous()

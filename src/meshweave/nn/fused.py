@@ -71,16 +71,15 @@ def linear_reduce_scatter(
         weight   (N, K / ranks)         (N, K)                     Shard(1)
         result   (..., d / ranks, N)    (..., d, N)                Shard(dim)
 
-    Each part of the result is computed by tiles, in an order that differs from rank to rank, and moves on as soon
-    as all its terms are there. Differentiable once: the gradient of x is `all_gather_linear`'s program, and that
-    of weight takes the rows that it gathers. Equal calls give equal bits.
+    Each part of the result is computed by tiles, in an order that differs from rank to rank, and moves on as
+    soon as all its terms are there. Differentiable once: the gradient of x is `all_gather_linear`'s program, and
+    that of weight takes the rows that it gathers. Equal calls give equal bits.
 
     DTensors may be on a mesh of several dims. On the others x may be sharded by rows, or weight by N (Shard(0)).
     All rings then run independently.
 
     Args:
-        x: the local tensor of each rank, or a DTensor.
-        weight: as x.
+        x, weight: the local tensors of each rank, or DTensors.
         dim: the dim of the result, not the last, that is scattered; its size in x is d. Where ranks do not divide
             it the last one has less, which needs an x of two dims.
         device_mesh: for local tensors, the mesh of one dim whose ranks are the ring; None for the default process
@@ -88,10 +87,11 @@ def linear_reduce_scatter(
         algorithm: "t3_ring", "t3_direct", "t3_copied"; without tiles "looped_reduce_scatter", "t3_sequential".
             `tune_fused` chooses by simulation.
         tiles: sizes and order of tiles; None for four tiles of whole rows to a part.
-        transport: as for `meshweave.matmul`.
+        transport: "messages", "shared" memory of one host, "mpi", "symmetric" memory on CUDA; "auto": shared
+            where the ranks are processes of one host with tensors on the CPU, else messages.
         products: "tracked", one Triton kernel that counts its tiles, in memory that ranks share; "library", a
             call of torch for each tile; "auto", tracked on CUDA where the kernel has the dtype.
-        context: as for `meshweave.matmul`.
+        context: process groups, deadline and liveness; by default those of the default process group.
 
     Raises:
         LayoutError: shapes or placements do not fit; some rank would have no rows, or parts would cut through d;
@@ -130,8 +130,20 @@ def all_gather_linear(
 
     Rows go around a ring, and those of a tile are multiplied as soon as they are there. Differentiable once: the
     gradient of x is `linear_reduce_scatter`'s program with `algorithm`; what was gathered is kept for that of
-    weight. Arguments and errors are those of `linear_reduce_scatter`; local tensors have one shape on all ranks.
-    `dim` is the dim of x that is gathered; for DTensors it follows from the placements of x, whatever `dim` is.
+    weight. Local tensors have one shape on all ranks.
+
+    Args:
+        x, weight: the local tensors of each rank, or DTensors.
+        dim: the dim of x, not the last, that is gathered; of DTensors it is the one that x shards, in any case.
+        algorithm: of the gradient of x, see `linear_reduce_scatter`.
+        device_mesh, tiles, transport, products, context: those of `linear_reduce_scatter`.
+
+    Raises:
+        LayoutError: shapes or placements do not fit, some rank would have no rows, `algorithm` or `products` has
+            no such value, or the ring has one rank.
+        BindError: dtypes differ, ranks are about to run different products, or there is no process group.
+        UnsupportedError: the transport, or "tracked" over it, is not available here; a second derivative.
+        RankLostError, DeadlineError: other ranks are missing or late.
     """
     options = _options(FusedOptions(algorithm, tiles or Tiles(), transport, products), context, x)
     name = "all_gather_linear"

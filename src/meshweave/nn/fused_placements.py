@@ -42,15 +42,21 @@ class PlacedLinear:
 def placed_linear(
     x: compat.DTensorSpec, weight: compat.DTensorSpec, dim: int, *, is_gather: bool, name: str
 ) -> PlacedLinear:
-    """Return the ring product of a linear layer of DTensors, and how its result and gradients are placed.
+    """Return the ring product x @ weight.T of DTensors, and how its result and gradients are placed.
+
+    On one mesh dim, the ring, x is sharded along a dim of rows and `weight` along dim 0 (with `is_gather`), or
+    both along their last dims (without). On each other mesh dim rows of x, or rows of `weight`, or neither are
+    sharded.
 
     Args:
+        x, weight: specs of (..., in features) and (out features, in features), on one mesh.
         dim: the dim of the result that is scattered; ignored with `is_gather`, where x is gathered along the dim
             that its own placements shard on the ring.
-        is_gather: whether rows are gathered before the product, and not scattered after it.
+        is_gather: whether rows are gathered before the product; else the result is scattered after it.
         name: of the function, for errors.
 
-    Raises LayoutError where placements are not those of one ring, or its parts are uneven.
+    Raises LayoutError where placements are others, leave a rank of a ring without rows, or divide a dim unevenly
+    otherwise than a ring does, of which the last rank alone has less.
     """
     last = x.ndim - 1
     placements = tuple(from_the_front(one, x.ndim, "x") for one in x.placements)

@@ -32,8 +32,9 @@ class FusedOptions:
     Attributes:
         algorithm: its name in `ALGORITHMS`.
         tiles: sizes and order of tiles, for algorithms that have tiles.
+        transport: how ranks reach what others hold; "auto" chooses.
         products: "tracked", one kernel that counts its tiles; "library", a call of torch for each tile; "auto",
-            tracked on CUDA where kernels have the dtype.
+            tracked on CUDA where kernels have the dtype and ranks share memory, else library.
     """
 
     algorithm: str
@@ -45,12 +46,12 @@ class FusedOptions:
 def bound_product(
     problem: UniversalProblem, options: FusedOptions, context: TorchContext
 ) -> CachedProgram[BoundProgram]:
-    """Return a product on a ring, bound to memory of its own. Collective unless the context has bound it already.
+    """Return a product on a ring, bound to memory of its own. Collective unless the context has it already.
 
     Raises:
         LayoutError: the algorithm does not take the layouts.
         BindError: ranks are about to run different products.
-        UnsupportedError: the transport is not available here.
+        UnsupportedError: the transport is not available here, or cannot run "tracked" products.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     key = "fused", problem, options
@@ -65,10 +66,16 @@ def bound_product(
 def prepare_fused(
     problem: UniversalProblem, options: FusedOptions, context: TorchContext
 ) -> CachedProgram[LocalProduct]:
-    """Return a product on a mesh of rings as a function of this rank's shards; bound unless the context has it.
+    """Return a product as a function of this rank's shards of A and B to that of C, bound where it is not yet.
 
-    All ranks of the problem call it. Each ring binds a program of its own. Raises as
-    `products.prepare_cached`.
+    The mesh of the problem is split into rings, each of which binds a program of its own. All ranks of the
+    problem call it.
+
+    Raises:
+        LayoutError: the algorithm does not take the layouts.
+        BindError: ranks are about to run different products.
+        UnsupportedError: the transport is not available here, or cannot run "tracked" products.
+        RankLostError, DeadlineError: other ranks are missing or late; the returned function raises them, too.
     """
     ring = next(ring for ring in ring_problems(problem) if context.rank in ring.ranks)
     key = "fused matmul", ring, options

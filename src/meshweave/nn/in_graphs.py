@@ -111,7 +111,10 @@ def traced_product(
 
     Args:
         key: says, with the context, which product it is; hashable, and equal text for equal keys.
-        title, shape, plan: as for `TracedProduct`.
+        title: what it multiplies, in words.
+        shape: of this rank's part of the result, (rows, columns).
+        plan: tunes and binds the product at its first run, all ranks together; outside of any trace.
+        a, b: this rank's shards of the operands.
     """
     known = context.cache(TracedProducts)
     product = known.get(key)

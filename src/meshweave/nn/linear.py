@@ -44,19 +44,21 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
     """A context in which `torch.nn.functional.linear` of DTensors, so `torch.nn.Linear`, is a `meshweave.matmul`.
 
     Input, weight and bias may have any placements; none is resharded, and the bias is added once, also where the
-    result is a partial sum. Under autograd each gradient has the placements of what it is of, with Replicate where
-    that is partial; `backward()` may be called inside or outside. Calls without DTensors are left alone, and so
-    are functions that torch computes in one piece, such as `torch.nn.functional.multi_head_attention_forward`.
-    What torch.autocast casts is cast.
+    result is a partial sum. Under autograd each gradient has the placements of what it is of, with Replicate
+    where that is partial; `backward()` may be called inside or outside. Calls without DTensors are left alone,
+    and so are functions that torch computes in one piece, such as
+    `torch.nn.functional.multi_head_attention_forward`. What torch.autocast casts is cast.
 
     Args:
         out: the placements of each result, one per dim of the input's device mesh; negative dims count from the
             last. None takes, for each kind of call, what is cheapest of Shard and Replicate.
-        transport: as for `meshweave.matmul`.
-        cluster: as for `meshweave.matmul`.
-        context: as for `meshweave.matmul`.
-        overlap: as for `meshweave.matmul`, but "fused" holds where a fused product takes the operands; other
-            layers are universal products.
+        transport: "messages", "shared" memory of one host, "mpi", "symmetric" memory on CUDA; "auto": shared
+            where all ranks are processes of one host with tensors on the CPU, else messages.
+        cluster: the machine, described or named as in the catalog, for which each product is tuned; None takes,
+            over messages, what moves fewest bytes.
+        context: process groups, deadline and liveness; by default those of the default process group.
+        overlap: "slices", by the universal product; "fused", tile by tile where a fused product takes the
+            operands, else "slices"; "auto", what is faster on `cluster`, "slices" without one.
         matmul: also do the matrix products of two DTensors, `a @ b`, `torch.matmul` and `torch.mm`, where b has
             two dims. For them `overlap` "fused" is "auto".
 

@@ -39,15 +39,19 @@ def matmul2d_of_dtensors(
     context: TorchContext | None,
     others: Sequence[str],
 ) -> DTensor:
-    """Return the product of two DTensors by a 2D algorithm; `meshweave.matmul` documents the arguments.
+    """Return the product of two DTensors by a 2D algorithm; `meshweave.matmul` documents the other arguments.
 
     Args:
+        out: None, or [Shard(0), Shard(1)], which the result has in any case.
         others: the names of options of the universal product that the caller has given too; any is refused.
 
     Raises:
-        LayoutError: operands that no dataflow has, `out` other than [Shard(0), Shard(1)], or any of `others`.
-
-    Raises also as `matmul2d`.
+        LayoutError: operands that no dataflow has, `out` other than [Shard(0), Shard(1)], any of `others`, or an
+            algorithm that shards otherwise.
+        UnsupportedError: there is no such algorithm.
+        BindError: operands differ in dtype, or have one that no program has; `slices` has no such value; another
+            rank refuses the product, or is in another call; there is no process group.
+        RankLostError, DeadlineError: other ranks are missing or late.
     """
     if torch.compiler.is_dynamo_compiling():
         number = -1 if context is None else context.number

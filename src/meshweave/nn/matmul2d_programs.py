@@ -42,13 +42,13 @@ def backward_problem(forward: Matmul2dProblem, name: PassName) -> Matmul2dProble
 
 
 def product_program(problem: Matmul2dProblem, name: str, config: Matmul2dConfig, ring_ways: int) -> Program:
-    """Return the program that `matmul2d` runs for an algorithm.
+    """Return the program that `matmul2d` runs for the algorithm `name`.
 
     It has no more slices than the sliced dim has elements. Collectives are rings in `ring_ways` directions; 0
     leaves them collectives.
 
-    Raises LayoutError where the algorithm shards otherwise than [Shard(0), Shard(1)], UnsupportedError where there
-    is none of that name.
+    Raises LayoutError where the algorithm shards otherwise than [Shard(0), Shard(1)], UnsupportedError where
+    there is none of that name.
     """
     if config.slice_count > problem.sliced_size:
         config = replace(config, slices=config.slices[: problem.sliced_size])

@@ -51,11 +51,12 @@ class MatmulOptions:
 
     Attributes:
         stationary: the operand that is not moved in the forward pass; None leaves that to the tuner.
-        rates: those of the cluster that the caller names, or None.
+        rates: those of the cluster that the caller names; None if it names none.
         default_rates: the rates that decide between products that move equally many bytes, without a cluster.
         schedule, limits: in which order ranks issue their steps, and how many at once.
-        overlap: "fused" is refused where no fused product takes the operands, unless `is_lenient`.
-        cluster: what the caller names, by which fused products are simulated.
+        overlap: how communication is hidden: "slices", "fused" or "auto" of `meshweave.matmul`. "fused" is
+            refused where no fused product takes the operands, unless `is_lenient`: it is then "slices".
+        cluster: what the caller names, on which fused products are simulated; None if it names none.
     """
 
     stationary: Operand | None
@@ -170,7 +171,7 @@ class MatmulPlan:
 
 
 def as_dtensor(local: Tensor, shape: tuple[int, ...], spec: compat.DTensorSpec) -> DTensor:
-    """Return the DTensor of a local matrix, whose rows are all dims but the last of the local part's `shape`."""
+    """Return the DTensor of spec `spec` whose local part is the matrix `local`, viewed as `shape`."""
     if len(shape) != 2:
         local = local.view(shape)
     return compat.from_spec(local, spec)
@@ -181,13 +182,21 @@ class _Plans(dict[Any, MatmulPlan]):
 
 
 class Calls(dict[Any, MatmulPlan]):
-    """The plans of a context by the arguments of a call of `matmul` that needs no gradient."""
+    """The plans of a context by the arguments of those calls of `matmul` that need no gradient."""
 
 
 def multiply(
     a: MatrixView, b: MatrixView, shape: torch.Size, out: ShardSpec, options: MatmulOptions
 ) -> DTensor:
-    """Return the product of two matrices outside autograd; arguments as for `plan_of`. Collective."""
+    """Return the product of two matrices outside autograd. Collective.
+
+    Args:
+        shape: the global shape of the result, whose dims but the last are rows of the product.
+        out: how the result is placed; without placements the cheapest ones are taken.
+
+    Raises LayoutError, BindError and UnsupportedError where the product cannot be planned, see `plan_of`, and
+    RankLostError or DeadlineError where other ranks are missing or late.
+    """
     if compat.is_traced(compat.local_tensor(a.tensor)):
         return _multiply_in_graph(a, b, shape, out, options)
     return plan_of(a, b, shape, out, options).run(a.local, b.local)
@@ -231,7 +240,12 @@ def plan_of(
         shape: the global shape of the result, whose dims but the last are rows of the product.
         out: how the result is placed; without placements the cheapest ones are taken.
 
-    Raises LayoutError, BindError and UnsupportedError as `matmul`.
+    Raises:
+        LayoutError: sizes, meshes or placements do not fit each other, or `options` ask for a fused product and
+            none takes the operands.
+        BindError: ranks are about to run different products.
+        UnsupportedError: the transport is not available here.
+        RankLostError, DeadlineError: other ranks are missing or late.
     """
     specs = compat.spec_of(a.tensor), compat.spec_of(b.tensor)
     key = specs, a.is_transposed, b.is_transposed, shape, out, options

@@ -24,8 +24,8 @@ class UniversalParallel(ParallelStyle):  # type: ignore[misc]
         style = mw.nn.UniversalParallel(weight=[Shard(0), Shard(1)], input=[Shard(0), Shard(2)])
         parallelize_module(model, mesh, {"layers.*.mlp.up_proj": style})
 
-    Weight and bias become DTensors with the given placements. The layer is then the universal product: nothing of
-    the input is redistributed, only what a rank needs and does not have is moved. torch's ColwiseParallel and
+    Weight and bias become DTensors with the given placements. The layer is then the universal product: nothing
+    of the input is redistributed, only what a rank needs and does not have is moved. torch's ColwiseParallel and
     RowwiseParallel take a mesh of one dim, and redistribute whole operands.
 
     Args:
@@ -34,9 +34,11 @@ class UniversalParallel(ParallelStyle):  # type: ignore[misc]
             input that is a DTensor keeps its own.
         output: placements of the result; None takes what is cheapest of Shard and Replicate.
         use_local_output: whether the result is this rank's part as a plain tensor.
-        transport: as for `meshweave.matmul`.
-        cluster: as for `meshweave.matmul`.
-        context: as for `meshweave.matmul`.
+        transport: "messages", "shared" memory of one host, "mpi", "symmetric" memory on CUDA; "auto": shared
+            where all ranks are processes of one host with tensors on the CPU, else messages.
+        cluster: the machine, described or named as in the catalog, for which products are tuned; None takes,
+            over messages, what moves fewest bytes.
+        context: process groups, deadline and liveness; by default those of the default process group.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ Order = tuple[int, int] | None
 class Matrix:
     """An operand as a product sees it: its layout, and its global (rows, columns).
 
-    `order` has its dims from the outermost to the innermost in memory: (1, 0), or None for row-major.
+    `order` is (1, 0) where it is column-major in memory, None where it is row-major.
     """
 
     layout: Layout
@@ -56,7 +56,10 @@ class Matrix:
 
 
 def problem_of(a: Matrix, b: Matrix, c: Layout, dtype: torch.dtype) -> UniversalProblem:
-    """Return the problem of multiplying two operands into layout `c`. Raises LayoutError where they do not fit."""
+    """Return the problem of multiplying two operands into layout `c`; `dtype` is that of all three.
+
+    Raises LayoutError where they do not fit.
+    """
     (m, k), (_, n) = a.shape, b.shape
     return UniversalProblem(m, n, k, a.layout, b.layout, c, DTYPES[dtype], (a.order, b.order, None))
 
@@ -75,11 +78,18 @@ def tune(
 ) -> TunedUniversal:
     """Return how to compute a product over a transport: the stationary operand, slices and order.
 
-    With the caller's `rates`, it is what is estimated to be fastest. Without any, and not in shared memory, it is
-    what moves least, which is never more than DTensor moves, and of several the fastest at `default_rates`. In
-    shared memory moving is cheaper than computing twice, so it is again the fastest, without `rates` at those of a
-    host; but one that moves nothing is preferred to one that is faster by less than the fences take
-    (`FENCES_S`). Schedule and limits change none of that.
+    With the caller's `rates`, it is what is estimated to be fastest. Without any, and not in shared memory, it
+    is what moves fewest bytes, which is never more than DTensor moves, and of several the fastest at
+    `default_rates`. In shared memory moving is cheaper than computing twice, so it is again the fastest, without
+    `rates` at those of a host; but one that moves nothing is preferred to one that is faster by less than the
+    fences take (`FENCES_S`).
+
+    Args:
+        rates: FLOP/s and bytes/s that the caller gave; None if it gave none.
+        default_rates: taken for `rates` None; not with the transport "shared".
+        stationary: the operand that must stay; None for any.
+        schedule: how the local products of a rank are ordered.
+        limits: the most products, fetches and accumulates of one stage of that order.
     """
     search = partial(tune_universal, problem, stationary=stationary, schedule=schedule, limits=limits)
     if transport != "shared":
@@ -105,8 +115,12 @@ def cheapest(
 ) -> int:
     """Return the index of the product that costs least; the first of equals.
 
-    Bytes or time come first as in `tune`, at the same rates. Each product is priced with one number of slices, and
-    in shared memory without the preference of `tune` for what moves nothing.
+    Without the caller's `rates`, and not in shared memory, fewest moved bytes come first, then the time at
+    `default_rates`. Otherwise it is the estimated time, then bytes; in shared memory, without `rates`, at rates
+    of a host. Each product is priced with four slices.
+
+    Args:
+        stationary: the operand that must stay; None for any.
     """
     if len(problems) == 1:
         return 0
@@ -130,9 +144,13 @@ LocalProduct = Callable[[Tensor, Tensor], Tensor]
 def prepare(
     problem: UniversalProblem, tuned: TunedUniversal, rank: int, transport: Transport, context: TorchContext
 ) -> LocalProduct:
-    """Bind a product and return it as a function of this rank's shards; see `prepare_cached`, which `matmul` uses.
+    """Bind a product and return it as a function of this rank's shards of A and B to that of C, in new memory.
 
-    The context's cache counts it as used at this call only, and may drop it: a later call then binds it again.
+    All ranks of the problem call it, and later that function. The context's cache counts the product as used at
+    this call only, and may drop it: a later call then binds it again. `rank` is global.
+
+    Raises BindError where ranks are about to run different products or lack the memory, UnsupportedError where
+    the transport is not available, RankLostError or DeadlineError where other ranks are missing or late.
     """
     return prepare_cached(problem, tuned, rank, transport, context).value
 
@@ -142,10 +160,15 @@ def prepare_cached(
 ) -> CachedProgram[LocalProduct]:
     """Bind a product at its first use in a context, or the first since it was dropped; every rank does so.
 
-    What is returned holds a function from this rank's shards of A and B to that of C, in new memory.
+    What is returned has in `value` a function from this rank's shards of A and B to that of C, in new memory;
+    all ranks call it.
 
-    Where nothing has to move, and in shared memory, operands are read where the caller has them. Other transports
-    copy them into buffers of the program.
+    Where nothing has to move, and in shared memory, operands are read where the caller has them. Other
+    transports copy them into buffers of the program.
+
+    Args:
+        tuned: how it is computed, as `tune` returns it; the same on all ranks.
+        rank: this one, global.
 
     Raises:
         BindError: ranks are about to run different products; nothing has moved then. Some rank has no memory

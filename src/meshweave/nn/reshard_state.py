@@ -58,8 +58,8 @@ def reshard_state_dict(
     Entries may lie on different meshes, such as the stages of a pipeline. All ranks give all names, and a rank
     outside the mesh of an entry gives the DTensor without elements that it has there, see `reshard`.
 
-    A plain tensor, such as the `step` of an optimizer, counts as replicated over all source meshes. It must be the
-    same on all their ranks, and arrives as a plain tensor of the same dtype and device on every destination
+    A plain tensor, such as the `step` of an optimizer, counts as replicated over all source meshes. It must be
+    the same on all their ranks, and arrives as a plain tensor of the same dtype and device on every destination
     rank. A rank that is only a destination gives any tensor of its shape and dtype.
 
     Args:
@@ -73,18 +73,21 @@ def reshard_state_dict(
             is the program itself.
         into: tensors that get the results, such as the parameters of a receiver, by some or all of the names;
             they must have the shape, dtype and placements asked for, and no memory in common with `state`.
-        cluster: as for `reshard`.
-        context: as for `reshard`.
+        cluster: the machine, described or named as in the catalog, rank r being its chip r, the same on all
+            ranks; None takes rates of the catalog inside and between the hosts that ranks say they are on.
+        context: process groups, deadline and liveness; by default those of the default process group.
 
     Returns:
         The state dict, nested as `state` and in its order, with the tensors of `into` or contiguous ones in new
         memory. None is differentiable. Outside the destination mesh tensors have no elements.
 
     Raises:
-        LayoutError: as `reshard`; or there is no DTensor, an entry is of another type, one of `into` does not
-            fit, or `extra_bytes` is not enough.
-        BindError: as `reshard`, or a plain tensor differs between source ranks.
-        DescriptionError, RankLostError, DeadlineError: as `reshard`.
+        LayoutError: a mesh or placements do not fit a tensor, there is no DTensor, an entry is of another type,
+            one of `into` does not fit, or `extra_bytes` is not enough.
+        BindError: a dtype does not move; there is no process group; ranks ask for different reshards, one of
+            them refuses, or is in another call; or a plain tensor differs between source ranks.
+        DescriptionError: there is no such cluster.
+        RankLostError, DeadlineError: other ranks are missing or late.
     """
     session = ReshardSession.of(device_mesh, cluster, context)
     into = {} if into is None else into

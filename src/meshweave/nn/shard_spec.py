@@ -73,7 +73,11 @@ class ShardSpec:
     def layout(self, shape: Sequence[int], side: Side = "left") -> Layout:
         """Return the layout of a tensor of global `shape`.
 
-        Raises LayoutError where it has none; see `layout_of`.
+        Args:
+            side: "left" or "right" operand of a product, as whose matrix the tensor is seen; None keeps the
+                dims as they are.
+
+        Raises LayoutError where the placements do not fit the shape, or a layout has no counterpart of one.
         """
         assert self.placements is not None
         # First, for torch makes no spec of what does not fit, in other words.
@@ -81,9 +85,10 @@ class ShardSpec:
         return layout_of(self.torch_spec(shape, torch.float32), side)
 
     def torch_spec(self, shape: Sequence[int], dtype: torch.dtype) -> compat.DTensorSpec:
-        """Return torch's spec of a row-major tensor of global `shape`.
+        """Return torch's DTensorSpec of a row-major tensor of global `shape`.
 
-        Raises UnsupportedError where this version of torch lacks what that needs; see `compat.make_spec`.
+        Raises UnsupportedError where this version of torch has no such spec, or none with a shard order and this
+        has one.
         """
         assert self.placements is not None
         return compat.make_spec(self.device_mesh, self.placements, shape, dtype, self.shard_order)

@@ -67,7 +67,10 @@ class _ResolvedTransports(dict[tuple[int, ...], Resolved]):
 
 
 def resolve(transport: Transport, ranks: tuple[int, ...], context: TorchContext) -> Resolved:
-    """Return the transport that `ranks` use; collective among them at their first "auto" in a context.
+    """Return the transport that `ranks` use: `transport` itself, or what "auto" is for them.
+
+    That is "shared" where they are processes of one host that can share memory, on CPUs, else "messages".
+    Collective among them at their first "auto" in a context.
 
     Raises:
         UnsupportedError: there is no such transport.
@@ -88,8 +91,12 @@ def resolve(transport: Transport, ranks: tuple[int, ...], context: TorchContext)
 def memory_of(transport: Resolved, ranks: tuple[int, ...], context: TorchContext) -> RemoteMemory:
     """Return the remote memory of a transport other than messages, opened at its first use.
 
-    Collective among `ranks` for shared memory, among all ranks of the context for the others. Raises as
-    `open_memory`.
+    Collective at that use: among `ranks` for shared memory, among all ranks of the context for the others.
+
+    Raises:
+        UnsupportedError: such memory is not available here.
+        BindError: some ranks cannot have it.
+        RankLostError, DeadlineError: other ranks are missing or late.
     """
     assert transport != "messages"
     memories = context.cache(_Memories)

@@ -92,13 +92,14 @@ def feature_parts(
 
     Args:
         operand: (..., inner features), what the linear layer after them is given.
-        points: as for `head_columns`.
+        points: per linear layer its result, or what a norm of whole rows makes of it, in the graph of `operand`.
+        where: the name of the feed-forward part, for errors.
 
     Returns:
         Per linear layer (parts, unit): how many matrices lie side by side, and how many columns a feature has
             in each.
 
-    Raises UnsupportedError, naming `where`, where they lie otherwise.
+    Raises UnsupportedError where they lie otherwise.
     """
     features = operand.shape[-1]
     of_points: dict[str, set[tuple[int, int]]] = {}

@@ -36,7 +36,10 @@ class InnerForm:
     unit: int = 1
 
     def columns(self, features: range, inner: int) -> Tensor:
-        """Return the positions along `dim` of the inner features `features`, where there are `inner` in all."""
+        """Return the positions (positions,) along `dim` of inner features `features`, of `inner` in all.
+
+        They are ordered by matrix, then feature, then element.
+        """
         own = [
             part * inner * self.unit + feature * self.unit + at
             for part in range(self.parts)
@@ -114,14 +117,16 @@ def own_call(
     index: Tensor,
     gates: Tensor,
 ) -> Tensor:
-    """Return the result of a module of experts, by its own code, with `parameters` in place of its own.
+    """Return the result (rows, hidden) of a module of experts, by its own code, with `parameters` for its own.
 
     Args:
         own: the module, without parameters; its attributes are changed during the call.
         part: what a trace shows of it.
-        parameters: by name.
+        parameters: by name, of all experts or of some, with all or some of their inner features.
         sizes: how many experts the parameters are of, and how many inner features of each.
-        x, index, gates: the rows, and for each the experts chosen and their weights.
+        x: (rows, hidden).
+        index, gates: for each row the experts chosen, counted from the first of `parameters`, and their
+            weights, (rows, choices).
     """
     names = {"x": x, "index": index, "gates": gates}
     attributes = own.__dict__

@@ -72,7 +72,9 @@ class HostedExperts(nn.Module):  # type: ignore[misc]
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Return what the experts make of this rank's tokens of the residual, in their shape. Collective.
 
-        Operands are those of the model's own class. Raises LayoutError as `BoundaryMoves.to_residual`.
+        Operands are those of the model's own class: the tokens, the experts chosen for each and their gates.
+
+        Raises LayoutError where, on CPUs, copies of a token were sent to different experts.
         """
         values = [*given, *named.values()]
         at = places_of(values)
@@ -211,10 +213,13 @@ class BoundaryMoves:
         )
 
     def to_experts(self, tokens: Tokens, x: Tensor, index: Tensor, gates: Tensor) -> list[Tensor]:
-        """Return the rows, choices and gates (tokens, ...) that this rank's experts compute with. Collective.
+        """Return [rows, choices, gates], (tokens, ...) each, of the tokens that this rank's experts take.
+
+        Collective.
 
         Args:
-            x, index, gates: those of this rank's tokens in the residual.
+            x, index, gates: of this rank's tokens in the residual the features (..., hidden), the indices of the
+                experts chosen (tokens, choices), and their weights (tokens, choices).
         """
         moved = []
         for each in (x, gates):
@@ -230,13 +235,13 @@ class BoundaryMoves:
     def to_residual(self, tokens: Tokens, made: Tensor, index: Tensor, chosen: Tensor) -> Tensor:
         """Return this rank's shard (tokens, hidden) of the residual, from what experts made. Collective.
 
-        On CPUs, where ranks have terms of a sum, numbers that stand for each token's choices are summed with them
-        and compared.
+        On CPUs, where ranks have terms of a sum, numbers that stand for each token's choices are summed with
+        them and compared.
 
         Args:
-            made: the experts' results.
-            index: the choices by which experts computed.
-            chosen: those of this rank's router.
+            made: the experts' results (tokens, hidden), for the tokens that `to_experts` returned.
+            index: the choices that `to_experts` returned, (tokens, choices).
+            chosen: those of this rank's router for its tokens in the residual.
 
         Raises LayoutError, where it is compared, if ranks that share each expert have chosen others.
         """

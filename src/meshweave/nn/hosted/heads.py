@@ -53,7 +53,7 @@ def take_heads(
 
 
 def local_heads(columns: HeadColumns, units: int, tokens: Tokens) -> tuple[int, int]:
-    """Return (first, end) of the heads that this rank has; `units` is as for `take_heads`."""
+    """Return (first, end) of the heads that this rank has, of `units` equal runs of consecutive heads."""
     per_unit = columns.heads // units
     return tokens.strategy.span(Side("inner", units, per_unit), tokens.strategy.roles.core(True))
 

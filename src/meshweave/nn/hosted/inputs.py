@@ -42,18 +42,28 @@ class HostedArguments(ForwardArguments):
     def inputs(
         self, tokens: Tensor | None, args: tuple[Any, ...], given: dict[str, Any], targets: Tensor | None
     ) -> CallInputs:
-        """Return what a call computes with, as `ForwardArguments.inputs` does.
+        """Return what a call computes with beside its tokens.
 
         In evaluation without gradients a call with labels returns logits beside the loss, as in transformers.
+
+        Args:
+            tokens: the first argument.
+            args, given: further arguments, by their places and by names.
+            targets: per token the one that is to be predicted; None to make them of labels.
+
+        Raises:
+            LayoutError: tokens are no tensor, there are too many arguments, targets and labels are both given,
+                or an argument is of another form.
+            UnsupportedError: an argument would change the result, and is not computed.
         """
         made = super().inputs(tokens, args, given, targets)
         is_evaluated = not self.module.training and not torch.is_grad_enabled()
         return replace(made, with_logits=is_evaluated and targets is None and made.targets is not None)
 
     def takes(self, name: str, value: Any, tokens: Tensor) -> bool:
-        """Return whether a call computes with an argument.
+        """Return whether a call of `tokens` (batch, sequence) computes with the argument `name` of this value.
 
-        Raises LayoutError or UnsupportedError for a value of one that it takes but does not compute.
+        Raises LayoutError or UnsupportedError for a value that is not computed of an argument that is.
         """
         if name in ("attention_mask", "position_ids"):
             return self.strategy.roles.ring_axis is None and self._takes_rows(name, value, tokens)
@@ -111,7 +121,11 @@ class HostedArguments(ForwardArguments):
             )
 
     def call_inputs(self, tokens: Tensor, targets: Tensor | None, taken: Mapping[str, Any]) -> CallInputs:
-        """Return what a call computes with: `targets`, and `taken`, the arguments that it takes, by name.
+        """Return what a call on `tokens` (batch, sequence) computes with.
+
+        Args:
+            targets: per token the one that is to be predicted; None where logits are wanted.
+            taken: by name, the other arguments of the call, for which `takes` is true.
 
         Raises LayoutError where a mask is not of all tokens, UnsupportedError for `logits_to_keep` with targets.
         """
@@ -139,7 +153,7 @@ class HostedArguments(ForwardArguments):
         """Return the arguments of the model's own forward pass by name, for this rank's sequences of the batch.
 
         Args:
-            inputs: those of the call.
+            inputs: those of the call, whole.
             batch: sequences of all ranks. Tensors with as many rows are cut; others are given whole.
         """
         rows: AxisDims = tuple(dim if dim == "batch" else "" for dim in self.strategy.roles.core(True))
@@ -195,7 +209,7 @@ def lacking_tokens(strategy: LayerStrategy) -> str:
 
 
 def splits_rows(strategy: LayerStrategy) -> bool:
-    """Return whether the sequences of a batch are split over ranks, in attention."""
+    """Return whether ranks have different sequences of the batch, in attention."""
     return num_parts(strategy.roles.core(True), strategy.mesh.shape, ("batch",)) > 1
 
 

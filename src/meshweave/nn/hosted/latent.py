@@ -95,7 +95,10 @@ class HostedLatent(OwnModule):
         self._back = PlacedMove(strategy, side, terms(core, ("inner",)), residual)
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
-        """Return the latent features of the tokens that this rank's heads compute with. Collective."""
+        """Return the latent features of the tokens that this rank's heads compute with. Collective.
+
+        `given` and `named` are the arguments of the linear layer: this rank's part of the residual.
+        """
         rows: Tensor = super().forward(*(as_plain(each) for each in given), **named)
         moved: Tensor = MovedRows.apply(rows, self._there, self._back, *self._tokens.sizes)
         return moved

@@ -56,7 +56,9 @@ class LayerReplacements:
         self.shares_heads = any(dim == "inner" for dim in self.roles.core(True))
 
     def plan(self) -> ParameterUse:
-        """Add a replacement for each module of the layer with parameters to `new`; return their parameters.
+        """Add a replacement for each module of the layer with parameters to `new`, and changes to `then`.
+
+        Returns the parameters of the replacements, to be gathered for a pass through the layer.
 
         Raises LayoutError or UnsupportedError where ranks cannot share the layer.
         """

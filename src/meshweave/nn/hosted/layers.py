@@ -41,7 +41,8 @@ class RunsLayers(Protocol):
         tokens: those of the step that runs.
         span: which layers run.
         recompute: whether the backward part computes layers again.
-        throughout: the parameters that a call uses until its end.
+        blocks: all layers, in order.
+        throughout: parameters that stay gathered from their first use in a call of the model to its end.
     """
 
     anatomy: Anatomy
@@ -53,7 +54,10 @@ class RunsLayers(Protocol):
     throughout: ThroughoutUse
 
     def dropping(self) -> AbstractContextManager[Any]:
-        """Return the context manager for a forward pass: `RankDropout.around` in training with dropout."""
+        """Return the context manager for a forward pass: `RankDropout.around` in training with dropout.
+
+        Else it is one that does nothing.
+        """
 
 
 class StopError(Exception):
@@ -69,7 +73,8 @@ class HostedLayer:
 
     Attributes:
         use: its parameters.
-        opens, is_followed: as those of `ParallelBlock`.
+        opens: whether a forward pass gathers the parameters of all its modules together.
+        is_followed: whether other layers run between its forward and its backward part.
     """
 
     def __init__(self, layer: nn.Module, number: int, model: RunsLayers, use: ParameterUse) -> None:
@@ -162,7 +167,11 @@ def passed(model: RunsLayers, number: int, x: Tensor, results: int) -> Any:
 
 
 class OtherStage(nn.Module):  # type: ignore[misc]
-    """Stands where another stage of a pipeline has layer `number`; `results` is as for `passed`."""
+    """Stands where another stage of a pipeline has layer `number`.
+
+    Args:
+        results: the length of the tuple that the layer returns; 0 for the residual alone.
+    """
 
     def __init__(self, number: int, model: RunsLayers, results: int) -> None:
         super().__init__()
@@ -176,7 +185,11 @@ class OtherStage(nn.Module):  # type: ignore[misc]
             return getattr(model.blocks[number], name)
 
     def forward(self, x: Tensor | None = None, *given: Any, **named: Any) -> Any:
-        """Return what `passed` does. Raises StopError where a forward pass stops before the first layer."""
+        """Return the residual in the form of the layer's results: x, or the first named argument.
+
+        For the last layer, where a span begins after it, this is the residual that the span is given. Raises
+        StopError where a forward pass stops before the first layer.
+        """
         number, model, results = self._stands
         x = next(iter(named.values())) if x is None else x
         if model.span.end == 0:

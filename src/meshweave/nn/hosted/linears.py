@@ -23,7 +23,8 @@ class HostedLinear(ParallelLinear):
     """A linear layer in the place of the model's own, called with an operand alone.
 
     Args:
-        options: those of `ParallelLinear`.
+        name: that of the layer in the model.
+        options: further arguments of `ParallelLinear`: `place`, `units`, `is_attention`.
     """
 
     def __init__(self, linear: nn.Module, tokens: Tokens, name: str, **options: Any) -> None:
@@ -60,7 +61,7 @@ class HostedLinear(ParallelLinear):
         return None if bool((order == torch.arange(len(order))).all()) else order
 
     def bias_rows(self) -> Tensor:
-        """Return the indices of the layer's columns that this rank has, in the order of `FeatureUnits.table`."""
+        """Return the indices of the layer's columns that this rank has, unit by unit in the order of `table`."""
         assert self.table is not None
         side, dims = self.bias_placement()
         start, stop = (end // side.unit for end in self.layer_strategy.span(side, dims))
@@ -107,10 +108,13 @@ class HostedGroup:
 
 
 def units_of(columns: HeadColumns, strategy: LayerStrategy, where: str) -> int:
-    """Return the number of units of attention: equal runs of consecutive heads, of which a rank has whole ones.
+    """Return into how many equal runs of consecutive heads attention is cut, of which each rank has whole ones.
 
-    Units are the groups of heads that share keys and values; where ranks cannot share these evenly, but smaller
-    runs, those.
+    A run is a group of heads that share keys and values. Where ranks cannot share the groups evenly, but can
+    share equal parts of groups, it is such a part, whose keys and values several ranks then have.
+
+    Args:
+        where: the name of the module of attention, for errors.
 
     Raises LayoutError where a rank would have no heads: the model's own code does not run without.
     """

@@ -200,13 +200,22 @@ class HostedModel(ParallelModel):
     # --- running --------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return this rank's part of the residual before the first layer, of tokens (batch, sequence)."""
+        """Return this rank's part of the residual before the first layer (batch, sequence, hidden).
+
+        `tokens` are those of all ranks, (batch, sequence).
+        """
         return self._through(tokens, None, LayerSpan(0, 0))
 
     def run_blocks(
         self, x: Tensor, batch: int, sequence: int, blocks: Iterable[nn.Module] | None = None
     ) -> Tensor:
-        """Return this rank's part of the residual after consecutive layers `blocks`; None for all layers."""
+        """Return this rank's part of the residual after consecutive layers `blocks`; None for all layers.
+
+        Args:
+            x: this rank's part of the residual before them, (batch, sequence, hidden).
+            batch: sequences of all ranks.
+            sequence: tokens of each.
+        """
         numbers = [self.blocks.index(block) for block in (self.blocks if blocks is None else blocks)]
         if not numbers:
             return x
@@ -214,7 +223,10 @@ class HostedModel(ParallelModel):
         return self._through(self._any_tokens(x, batch, sequence), x, span)
 
     def local_logits(self, x: Tensor, batch: int, sequence: int) -> Tensor:
-        """Return this rank's part of the logits, from its part x of the residual after the last layer."""
+        """Return this rank's part of the logits (batch, sequence, words) of all tokens.
+
+        x is its part of the residual after the last layer. `batch` and `sequence` are those of all ranks.
+        """
         span = LayerSpan(len(self.blocks), len(self.blocks))
         return self._through(self._any_tokens(x, batch, sequence), x, span)
 
@@ -279,7 +291,10 @@ class HostedModel(ParallelModel):
         return out
 
     def dropping(self) -> AbstractContextManager[Any]:
-        """Return the context manager for a forward pass: `RankDropout.around` in training with dropout."""
+        """Return the context manager for a forward pass: `RankDropout.around` in training with dropout.
+
+        Else it is one that does nothing.
+        """
         return self._drops.around() if self._drops is not None and self.module.training else nullcontext()
 
     def prune(self, first: int, end: int) -> None:
@@ -328,7 +343,11 @@ class HostedHead(ParallelLinear):
         self._use = ParameterUse([entries_of([self])])
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Return this rank's part of the logits, of the tokens that get logits. Collective."""
+        """Return this rank's part of the logits (batch, sequence, words), of tokens that get logits. Collective.
+
+        x is its part of the residual (batch, sequence, hidden), of all tokens; see `Tokens.last` for which get
+        logits.
+        """
         rows, sizes = self._tokens.kept_rows(as_plain(x))
         if self.tied is not None:
             logits: Tensor = self.tied.logits(self.alone, rows, *sizes)

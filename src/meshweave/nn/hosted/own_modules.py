@@ -36,9 +36,11 @@ def without_parameters(module: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]
 
 
 def kept_whole(strategy: LayerStrategy, whole: Tensor, dims: AxisDims) -> KeptParameter:
-    """Return how `whole` is kept: whole on every rank, its gradient summed along axes that split `dims`.
+    """Return how a parameter is kept: whole on every rank, its gradient summed along axes that split `dims`.
 
-    `dims` is the layout of what it is computed with.
+    Args:
+        whole: the parameter.
+        dims: for each mesh axis, which dim it splits of what the parameter is computed with.
     """
     nowhere = strategy.roles.nowhere
     layout = ParameterLayout(tuple(Side("", int(size)) for size in whole.shape), nowhere)
@@ -147,7 +149,10 @@ class OwnTable(OwnModule):
         self._tokens, self._name = tokens, name
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
-        """Return this rank's part of the rows."""
+        """Return this rank's part (..., sequence, hidden) of the rows that the module's own code makes.
+
+        Raises LayoutError for a position that there is no row for.
+        """
         try:
             rows: Tensor = super().forward(*given, **named)
         except IndexError as error:

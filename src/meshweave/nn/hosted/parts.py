@@ -16,7 +16,9 @@ class ModelNames:
     """The names of modules that every causal language model has.
 
     Attributes:
-        embedding, layers, head: as `ModelMap` has them.
+        embedding: the table of words.
+        layers: the list of layers.
+        head: the linear layer that makes logits.
         positions: always "": the model's own code computes with positions.
     """
 
@@ -32,11 +34,11 @@ class LinearPart:
 
     Attributes:
         path: its name in the layer.
-        enters: whether it enters the inner features, or leaves them.
-        is_attention: whether these are heads.
+        enters: whether it makes inner features, and does not lead from them back to the residual.
+        is_attention: whether its inner features are those of heads, and not of a feed-forward part.
         parts, unit: of one that enters a feed-forward part: how many matrices lie side by side in its columns, and
             how many consecutive columns an inner feature has in each.
-        leaving: of one that enters, the linear layer that it leads to.
+        leaving: of one that enters, the path of the linear layer that its result goes to; "" for others.
     """
 
     path: str

@@ -26,7 +26,12 @@ class HostedRouter(OwnModule):
 
     @classmethod
     def of(cls, module: nn.Module, tokens: Tokens, name: str, config: Any) -> nn.Module:
-        """Return the replacement of a router, or another module that computes on whole rows of the residual."""
+        """Return the replacement of `module`: a router, or what else computes on whole rows of the residual.
+
+        Args:
+            name: that of the module in the model.
+            config: the model's configuration, of which `output_router_logits` is read at each call.
+        """
         own = OwnModule(module, tokens.strategy, name, tokens.strategy.roles.residual)
         own.__class__ = cls
         be_instance_of(own, module)
@@ -36,7 +41,8 @@ class HostedRouter(OwnModule):
     def forward(self, *given: Any, **named: Any) -> Any:
         """Return the module's own results for this rank's rows.
 
-        With `output_router_logits` in the configuration, the logits that come first are those of all tokens.
+        With `output_router_logits` in the configuration, the logits that come first are those of all tokens, and
+        it is collective.
         """
         out = OwnModule.forward(self, *given, **named)
         if not getattr(self._config, "output_router_logits", False) or not isinstance(out, tuple):

@@ -53,9 +53,9 @@ def likely_cause(
     """Return text on what likely makes a tensor differ.
 
     Args:
-        samples: those of each rank, by rank.
-        wrong: the ranks whose shards are wrong.
-        lines: the ranks along each axis of the mesh, and all of them.
+        samples: those of each rank, by global rank.
+        wrong: the ranks whose shards are wrong, at least one.
+        lines: groups of ranks over which a sum may be missing: along each axis of a mesh, and each whole mesh.
         hint: what is known of where the tensor is computed; the answer where nothing explains the values.
         near: the relative difference up to which values count as equal.
     """

@@ -32,7 +32,8 @@ def check_layers(
     """Prove that a strategy computes what the model's own forward pass does, on reduced copies. Collective.
 
     Each kind of layer is proved in a copy of the model with that layer alone, in which attention windows and the
-    original context length are shorter than the inputs; then the first layers of different kinds in one copy.
+    original context length are shorter than the inputs; then the first layers of up to three kinds, at least two
+    layers, in one copy.
 
     Args:
         make: parallelises a copy, in place, and returns what `parallelize` returns.

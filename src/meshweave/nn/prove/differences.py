@@ -113,7 +113,10 @@ class Compared:
         return self.actual.of(self.wanted) if fits and len(shape) == self.actual.values.ndim else self.wanted
 
     def digest(self) -> tuple[int, int]:
-        """Return (number of the shard, checksum of its values): copies of a shard must agree. -0 counts as 0."""
+        """Return (number of the shard, checksum of its values); copies of a shard must agree. -0 counts as 0.
+
+        (0, 0) where this rank has none.
+        """
         if self.actual is None:
             return 0, 0
         return self.actual.key, int(checksum(self.actual.values + 0))

@@ -29,7 +29,7 @@ class Given:
         inputs: arguments of the module, each with the batch as its first dim.
         targets: for each token the one to predict, or `IGNORED`; None where inputs are no tokens.
         loss: how to get the loss of a module; None for the cross entropy of its logits with `targets`, or a
-            weighted sum of its output without.
+            weighted mean of its output without.
         parts: the number of data-parallel ranks, over which the rows are split as by
             `torch.tensor_split`.
         part: which of these parts this rank takes.
@@ -110,9 +110,10 @@ def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return `vocab_size` of a model's configuration, or the rows of its first embedding; 0 if it has none.
+    """Return the words of a model: `vocab_size` of its configuration, or the rows of its first embedding.
 
-    It is no more than the table of tokens has rows, where the model says which that is.
+    0 if it has no embedding. It is no more than the table of tokens has rows, where the model says which that
+    is.
     """
     table = next((child for child in model.modules() if isinstance(child, nn.Embedding)), None)
     if table is None:
@@ -129,8 +130,11 @@ def vocabulary_of(model: nn.Module) -> int:
 def outputs_of(module: nn.Module, given: Given) -> dict[str, Tensor]:
     """Return the results of a module by name: "logits", or "output" where `given` has no targets; and "loss".
 
-    Where the module takes labels or targets and returns a loss, that is "loss of labels" or "loss of targets".
-    With `given.loss` there is "loss" alone. Of DTensors the whole is returned, which is collective.
+    "loss" is what `loss_of` makes of these. Where the module itself takes labels or targets and returns a loss,
+    that stands beside it, as "loss of labels" or "loss of targets". With `given.loss` there is "loss" alone,
+    what that returns. Of DTensors the whole is returned, which is collective.
+
+    Raises UnsupportedError where the module returns neither a tensor nor logits.
     """
     if given.loss is not None:
         return {"loss": whole(given.loss(module, *given.inputs))}
@@ -187,7 +191,11 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def loss_of(out: Tensor, targets: Tensor | None) -> Tensor:
-    """Return the cross entropy of logits `out`; without targets for them a weighted mean of its elements."""
+    """Return the mean cross entropy of logits `out` (..., words) with `targets` (...), less those `IGNORED`.
+
+    Where there are no targets, or of another shape, it is the mean of all elements times fixed weights between
+    -1 and 1, which are the same for each row.
+    """
     if targets is not None and out.shape[:-1] == targets.shape:
         logits = out if out.dtype == torch.float64 else out.float()
         return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)

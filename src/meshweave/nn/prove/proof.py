@@ -87,17 +87,18 @@ def prove(
 
     Compared are, in this order: each rank's part of every parameter and buffer with that part of the original's;
     outputs and loss; the gradient of each parameter, with dropout off; and the bits of gradients on ranks that
-    have the same part, so that copies stay equal when an optimizer steps. Both run in double precision where the
-    parameters are modules' own and memory allows, else in their own type, and then what rounding explains is
-    measured on the original. Weights, gradients, states and random numbers are left as they were.
+    have the same part, so that copies stay equal when an optimizer steps. Both run in double precision where
+    memory allows and neither FSDP2, DDP nor a gradient hook of others manages the parameters, else in their own
+    type, and then what rounding explains is measured on the original. Weights, gradients, states and random
+    numbers are left as they were.
 
     Args:
         model: the original, whole and with the same weights, on every rank.
         parallelised: what `parallelize` returned, or a module with parameters under the same names: DTensors (of
             `parallelize_module`, `fully_shard`, or both) or plain copies (DDP).
         inputs: what both are called with, equal on all ranks, the batch as first dim; None for generated tokens.
-        loss: called with a module and its inputs, returns the loss; None for the cross entropy of logits, or a sum
-            of outputs.
+        loss: called with a module and its inputs, returns the loss; None for the cross entropy of logits, or a
+            weighted mean of the output where inputs are no tokens.
         data_mesh: the ranks that take rows of their own; None for those of FSDP2 or DDP, else none.
         after_backward: called with the parallelised module after its backward pass: what a training loop does with
             gradients before the optimizer steps, such as sums over ranks.
@@ -130,10 +131,13 @@ def _given(model: nn.Module, inputs: Sequence[Any] | Tensor, loss: LossOf | None
 
 
 class ModelPair:
-    """A model and its original, and what is needed to compare them. Arguments and errors are those of `prove`.
+    """A model and its original, and what is needed to compare them.
+
+    Further arguments and errors are those of `prove`.
 
     Args:
-        given: inputs with targets, of which loss and parts are replaced; None to generate them.
+        given: inputs with targets, whose `loss`, `parts` and `part` do not count: they follow from the others;
+            None to generate them.
     """
 
     def __init__(

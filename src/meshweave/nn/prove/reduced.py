@@ -117,6 +117,8 @@ def reduced(
 ) -> nn.Module:
     """Return a copy of a model with some of its layers and random weights, without memory for the rest.
 
+    The copy is in training mode, and its dropout probabilities are 0.
+
     Args:
         chosen: the indices of the layers, in order.
         words: of the vocabulary; the model's own where it has no more.

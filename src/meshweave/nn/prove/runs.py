@@ -19,7 +19,14 @@ from meshweave.nn.prove.state import WIDE
 
 @dataclass(frozen=True)
 class ModelRun:
-    """Values and gradients of one run of a model, whether random numbers were drawn, and the narrowest type."""
+    """What one run of a model gave.
+
+    Attributes:
+        values: outputs and losses by name, as `given.outputs_of` names them: "logits", "loss" and the like.
+        grads: by name of parameter; None for one that got no gradient.
+        drew: whether random numbers were drawn.
+        narrowest: the floating type of fewest bits that a module returned; float64 where none was looked for.
+    """
 
     values: dict[str, Tensor]
     grads: dict[str, Tensor | None]
@@ -47,9 +54,9 @@ def narrowest_seen() -> Iterator[list[torch.dtype]]:
 
 
 def settled_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return a parameter's gradient with the parameter's placements; None where it has none.
+    """Return a parameter's gradient, of a DTensor with the parameter's placements; None where it has none.
 
-    Collective where it is partial.
+    Collective where the gradient's placements are others.
     """
     grad = parameter.grad
     if (
@@ -62,8 +69,9 @@ def settled_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def context_for(strategy: Any, device: torch.device) -> TorchContext:
-    """Return the context in which ranks compare: that of a strategy where there is one, else the device's
-    default.
+    """Return the context in which ranks compare.
+
+    It is that of a `LayerStrategy` for the device, or for None the default context of the device.
     """
     own = getattr(strategy, "context", None)
     context: TorchContext = own(device) if callable(own) else TorchContext.default(device)
@@ -71,9 +79,10 @@ def context_for(strategy: Any, device: torch.device) -> TorchContext:
 
 
 def free_bytes(device: torch.device, ranks: int) -> int:
-    """Return the free bytes of memory for all `ranks` of this host: on CUDA `ranks` times those of `device`.
+    """Return the bytes of memory that are free for `ranks` ranks of this host together.
 
-    2^62 where the system does not say.
+    On CUDA these are `ranks` times those of `device`, else those of the host; 2^62 where the system does not
+    say.
     """
     if device.type == "cuda":
         return ranks * int(torch.cuda.mem_get_info(device)[0])

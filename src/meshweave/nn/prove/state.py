@@ -80,7 +80,7 @@ def prepared(
 ) -> Iterator[None]:
     """Run the block with a module without dropout, and without gradients so far; then restore all of it.
 
-    Gradients are computed in it, also under `torch.no_grad()`.
+    Gradients are computed in it, also under `torch.no_grad()`. Random numbers are drawn from a fixed seed.
 
     Args:
         dtype: of parameters, buffers and computation; None as they are. Must be None for modules under FSDP2

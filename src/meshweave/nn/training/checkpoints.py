@@ -289,7 +289,11 @@ class Checkpoints:
         return None
 
     def notes(self, step: int) -> dict[str, Any]:
-        """Return the `notes` that `save` was given at a step. All ranks call it; raises as `manifest`."""
+        """Return the `notes` that `save` was given at a step. Collective.
+
+        Raises CheckpointError, on all ranks, where that checkpoint is not whole or the last `save` failed;
+        RankLostError or DeadlineError where other ranks are missing or late.
+        """
         return dict(self.manifest(step).notes)
 
     def manifest(self, step: int, fits: Callable[[Manifest], dict[str, Any]] | None = None) -> Manifest:
@@ -300,8 +304,9 @@ class Checkpoints:
                 take the checkpoint, else with "unused", the indices in `Manifest.tensors` of those that it does
                 not take. None for no such test.
 
-        Raises CheckpointError on all ranks where it is not whole, one of them cannot take it, or all leave the
-        same tensor unused; and what `wait` raises.
+        Raises CheckpointError on all ranks where it is not whole, ranks see different ones, one of them cannot
+        take it, all leave the same tensor unused, or the last `save` failed; RankLostError or DeadlineError
+        where other ranks are missing or late.
         """
         self.wait()
         round_ = self._rounds.begin(f"all ranks to look at the checkpoint of step {step}")
@@ -383,9 +388,10 @@ class Checkpoints:
         return dict(manifest.notes)
 
     def refuse_together(self, step: int, wrong: str) -> None:
-        """Raise CheckpointError on all ranks where one gives in `wrong` what is wrong with a checkpoint.
+        """Raise CheckpointError on all ranks where one gives text in `wrong`, and not "" for nothing wrong.
 
-        Collective. "" is for nothing wrong on this rank.
+        Collective. The message is "the checkpoint of step N in FOLDER", then `wrong`, such as "cannot be saved:
+        ...".
         """
         wrong = f"{self._there.named(step)} {wrong}" if wrong else ""
         self._rounds.agree(

@@ -112,7 +112,7 @@ def write_synced(
 
 
 def check_bytes(folder: int, manifest: Manifest, share: int, num_shares: int, tick: Tick) -> None:
-    """Check the CRC-32 of this rank's share of a checkpoint's files: number `share`, from 0, of `num_shares`.
+    """Check the CRC-32 of every `num_shares`-th file of a checkpoint, in order of names, from number `share` on.
 
     Args:
         folder: a descriptor of the folder.
@@ -157,11 +157,11 @@ class _Overlap:
 
 
 def load_pieces(folder: int, manifest: Manifest, pieces: Mapping[str, ShardPieces], tick: Tick) -> None:
-    """Read the boxes of a checkpoint's tensors that `pieces` have into them.
+    """Read from a checkpoint the elements of `pieces` into their tensors, whatever boxes it was saved in.
 
     Args:
         folder: a descriptor of the folder.
-        pieces: by name, boxes of tensors on this rank, which are written.
+        pieces: for names of tensors in the manifest, the boxes that this rank has, which are written.
         tick: called now and then, between reads.
 
     Raises CheckpointError where a file cannot be read to its end; some tensors are overwritten then.

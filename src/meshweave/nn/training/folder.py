@@ -35,12 +35,12 @@ _NAME = re.compile(r"step-([0-9]{8,16})(\.new|\.part|\.old)?")
 
 
 def folder_name(step: int) -> str:
-    """Return the name of the folder of a whole checkpoint."""
+    """Return the name of the folder of a whole checkpoint, such as step-00000007."""
     return f"step-{step:08d}"
 
 
 def part_name(step: int) -> str:
-    """Return the name of the folder that a checkpoint is written into."""
+    """Return the name of the folder that a checkpoint is written into, such as step-00000007.part."""
     return f"{folder_name(step)}.part"
 
 
@@ -180,9 +180,11 @@ def remove(path: Path) -> None:
 def make_whole(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into a checkpoint's `.part` folder, and rename that to the name of a whole checkpoint.
 
+    An earlier checkpoint of the same step is removed after that.
+
     Raises:
-        CheckpointError: a file is not there as its rank has written it, or the manifest could not be read
-            again.
+        CheckpointError: the folder has other files than the manifest lists, or one of another size; or the
+            manifest could not be read again.
         OSError: it cannot be written.
     """
     part, final = folder / part_name(manifest.step), folder / folder_name(manifest.step)
@@ -254,13 +256,15 @@ class FolderLock:
 
     @classmethod
     def take(cls, folder: Path, holder: Any, is_busy: Callable[[Any], bool]) -> None:
-        """Take the lock on a folder for `holder`, unless it has it already.
+        """Take the lock on a folder for `holder`, until that is garbage-collected; does nothing where it has it.
+
+        Another holder in this process loses it, unless that is saving now.
 
         Args:
-            is_busy: called with another holder of this process; returns whether that is saving now.
+            is_busy: called with the other holder; returns whether that is saving now.
 
         Raises:
-            CheckpointError: another process, or another holder, saves into the folder.
+            CheckpointError: another process has the lock, or another holder of this one is saving.
             OSError: the folder cannot be opened.
         """
         status = folder.stat()

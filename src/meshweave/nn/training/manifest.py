@@ -160,7 +160,7 @@ class Manifest:
 
 
 def checked_step(step: int) -> int:
-    """Return `step` as an int. Raises CheckpointError where it is no integer that may number a checkpoint."""
+    """Return `step` as an int. Raises CheckpointError where it is no integer of 0 to `MAX_STEP` - 1."""
     try:
         if isinstance(step, bool):
             raise TypeError
@@ -173,7 +173,7 @@ def checked_step(step: int) -> int:
 
 
 def file_name(rank: int) -> str:
-    """Return the name of the file that a rank writes."""
+    """Return the name of the file that a global rank writes, such as rank-00003.bin."""
     return f"rank-{rank:05d}.bin"
 
 

@@ -45,7 +45,8 @@ class ShardPieces:
         """Return the boxes of this rank's shard of a DTensor; none on a rank outside of its mesh.
 
         Args:
-            ranges: for each dim of the whole the (start, stop) ranges that the shard has.
+            ranges: for each dim of the whole the (start, stop) ranges that the shard has, in the order in which
+                they lie in the shard. There is a box for each choice of a range per dim, but for empty ones.
         """
         local = compat.local_tensor(tensor).detach()
         if tensor.device_mesh.get_coordinate() is None:
@@ -65,12 +66,15 @@ class ShardPieces:
         return WrittenTensor(str(dtype).removeprefix("torch."), self.shape)
 
     def offer(self, name: str) -> list[Any]:
-        """Return [name, dtype, shape, boxes]: this rank's entry of a tensor for `share_out`."""
+        """Return [name, dtype, shape, boxes], this rank's entry of a tensor for `share_out`.
+
+        `dtype` is its name, `shape` that of the whole, and each box is [offsets, sizes].
+        """
         boxes = [[list(at), list(each.shape)] for at, each in zip(self.offsets, self.tensors, strict=True)]
         return [name, self.saved_as.dtype, list(self.shape), boxes]
 
     def copied(self, box: SavedBox) -> Tensor:
-        """Return a copy, on the CPU, of one of these boxes."""
+        """Return a copy, on the CPU, of that one of these tensors which has the offsets and sizes of `box`."""
         wanted = box.offsets, box.sizes
         boxes = ((at, tuple(each.shape)) for at, each in zip(self.offsets, self.tensors, strict=True))
         tensor = self.tensors[next(number for number, each in enumerate(boxes) if each == wanted)]
@@ -82,10 +86,14 @@ Saved: TypeAlias = Tensor | ShardPieces
 
 
 def pieces_of(name: str, value: Saved) -> ShardPieces:
-    """Return the boxes that this rank has of a tensor.
+    """Return the boxes that this rank has of a tensor; a plain tensor is one box, the whole.
 
-    Raises CheckpointError where a checkpoint cannot hold it: no tensor, another dtype, layout or placement,
-    or on meta.
+    Args:
+        name: of the tensor, for errors.
+
+    Raises CheckpointError where a checkpoint cannot hold it: it is no tensor, is on the meta device, is sparse
+    or a subclass that wraps tensors, or has a dtype or placements that checkpoints do not have; or the name is
+    no str.
     """
     if type(name) is not str:
         raise CheckpointError(f"{printable(repr(name))} is no name of a tensor, which is a str")
@@ -119,7 +127,8 @@ def share_out(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, WrittenTensor]
     A box that several ranks have goes to the one of them that has fewest bytes to write so far.
 
     Args:
-        offers: of each rank, (name, dtype, shape, boxes as (offsets, sizes)) of each tensor.
+        offers: by rank, for each of its tensors (name, dtype, shape of the whole, boxes as (offsets, sizes)), as
+            `ShardPieces.offer` returns it.
 
     Raises CheckpointError where ranks differ in what a tensor is, or do not have all of it.
     """

@@ -55,7 +55,7 @@ class AgreementRound:
             signed_store(self._context.deadline_s).set(self._name(name), json.dumps(words))
 
     def tick(self) -> None:
-        """Tell the others that this rank is at work; does nothing within a fixed time of the last call."""
+        """Tell the others through the store that this rank is at work; at most once in `_TICK_S` seconds."""
         now = time.monotonic()
         if now - self._ticked_at < _TICK_S:
             return
@@ -80,9 +80,10 @@ class AgreementRound:
                     store.delete_key(self._name(name))
 
     def wait_for(self, names: Sequence[int | str]) -> list[Any]:
-        """Return what is written under each of `names`, once all of it is there.
+        """Return what is written under each of `names` (see `give`), once all of it is there.
 
-        Raises RankLostError where a rank died, DeadlineError where one neither came nor worked in time.
+        Raises RankLostError where a rank died; DeadlineError where a rank that has yet to write did neither that
+        nor `tick` in time.
         """
         seen: dict[int, tuple[int, float]] = {}  # of ranks at work: how far they were when, as seen here
         stalled_s = max(STALLED_S, self._context.deadline_s)
@@ -121,10 +122,13 @@ class AgreementRound:
         return now - seen[rank][1] < within_s
 
     def is_at_work(self, within_s: float, seen: dict[int, tuple[int, float]]) -> bool:
-        """Return whether any other rank that has yet to write has made progress in the last `within_s` seconds.
+        """Return whether another rank has ticked in the last `within_s` seconds, as far as this one has seen.
+
+        Only ranks that have yet to `give` count; where all have, rank 0, which has yet to conclude.
 
         Args:
-            seen: what earlier calls have seen, by rank; empty at first, and updated.
+            seen: for each rank the last tick that earlier calls saw, and when on the monotonic clock, in
+                seconds; {} at first, and updated. A tick that it lacks counts as made now.
         """
         return any(rank != self._rank and self._works(rank, seen, within_s) for rank in self._unheard())
 
@@ -160,7 +164,7 @@ class Rounds:
         self._ended.append(round_)
 
     def agree(self, round_: AgreementRound, topic: str, words: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the `words` of each rank in a round, by rank in ascending order. Collective.
+        """Return each rank's `words` of a round, with `topic` in them, by rank in ascending order. Collective.
 
         Args:
             topic: what it is about, which must be the same on all ranks.
@@ -168,7 +172,7 @@ class Rounds:
 
         Raises:
             CheckpointError: a rank refuses, or ranks are about different things; on all ranks the same.
-            RankLostError, DeadlineError: ranks neither came nor worked.
+            RankLostError, DeadlineError: other ranks are lost, or neither gave their words nor ticked in time.
         """
         round_.give({**words, "topic": topic})
         said = round_.wait_for(range(self._context.num_ranks))

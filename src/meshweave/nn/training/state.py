@@ -72,10 +72,13 @@ class TrainingState:
             self._ranges |= _fused_ranges(module)
 
     def save(self, checkpoints: Checkpoints, step: int, notes: Mapping[str, Any] | None = None) -> None:
-        """Save the state after `step` steps; `notes` are kept with it.
+        """Save the state after `step` steps in the background, with `notes`, which are JSON values. Collective.
 
-        Collective. Raises as `Checkpoints.save`, and CheckpointError on all ranks where the optimizer of one has
-        a parameter of none of the modules.
+        Raises:
+            CheckpointError: on all ranks, where one of them has what cannot be saved, or an optimizer with a
+                parameter of none of its modules; where another job saves into the folder; or where the save
+                before this one failed.
+            RankLostError, DeadlineError: other ranks are missing or late, also in the save before this one.
         """
         tensors = {**self._model(), f"random.{self._rank}": torch.get_rng_state(), **self._of_devices()}
         wrong = ""
@@ -101,8 +104,9 @@ class TrainingState:
         here afterwards.
 
         Args:
-            casts: see `Checkpoints.load`.
-            extra: as there.
+            casts: whether a tensor of one floating-point dtype may be loaded into another.
+            extra: whether the checkpoint may have tensors that no rank takes; or a function of a tensor's name
+                that says it of that one.
 
         Raises:
             CheckpointError: the checkpoint is harmed, or of another model or optimizer; on all ranks, and

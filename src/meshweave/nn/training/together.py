@@ -21,7 +21,7 @@ class FolderTogether:
         self._rank, self._num_ranks = rank, num_ranks
 
     def wrong_in(self, act: Callable[[], object]) -> str:
-        """Call `act`, which works in the folder; return its error as text, "" where it succeeds."""
+        """Call `act`, which works in the folder; return the text of any Exception that it raises, "" for none."""
         try:
             act()
         except CheckpointError as error:
@@ -59,9 +59,10 @@ class FolderTogether:
         return path
 
     def changed(self, step: int, manifest: Manifest | None = None) -> str:
-        """Return text on which file of a checkpoint has other bytes than were written, "" where none has.
+        """Return text on why a checkpoint is not as it was written, the same on all ranks; "" where it is.
 
-        Collective. Each rank reads some of the files.
+        Collective. Each rank reads some of the files. The reason is a file with another CRC-32, one that is
+        missing or cannot be read, or another manifest than `manifest`.
 
         Args:
             manifest: which the checkpoint must have; None takes the one that is there.
@@ -80,9 +81,9 @@ class FolderTogether:
         return f"{self.named(step)} {reason}" if reason else ""
 
     def other_whole(self, step: int) -> str:
-        """Return text on the last saved other checkpoint whose bytes are all as written; "" without any.
+        """Return "; that of step N is whole" for another checkpoint than that of `step`, "" without. Collective.
 
-        Collective.
+        It is the last saved one whose bytes are all as they were written.
         """
         round_ = self._rounds.begin("the first rank to look for another checkpoint")
         words: dict[str, Any] = {}

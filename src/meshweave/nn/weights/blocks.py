@@ -23,7 +23,9 @@ Block = tuple[Runs, ...]
 
 
 def block_of(name: str, tensor: Tensor) -> Block:
-    """Return the part of a tensor that this rank has, as ranges of each dim; all of one that is no DTensor.
+    """Return the part of a tensor that this rank has: for each dim its (start, stop) ranges, in their order here.
+
+    All of a tensor that is no DTensor; no ranges in any dim on a rank outside of a DTensor's mesh.
 
     Raises LayoutError, naming the tensor, where it is a partial sum, or its placements have no layout.
     """

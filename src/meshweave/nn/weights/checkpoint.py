@@ -43,9 +43,13 @@ class Checkpoint:
         return tuple(self._part(name).get_shape())
 
     def read(self, name: str, block: Block) -> Tensor:
-        """Return the part `block` of a tensor, on the CPU; only its bytes are read. A block () is all of it.
+        """Return a part of a tensor, in the shape of the part, on the CPU; only its bytes are read.
 
-        Raises KeyError where there is none of the name.
+        Args:
+            block: for each dim the (start, stop) ranges of positions of the part, in their order in it; () for
+                the whole tensor.
+
+        Raises KeyError where there is no tensor of the name.
         """
         if not block:
             whole: Tensor = self._opened(name).get_tensor(name)

@@ -93,13 +93,14 @@ def load_weights(
 ) -> LoadReport:
     """Fill the parameters and buffers of a module from safetensors; each rank reads what it has, without messages.
 
-    Tensors may be DTensors with any placements but partial ones, in a stage of a pipeline or all of a model. Tied
-    ones are read once, under whichever name the checkpoint has. Names with and without the prefix of a Hugging
-    Face model's base are the same. Values are cast to the dtypes of the module.
+    Tensors may be DTensors with any placements but partial ones, in a stage of a pipeline or all of a model.
+    Tied ones are read once, under whichever name the checkpoint has. Names with and without the prefix of a
+    Hugging Face model's base are the same. Values are cast to the dtypes of the module.
 
     Args:
         path: a .safetensors file, or a folder with model.safetensors or with model.safetensors.index.json.
-        mapping: where a tensor is stored under another name, or transposed.
+        mapping: a dict or function from a tensor's name in the module to its name in the checkpoint, or to a
+            `StoredTensor`, where it is stored transposed; None, or no entry, for its own name.
         device: where tensors go that are on the meta device. None is the CPU.
         strict: whether a tensor that the checkpoint does not have is an error, once all others are filled; extra
             ones never are.

@@ -95,7 +95,10 @@ class RankSavePretrained:
 
 
 def bytes_of(size: int | str) -> int:
-    """Return the bytes of a size: an integer from 1 on, or text as "5GB". Raises LayoutError for others."""
+    """Return a size in bytes, given as an integer from 1 on, or as text such as "5GB" (10^9) or "1GiB" (2^30).
+
+    Raises LayoutError for others.
+    """
     if type(size) is int and size > 0:
         return size
     text = size if isinstance(size, str) else ""

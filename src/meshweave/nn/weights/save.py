@@ -55,14 +55,15 @@ def save_weights(
 ) -> tuple[Path, ...]:
     """Write the tensors of a module, whole, as safetensors; all ranks call it, each with what it has of the model.
 
-    Ranks that see the folder of rank 0 write the files by turns; the others send them their parts, each part once,
-    one file's tensors at a time: no rank has more than `file_bytes` of others. Stages of a pipeline give their own
-    modules. A tied tensor is written once, under its first name. Files appear under their names only when all are
-    complete, the index after them; files of an earlier checkpoint in the folder go last. Where it has files of the
-    same names, its index goes before these are replaced, so that no reader takes some of each.
+    Ranks that see the folder of rank 0 write the files by turns; the others send them their parts, each part
+    once, one file's tensors at a time: no rank has more than `file_bytes` of others. Stages of a pipeline give
+    their own modules. A tied tensor is written once, under its first name. Files appear under their names only
+    when all are complete, the index after them; files of an earlier checkpoint in the folder go last. Where it
+    has files of the same names, its index goes before these are replaced, so that no reader takes some of each.
 
     Args:
-        mapping: where a tensor is to be stored, as for `load_weights`.
+        mapping: a dict or function from a tensor's name in the module to the name to store it under, or to a
+            `StoredTensor`, to store it transposed; None, or no entry, for its own name.
         file_bytes: the most bytes of tensors in one file, but for a larger tensor, which has one of its own.
             Several files get an index.
         context: liveness of waits for other ranks, and the deadline of those that are silent; default: that of the

@@ -31,7 +31,11 @@ Mapped = Mapping[str, str | StoredTensor] | Callable[[str], str | StoredTensor] 
 
 
 def stored_as(mapping: Mapped, name: str) -> StoredTensor:
-    """Return under which name, and whether transposed, tensor `name` of a module is in a checkpoint."""
+    """Return under which name, and whether transposed, tensor `name` of a module is in a checkpoint.
+
+    `mapping` is a dict or function from names in the module to names in the checkpoint, or to a `StoredTensor`.
+    None, and a dict without an entry, mean the tensor's own name.
+    """
     mapped: str | StoredTensor = name
     if mapping is not None:
         mapped = mapping(name) if callable(mapping) else mapping.get(name, name)
@@ -47,9 +51,10 @@ class ModuleTensor:
     owners: tuple[tuple[nn.Module, str], ...]
 
     def fill(self, part: Tensor, device: torch.device | str | None) -> None:
-        """Set this rank's shard to `part`.
+        """Copy `part`, of the shape of this rank's shard, into it; values are cast to its dtype.
 
-        A tensor on meta gets memory on `device`, None for the CPU, under all its names.
+        A tensor on meta gets memory on `device`, None for the CPU, under all its names. On a rank that has no
+        elements of it `part` is not read.
         """
         own = compat.local_tensor(self.tensor) if isinstance(self.tensor, DTensor) else self.tensor.detach()
         if not own.numel():  # on a rank outside of its mesh torch has (0,) for it, of whatever dims it is
