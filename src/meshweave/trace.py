@@ -54,7 +54,7 @@ class Span:
 
     @property
     def activity(self) -> Literal["compute", "move", "communicate"]:
-        """Return "compute" for products and calls, "move" for copies and additions, else "communicate"."""
+        """Return "compute" for matmul and call ops, "move" for copy, add and zero ops, else "communicate"."""
         if self.kind in ("matmul", "call"):
             return "compute"
         return "move" if self.kind in COMPUTE_KINDS else "communicate"
@@ -62,11 +62,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Counter:
-    """Values over time of one rank: each holds from its time to the next.
+    """Values over time of one rank, such as GB/s of memory requests: each value holds from its time to the next.
 
     Attributes:
-        times_ps: ascending.
-        values: by series, as many as there are times.
+        times_ps: when values begin to hold, ascending.
+        values: by the name of each series, one value for each time.
     """
 
     rank: int
@@ -118,14 +118,21 @@ class Trace(Shown):
         return to_s(num_common(compute, communicate))
 
     def exposed_s(self, rank: int) -> float:
-        """Return the seconds in which `rank` communicates without computing."""
+        """Return the seconds in which an op of `rank` communicates while no product or call of it runs.
+
+        Time in copies and additions alone, or between ops, does not count here; `Simulation.exposed_s` counts
+        it.
+        """
         communicate = union(
             (s.start_ps, s.end_ps) for s in self.spans if s.rank == rank and s.kind not in COMPUTE_KINDS
         )
         return to_s(num_indices(communicate)) - self.overlap_s(rank)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the trace as JSON values, counters left out; `from_json` reads them back."""
+        """Return the trace as JSON values: "program", "source" and "spans", a list of the fields of each span.
+
+        Counters are left out. `from_json` reads the rest back.
+        """
         return {
             "program": self.program,
             "source": self.source,
@@ -139,13 +146,23 @@ class Trace(Shown):
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """Return one trace with the spans of all ranks, from the traces that each rank made of one run."""
+    """Return one trace with the spans of all `traces`, each of some ranks of one run, sorted by start.
+
+    Times stay as they are, so the clocks must agree. Program and source are those of the first trace; counters
+    are dropped.
+    """
     spans = sorted((s for trace in traces for s in trace.spans), key=lambda s: (s.start_ps, s.rank, s.index))
     return Trace(traces[0].program, traces[0].source, tuple(spans))
 
 
 def check_order(trace: Trace, flow: Dataflow) -> int:
-    """Check that a trace obeys the edges and fifo lanes of its program; return how many orderings were checked.
+    """Check that a trace obeys the edges and fifo lanes of its program; return how many checks were made.
+
+    Each op must start after the ops that it waits for have ended. A fifo lane must start its ops in program
+    order, at most as many at once as it is wide.
+
+    Args:
+        flow: the dataflow of the trace's program.
 
     Raises:
         ProgramError: two ops are out of order, or an op is missing; the error names them.
@@ -188,10 +205,11 @@ def check_order(trace: Trace, flow: Dataflow) -> int:
 
 
 def to_chrome(traces: Sequence[Trace]) -> dict[str, Any]:
-    """Return Chrome / Perfetto trace events: one process per (source, rank), one thread per lane, times in us.
+    """Return a JSON object in Chrome's trace event format, which Perfetto reads too; times are in microseconds.
 
-    A lane that runs ops at once has more threads: viewers drop an op that begins within another of its thread.
-    Counters are counter tracks of their rank's process.
+    Each rank of each trace is a process, each lane a thread. Ops of a lane that overlap in time go on further
+    threads, since viewers drop an op that begins within another of its thread. Counters are counter tracks of
+    their rank's process.
     """
     events: list[dict[str, Any]] = []
     for number, trace in enumerate(traces):

@@ -39,7 +39,7 @@ class Owner:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has surely ended; False for one of another pid namespace, which is not known."""
+        """Whether the process has ended; False where its pid is of another namespace, as nobody can tell."""
         return self.pid_space == _pid_space() and _start_of(self.pid) != self.start
 
     def __str__(self) -> str:
