@@ -41,7 +41,7 @@ class Span:
     Attributes:
         index: its place in the rank's op list.
         kind: kind of the op, such as "matmul".
-        label: its name, or else its kind, with its position in the program.
+        label: its name, or else its kind, with its position in the program: "matmul 0.3.1".
     """
 
     rank: int

@@ -82,7 +82,7 @@ def _driver() -> Any:
 
 
 def reached(count: int, value: int) -> bool:
-    """Return whether `count`, an int32 that may have wrapped around, is at least `value`."""
+    """Return whether the int32 `count`, which may have wrapped around, is `value` or less than 2**31 past it."""
     return (count - value) % _WRAP < _WRAP // 2
 
 
