@@ -41,7 +41,10 @@ MAX_OPS = 50_000
 
 @singledispatch
 def html_of(value: object) -> str:
-    """Return what a notebook shows of an object, as HTML with inline styles."""
+    """Return what a notebook shows of an object, as HTML with inline styles.
+
+    Plans, steps, simulations, traces, layer graphs and programs have pictures or tables; others their `repr`.
+    """
     return f"<pre>{escape(repr(value))}</pre>"
 
 

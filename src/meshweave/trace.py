@@ -41,7 +41,7 @@ class Span:
     Attributes:
         index: its place in the rank's op list.
         kind: kind of the op, such as "matmul".
-        label: its name, or else its kind, with its position in the program.
+        label: its name, or else its kind, with its position in the program: "matmul 0.3.1".
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Span:
 
     @property
     def activity(self) -> Literal["compute", "move", "communicate"]:
-        """Return "compute" for products and calls, "move" for copies and additions, else "communicate"."""
+        """Return "compute" for matmul and call ops, "move" for copy, add and zero ops, else "communicate"."""
         if self.kind in ("matmul", "call"):
             return "compute"
         return "move" if self.kind in COMPUTE_KINDS else "communicate"
@@ -62,7 +62,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Counter:
-    """Values over time of one rank: each holds from its time to the next.
+    """Values over time of one rank, such as GB/s of memory requests: each value holds from its time to the next.
 
     Attributes:
         name: what is counted.
@@ -126,7 +126,10 @@ class Trace(Shown):
         return to_s(num_indices(communicate)) - self.overlap_s(rank)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the trace as JSON values, counters left out; `from_json` reads them back."""
+        """Return the trace as JSON values: "program", "source" and "spans", a list of the fields of each span.
+
+        Counters are left out. `from_json` reads the rest back.
+        """
         return {
             "program": self.program,
             "source": self.source,
@@ -146,7 +149,13 @@ def merge(traces: Sequence[Trace]) -> Trace:
 
 
 def check_order(trace: Trace, flow: Dataflow) -> int:
-    """Check that a trace obeys the edges and fifo lanes of its program; return how many orderings were checked.
+    """Check that a trace obeys the edges and fifo lanes of its program; return how many checks were made.
+
+    Each op must start after the ops that it waits for have ended. A fifo lane must start its ops in program
+    order, at most as many at once as it is wide.
+
+    Args:
+        flow: the dataflow of the trace's program.
 
     Raises:
         ProgramError: two ops are out of order, or an op is missing; the error names them.
@@ -189,7 +198,7 @@ def check_order(trace: Trace, flow: Dataflow) -> int:
 
 
 def to_chrome(traces: Sequence[Trace]) -> dict[str, Any]:
-    """Return Chrome / Perfetto trace events: one process per (source, rank), one thread per lane, times in us.
+    """Return a JSON object in Chrome's trace event format, which Perfetto reads too; times are in microseconds.
 
     A lane that runs several ops at once gets several threads, for viewers drop an op that begins within another
     of its thread.

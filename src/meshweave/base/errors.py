@@ -30,7 +30,7 @@ _LONG_WORD = rf"\S{{{MAX_QUOTED + 1},}}"
 
 
 def printable(text: object) -> str:
-    """Return `text` on one line, without control characters, cut to `MAX_QUOTED` characters."""
+    """Return `text` on one line of at most `MAX_QUOTED` characters, with "?" for each that does not print."""
     line = str(text)
     return without_control_characters(line if len(line) <= MAX_QUOTED else f"{line[: MAX_QUOTED - 3]}...")
 
@@ -82,7 +82,7 @@ class DescriptionError(MeshweaveError):
 
 
 class CheckpointError(DescriptionError):
-    """A checkpoint is damaged, of another model, or could not be written; the same on all ranks."""
+    """A checkpoint is damaged, of another model, or could not be written; raised on all ranks alike."""
 
 
 class LayoutError(MeshweaveError):
@@ -109,7 +109,7 @@ class ProgramError(MeshweaveError):
 
 
 class BindError(MeshweaveError):
-    """Tensors or process groups given at `bind` do not fit the program."""
+    """What a call is given (tensors, dtypes, ranks, functions) does not fit, or differs between ranks."""
 
 
 class UnsupportedError(MeshweaveError):
@@ -117,7 +117,7 @@ class UnsupportedError(MeshweaveError):
 
 
 class PlanError(MeshweaveError):
-    """A plan counts on something that what is to run it does not do."""
+    """A plan cannot be carried out as it says by the model or software that is to run it."""
 
 
 class ProofError(MeshweaveError):

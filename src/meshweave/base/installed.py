@@ -41,8 +41,9 @@ def offered(group: str, name: str) -> Any | None:
 
 
 def offered_names(group: str) -> tuple[str, ...]:
-    """Return the names that installed packages offer in a group: this repository's in their order, then
-    others sorted.
+    """Return the names that installed packages offer in a group of entry points.
+
+    First come those of this repository's packages, in the order of `OFFERED`, then others, sorted.
     """
     names = {point.name for point in entry_points(group=group)}
     ours = [name for groups in OFFERED.values() for name in groups.get(group, ()) if name in names]
@@ -50,7 +51,7 @@ def offered_names(group: str) -> tuple[str, ...]:
 
 
 def all_offered(group: str) -> Iterator[tuple[str, Any]]:
-    """Yield (entry point as text, object) of each that installed packages offer in a group.
+    """Yield each entry point of a group as text, "name = module:attribute", and the object that it names.
 
     Raises UnsupportedError where one cannot be loaded.
     """
@@ -69,5 +70,5 @@ def load(point: EntryPoint) -> Any:
 
 
 def how_to_install(package: str) -> str:
-    """Return the command that installs a package of this repository from a checkout."""
+    """Return in words how to install a package of this repository, such as "meshweave-lab", from a checkout."""
     return f"pip install ./{package.removeprefix('meshweave-')} in the repository of meshweave"

@@ -25,7 +25,10 @@ class Limit:
     subject: str
 
     def refusal(self, count: int | None = None) -> str:
-        """Return in words that something is over the limit; `count` is its number where that is known."""
+        """Return what an error says of something over the limit: "has 5 dims, over the limit of 4".
+
+        `count` is how many it has; None where they were not all counted.
+        """
         if count is None or count >= 10**30:
             return f"has more than {self.most:,} {self.unit}, which is the limit"
         return f"has {count:,} {self.unit}, over the limit of {self.most:,}"

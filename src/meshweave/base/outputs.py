@@ -26,11 +26,11 @@ class CommandOutputs:
     """What one command is to write, by the options that name it, and what it has written.
 
     Attributes:
-        claimed: the option of each path, links resolved.
+        claimed: for each path that is to be written, with its links resolved, the option that names it.
         read: (device, inode) of each regular file that was read.
         written: the files that were written, as they were named.
-        notes: sentences beside the result, for people; an error stands alone, without them.
-        is_command: whether this is a command, of which a record is kept.
+        notes: sentences that are printed after the command; where it fails they are dropped.
+        is_command: False outside of commands, where files that are read or written are not recorded.
     """
 
     is_command: bool = False
@@ -81,7 +81,7 @@ outputs = CommandOutputs()
 
 @contextlib.contextmanager
 def outputs_of_command() -> Iterator[CommandOutputs]:
-    """Begin a command, which has claimed and written nothing, and yield its outputs."""
+    """Yield new outputs, which this module's functions use until the block ends."""
     global outputs
     before, outputs = outputs, CommandOutputs(is_command=True)
     try:
@@ -91,28 +91,33 @@ def outputs_of_command() -> Iterator[CommandOutputs]:
 
 
 def claim_output(path: Path, option: str) -> None:
-    """Record that `option` of this command writes the file `path`, as `CommandOutputs.claim`.
+    """Record that `option` of the running command writes the file `path`; devices and pipes are not recorded.
 
-    Raises DescriptionError where no file can be written there, or the command reads or writes it otherwise.
+    Raises DescriptionError where no file can be written there, the command has read it, or another option or
+    stdout writes it.
     """
     outputs.claim(path, option)
 
 
 def note(sentence: str) -> None:
-    """Add a sentence that this command prints beside its result; nothing is printed where the command fails."""
+    """Add a sentence that the command line prints on stderr when the running command has succeeded."""
     outputs.notes.append(sentence)
 
 
 def taken_notes() -> list[str]:
-    """Return the sentences of `note` and forget them."""
+    """Return the sentences that `note` has added, in order, and forget them."""
     taken, outputs.notes = outputs.notes, []
     return taken
 
 
 def refuse_input(descriptor: int, path: str | Path) -> None:
-    """Record an opened input, or raise DescriptionError where this command has claimed that file as an output.
+    """Raise DescriptionError where the running command has claimed an opened input as an output; else record it.
 
     Files are compared, not names. Of pipes and devices, and outside of a command, nothing is recorded.
+
+    Args:
+        descriptor: the file descriptor of the input.
+        path: what the error calls it.
     """
     opened = _regular_identity(descriptor)
     if not outputs.is_command or opened is None:

@@ -39,7 +39,7 @@ class Owner:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has surely ended; False for one of another pid namespace, which is not known."""
+        """Whether the process has ended; False where its pid is of another namespace, as nobody can tell."""
         return self.pid_space == _pid_space() and _start_of(self.pid) != self.start
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ def temporary_folder(purpose: str) -> Iterator[str]:
 
 
 def remove_leftover_folders() -> list[str]:
-    """Remove this user's temporary folders whose process has ended; return their paths."""
+    """Remove the folders of `temporary_folder` whose process, of this user, has ended; return their paths."""
     removed = []
     for entry in os.scandir(tempfile.gettempdir()):
         match = _FOLDER.fullmatch(entry.name)

@@ -18,11 +18,12 @@ from collections.abc import Iterable, Sequence
 
 
 def follow(tasks: Iterable[tuple[int, int, Sequence[int]]], ends: list[int]) -> None:
-    """Set the end of each task.
+    """Set the end of each task: its duration after the last end of what it waits for, or after 0.
 
     Args:
-        tasks: (place, duration, places that it waits for) of each, in order.
-        ends: times by place, which are read and written.
+        tasks: (place, duration, places that it waits for) of each task, after the tasks that it waits for. A
+            place is an index in `ends`.
+        ends: the time at each place, in the unit of durations; read, and written at the places of tasks.
     """
     for place, duration, waits in tasks:
         begin = 0

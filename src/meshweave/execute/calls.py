@@ -42,15 +42,20 @@ _pace_call: PaceCall | None = None
 def set_call_pace(pace: PaceCall | None) -> None:
     """Wrap every `call` op of this process in `pace`, for example to make it last as long as its modelled work.
 
-    `pace(work, run)` calls `run()` and returns its result; `work` is what the op is priced by. None removes the
-    wrapper. Calls of a `CallTable` without a program are never wrapped.
+    `pace(work, run)` calls `run()` and returns its result; `work` has the op's FLOPs, bytes and sizes. None
+    removes the wrapper. Calls of a `CallTable` without a program are never wrapped.
     """
     global _pace_call
     _pace_call = pace
 
 
 class CallTable:
-    """The functions of `call` ops, and the stashes of `rank`. Only calls of a known `program` can be paced.
+    """The functions of `call` ops, and the stashes of one rank.
+
+    Args:
+        functions: the functions by the names that ops call them.
+        program: what the ops are of; None leaves them without a pace (`set_call_pace`).
+        rank: given to functions that are marked by `of_rank`.
 
     Attributes:
         peak_stash_bytes: the most bytes of arrays and tensors that stashes had at once, counted after each part
@@ -73,7 +78,7 @@ class CallTable:
         self.peak_stash_bytes = max(self.peak_stash_bytes, self._stash_bytes)
 
     def bind(self, op: Call) -> Callable[..., Sequence[Any]]:
-        """Return a function that runs the call: from the input arrays of `op` to its outputs, in order.
+        """Return a function that runs the call: it takes the input arrays of `op` and returns its outputs.
 
         Raises BindError where no function has the name of the op. The returned function raises it where the
         shapes of the results are not those of the op's outputs.

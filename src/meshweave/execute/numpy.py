@@ -117,9 +117,9 @@ class _Numbers:
     tables: dict[int, CallTable] = field(default_factory=dict)
 
     def matmul(self, a: Array, b: Array) -> Array:
-        """Return the product of two matrices; of float16 it is float32, of integers int64.
+        """Return a (..., M, K) @ b (..., K, N), of float16 in float32, of integers in int64.
 
-        So it has no other bits than a wider result has room for.
+        The wider dtype holds sums over K that would round or overflow in the operands' one.
         """
         if a.dtype == np.float16:  # as devices do: products of halves are summed in single precision
             return np.asarray(np.matmul(a, b, dtype=np.float32))
@@ -141,11 +141,11 @@ class _Numbers:
         return np.zeros(shape, numpy_dtype(dtype))
 
     def read(self, block: Array) -> Array:
-        """Return what is in memory, as it is."""
+        """Return what an op reads: `block` itself, since numbers need no check."""
         return block
 
     def write(self, block: Array) -> Array:
-        """Return what goes into memory, as it is."""
+        """Return what is stored where an op writes `block`: the same numbers."""
         return block
 
     def call(self, op: Call, rank: int, ins: list[Array]) -> list[Array]:
@@ -174,9 +174,10 @@ def _check_inputs(program: Program, inputs: Mapping[str, Array]) -> None:
 def local_inputs(program: Program, inputs: Mapping[str, Array], rank: int) -> dict[str, Array]:
     """Return this rank's shards of global tensors, by the names of the input buffers that hold them.
 
-    A tensor laid out as partial sums is split into terms so that one left out or taken twice shows: along a mesh
-    axis, each element is i in the term of member i > 0, and what is left of it in that of member 0. Of a partial
-    product, members other than 0 hold 1 everywhere; of `max` and `min` all hold the whole.
+    Buffers on a mesh without this rank are left out. A tensor laid out as partial sums is split into terms so
+    that one left out or taken twice shows: along a mesh axis, each element is i in the term of member i > 0, and
+    what is left of it in that of member 0. Of a partial product, members other than 0 hold 1 everywhere; of
+    `max` and `min` all hold the whole.
     """
     shards: dict[str, Array] = {}
     for buffer in program.buffers:
@@ -202,10 +203,16 @@ def _term(layout: Layout, value: Array, rank: int) -> Array:
 
 
 def assemble(program: Program, memory: Mapping[tuple[int, str, int], Array]) -> dict[str, Array]:
-    """Return the global tensors that the output buffers hold; `memory` maps (rank, buffer, 0) to shards.
+    """Return the global tensors that the output buffers hold, by the names of the tensors.
 
-    Partial sums are reduced. Raises ProgramError where ranks that should hold the same elements hold unequal
-    integers, or floats that differ by more than rounding.
+    Partial sums are reduced. Elements that no rank holds are poison (`poisoned`).
+
+    Args:
+        memory: the shard of each (rank, output buffer, 0); slots other than 0 are not looked at.
+
+    Raises:
+        ProgramError: ranks that should hold the same elements hold unequal integers, or floats that differ by
+            more than rounding.
     """
     outputs: dict[str, Array] = {}
     for buffer in program.buffers:

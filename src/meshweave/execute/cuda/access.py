@@ -59,12 +59,15 @@ class TrackedAccess(OneSidedAccess):
         return self._analysis.regions
 
     def own_slots(self, analysis: RankAnalysis) -> dict[Key, Slot]:
-        """Return, by its key, the slot for this rank's tile counters, which kernels of any rank may write."""
+        """Return the slot of this rank's tile counters, int32, to which kernels of any rank may add.
+
+        Its key is `TILES`.
+        """
         assert analysis.regions is not None
         return {TILES: Slot.of_counters(analysis.regions.num_counters)}
 
     def set_binder(self, binder: Binder) -> None:
-        """Set the binder, which turns this rank's views into tensors, and group its regions into kernels."""
+        """Take the binder, which makes tensors of this rank's views, and decide which regions share a kernel."""
         super().set_binder(binder)
         ops, rank = self._analysis.ops, self._rank
         self._tensors = {index: self._region(index) for at, index in self._regions.product_of if at == rank}
@@ -87,9 +90,15 @@ class TrackedAccess(OneSidedAccess):
         self._launches = launches(rank, self._regions, waits, lanes, alike)
 
     def bind(self, index: int, bound: BoundOp, bind_local_or_matched: Callable[[BoundOp], Action]) -> Action:
-        """Return the action of op number `index` of this rank, as `OneSidedAccess.bind`.
+        """Return the action of op number `index` of this rank: its waits, and what runs or queues it.
 
         The first region of a kernel launches it, and the kernel's other regions do nothing.
+
+        Args:
+            bind_local_or_matched: binds an op that has nothing to do with remote memory.
+
+        Raises UnsupportedError where the memory or the kernels cannot run the op, BindError for a fence without
+        this rank.
         """
         if index in self._launches.joined:
             return chain_actions([])

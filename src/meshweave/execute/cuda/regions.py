@@ -132,9 +132,10 @@ def launches(
     lane has already waited for all that the region waits for.
 
     Args:
-        waits: for each op of the rank what it waits for in other lanes and ranks.
+        waits: for each op of the rank a set of what it waits for in other lanes and ranks; equal elements stand
+            for equal waits.
         lanes: the lane of each op.
-        alike: pairs of indices of successive regions that one kernel can compute.
+        alike: pairs of op indices of successive regions that one kernel can compute.
     """
     launches = Launches()
     seen: dict[str, set[object]] = {}

@@ -61,8 +61,8 @@ BLOCKS = {2: Block(128, 256, 64), 4: Block(128, 128, 32)}
 def tiles_of_region(rows: int, columns: int, release: Release, block: Block) -> list[Box]:
     """Return the tiles of a region of `rows` x `columns`, in the order in which the kernel computes them.
 
-    Each is a pair of ranges (rows, columns) no larger than `block`. A larger tile of the release is computed
-    as several.
+    Each is ((start, stop) of rows, (start, stop) of columns) in the region, no larger than `block`. A larger
+    tile of the release is computed as several.
     """
     if release.tile:
         return [
@@ -83,10 +83,10 @@ def _blocks(rows: int, columns: int, block: Block) -> list[Box]:
 
 
 def block_of(shapes: Sequence[tuple[int, int, Release]], depth: int, element_bytes: int) -> Block:
-    """Return the block (rows, columns, depth) that the kernel of one product computes at a time.
+    """Return the block that the kernel of one product computes at a time: `BLOCKS`, fitted to its largest tile.
 
     Args:
-        shapes: (rows, columns, release) of each region.
+        shapes: (rows, columns, release) of each region of the product.
         depth: the K of the product.
         element_bytes: the size of an operand's element, 2 or 4.
 
@@ -106,7 +106,7 @@ def block_of(shapes: Sequence[tuple[int, int, Release]], depth: int, element_byt
 
 
 def product_block(ops: Sequence[Matmul], element_bytes: int) -> Block:
-    """Return the tile (rows, columns, step along K) in which the kernel computes one product.
+    """Return the block that the kernel of one product computes at a time: `BLOCKS`, fitted to its largest tile.
 
     Args:
         ops: the product, one op for each region of its output.

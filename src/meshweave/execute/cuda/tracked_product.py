@@ -48,7 +48,10 @@ class TrackedRegion:
 
 
 class TrackedProduct:
-    """One kernel that computes regions one after another; made once, run many times on the same memory."""
+    """One kernel that computes regions one after another; made once, run many times on the same memory.
+
+    A call queues it on the current stream, once; each run adds to the counters of its regions.
+    """
 
     def __init__(
         self,

@@ -82,15 +82,15 @@ def _driver() -> Any:
 
 
 def reached(count: int, value: int) -> bool:
-    """Return whether `count`, an int32 that may have wrapped around, is at least `value`."""
+    """Return whether the int32 `count`, which may have wrapped around, is `value` or less than 2**31 past it."""
     return (count - value) % _WRAP < _WRAP // 2
 
 
 def copy_when_whole(words: WordQueue, target: Tensor, region: Tensor, counter: Tensor, count: int) -> None:
-    """Queue a copy of `region` to `target` that starts once `counter` is at least `count`.
+    """Queue a copy of `region` to `target` that starts once the int32 `counter` is at least `count`.
 
     Args:
-        words: queues the wait, on the current stream.
+        words: queues the wait; that of the current stream, on which the copy is queued.
         target: where it goes, such as a peer's symmetric memory; contiguous like `region`, for copy engines.
     """
     words.wait(counter, count)

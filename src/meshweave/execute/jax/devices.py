@@ -48,10 +48,15 @@ class DeviceGroup:
 
 
 class DeviceMesh:
-    """The jax mesh of a program.
+    """The jax mesh of a program: the first mesh of the program that has all ranks.
 
     Args:
         names: one name for each of its axes; by default those of the program's mesh.
+
+    Attributes:
+        mesh: that mesh of the program.
+        axes: the names of its axes in the jax mesh.
+        sizes: the size of each axis by that name.
 
     Raises:
         UnsupportedError: no mesh of the program has all ranks.
@@ -74,11 +79,11 @@ class DeviceMesh:
         self._number = {rank: number for number, rank in enumerate(mesh.ranks)}
 
     def number(self, rank: int) -> int:
-        """Return the index of a rank's device in the mesh, row-major."""
+        """Return the device number of a global rank: its place in the jax mesh, row-major."""
         return self._number[rank]
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Return the coordinate of a rank's device along a mesh axis."""
+        """Return the coordinate of a global rank's device along an axis of the jax mesh, given by its name."""
         return self._coordinates[rank][axis]
 
     @cached_property
@@ -86,14 +91,14 @@ class DeviceMesh:
         return {r: dict(zip(self.axes, self.mesh.coords(r), strict=True)) for r in self.mesh.ranks}
 
     def index_along(self, rank: int, axes: Sequence[str]) -> int:
-        """Return the index of a rank's device along axes, the first of which varies slowest."""
+        """Return the index of a rank's device along axes of the jax mesh, the first of which varies slowest."""
         index = 0
         for axis in axes:
             index = index * self.sizes[axis] + self.coordinate(rank, axis)
         return index
 
     def members(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the ranks of the group of `rank` along `axes`, in order of their index there."""
+        """Return the ranks with the coordinates of `rank` but for those along `axes`, by their index there."""
         fixed = [axis for axis in self.axes if axis not in axes]
         same = (
             other
@@ -140,12 +145,13 @@ class DeviceMesh:
         return self.axes_of(name)
 
     def group(self, over: Over) -> DeviceGroup:
-        """Return the devices over which a collective of the program runs.
+        """Return the axes or groups of devices in which a collective of the program runs.
 
         Args:
-            over: a mesh ("tp"), an axis of one ("tp.row"), or the ranks of one group.
+            over: a mesh ("tp"), an axis of one ("tp.row"), or the ranks of one group. Ranks in no group are put
+                into more groups of the same size.
 
-        Raises UnsupportedError where the ranks in no group cannot be divided into groups of the same size.
+        Raises UnsupportedError where the size does not divide their number.
         """
         if isinstance(over, str):
             axes = self.axes_of(over)
@@ -156,7 +162,7 @@ class DeviceMesh:
         return self.group_of((over,))
 
     def group_of(self, groups: Sequence[tuple[int, ...]]) -> DeviceGroup:
-        """Return the devices of a collective that runs in several groups of ranks at once, all of equal size.
+        """Return the axes or groups of devices of a collective that runs in `groups` of ranks, all of one size.
 
         Ranks in no group are put into more groups of this size. Raises UnsupportedError where the size does not
         divide their number.

@@ -23,9 +23,9 @@ class OpWriter:
     """Writes the ops of a program.
 
     Attributes:
-        in_order: whether the emitted code fixes an order: a collective runs after the last product above it and
-            what its lane has moved since; a product after the last product above it, and all communication
-            between that one and the product before.
+        in_order: whether the emitted code fixes an order. A collective then runs after the last product above it
+            and what its lane has moved since. A product runs after the last product above it, and after all
+            communication between that one and the product before.
         lines: the lines so far, without the indentation of the function.
         calls: the names of the functions that `call` ops so far run, as keys.
     """

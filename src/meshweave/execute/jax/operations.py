@@ -18,7 +18,7 @@ Axes = str | tuple[str, ...]
 
 
 def pick(table: tuple[Any, ...], at: Array) -> Array:
-    """Return entry `at` of a table of integers, or of tables of them."""
+    """Return an entry of a table of integers; of tables in tables, `at` is a tuple of one index per level."""
     return jnp.asarray(table, jnp.int32)[at]
 
 
@@ -31,11 +31,11 @@ def product(
     transpose_b: bool = False,
     sum_batch: bool = False,
 ) -> Array:
-    """Return a (..., M, K) @ b (..., K, N), added to `onto`, in at least single precision.
+    """Return a (..., M, K) @ b (..., K, N), added to `onto`; float16 and bfloat16 give float32.
 
     Args:
         transpose_a, transpose_b: the operand is stored (..., K, M) or (..., N, K).
-        sum_batch: k runs over the leading dims of both operands too.
+        sum_batch: the products of a batch are summed; the result is (M, N).
     """
     a = a.swapaxes(-1, -2) if transpose_a else a
     b = b.swapaxes(-1, -2) if transpose_b else b
@@ -57,7 +57,10 @@ def keep(x: Array, dim: int, start: int | Array, stop: int | Array) -> Array:
 
 
 def blocks(x: Array, dim: int, first: int | Array, block: int, stride: int) -> Array:
-    """Return the elements [first, first + block) of every period of `stride` elements of a dim."""
+    """Return the elements [first, first + block) of every period of `stride` elements of a dim, joined.
+
+    The size of the dim is a multiple of `stride`.
+    """
     before, count, after = x.shape[:dim], x.shape[dim] // stride, x.shape[dim + 1 :]
     periods = x.reshape(*before, count, stride, *after)
     if isinstance(first, int):
@@ -68,7 +71,7 @@ def blocks(x: Array, dim: int, first: int | Array, block: int, stride: int) -> A
 
 
 def put_blocks(x: Array, dim: int, first: int | Array, block: int, stride: int, value: Array) -> Array:
-    """Return x with `value` in the elements that `blocks` reads."""
+    """Return x with `value` in the elements [first, first + block) of every `stride` elements of a dim."""
     before, count, after = x.shape[:dim], x.shape[dim] // stride, x.shape[dim + 1 :]
     whole = x.reshape(*before, count, stride, *after)
     pieces = value.reshape(*before, count, block, *after)
@@ -108,7 +111,7 @@ def dealt(
 
 
 def place(x: Array, value: Array, *starts: int | Array) -> Array:
-    """Return x with `value` at the positions that begin at `starts`."""
+    """Return x with `value` in the box of its shape that begins at `starts`, one for each dim."""
     return lax.dynamic_update_slice(x, value, [jnp.asarray(start, jnp.int32) for start in starts])
 
 
@@ -124,13 +127,16 @@ def put(x: Array, positions: tuple[Array | None, ...], value: Array) -> Array:
 
 
 def join(x: Array, dim: int, sizes: tuple[int, ...], most: int) -> Array:
-    """Return the parts of x along a dim without their padding: part p is sizes[p] elements from p * most."""
+    """Return the parts of x along a dim one after another without their padding.
+
+    Part p is the sizes[p] elements from p * most on.
+    """
     parts = [lax.slice_in_dim(x, p * most, p * most + size, axis=dim) for p, size in enumerate(sizes)]
     return jnp.concatenate(parts, axis=dim)
 
 
 def split(x: Array, dim: int, sizes: tuple[int, ...], most: int) -> Array:
-    """Return the parts of x along a dim, part p of sizes[p] elements, each padded with zeros to `most`."""
+    """Return x with its parts along a dim, part p of sizes[p] elements, filled with zeros to `most` each."""
     parts, start = [], 0
     for size in sizes:
         part = lax.slice_in_dim(x, start, start + size, axis=dim)
@@ -140,7 +146,10 @@ def split(x: Array, dim: int, sizes: tuple[int, ...], most: int) -> Array:
 
 
 def join_at(x: Array, dim: int, sizes: Array, most: int, total: int) -> Array:
-    """Return what `join` does where `sizes` differ by device, padded with zeros to `total` elements."""
+    """Return the parts of x along a dim without their padding, then zeros up to `total` elements in all.
+
+    Part p is the sizes[p] elements from p * most on; sizes may differ from device to device.
+    """
     ends, at = jnp.cumsum(sizes), jnp.arange(total)
     part = jnp.searchsorted(ends, at, side="right")
     positions = part * most + at - (ends - sizes)[part]
@@ -148,7 +157,10 @@ def join_at(x: Array, dim: int, sizes: Array, most: int, total: int) -> Array:
 
 
 def split_at(x: Array, dim: int, sizes: Array, most: int) -> Array:
-    """Return what `split` does where `sizes` differ from device to device."""
+    """Return x with its parts along a dim, part p of sizes[p] elements, filled with zeros to `most` each.
+
+    Sizes may differ from device to device.
+    """
     part, at = jnp.divmod(jnp.arange(len(sizes) * most), most)
     positions = (jnp.cumsum(sizes) - sizes)[part] + at
     return take(x, dim, jnp.where(at < sizes[part], positions, x.shape[dim]))
@@ -173,8 +185,8 @@ def gather(x: Array, axes: Axes, dim: int, *, turned: bool = False) -> Array:
     gathered along a new first dim and then moved.
 
     Args:
-        turned: x is a matrix, and products read the result transposed. A CPU then stores it (K, M), which its
-            fast products need.
+        turned: x is a matrix, `dim` is 1, and products read the result transposed. A CPU then keeps the result
+            in memory column by column, as its fast products need; its shape is the same.
     """
 
     def in_front(x: Array) -> Array:
@@ -194,7 +206,8 @@ def gather(x: Array, axes: Axes, dim: int, *, turned: bool = False) -> Array:
 def sum_scatter(x: Array, axes: Axes, dim: int, count: int) -> Array:
     """Return the reduce-scatter (sum) of x over `axes`: this member's of `count` equal parts of `dim`.
 
-    `dim` is not 0. On a CPU the parts are moved to the front first, for the reason that `gather` gives.
+    `count` is the number of members, and `dim` is not 0. On a CPU the parts are moved to the front first: XLA
+    would transpose x before and the result after.
     """
 
     def in_front(x: Array) -> Array:
@@ -236,9 +249,12 @@ Shapes = tuple[tuple[int, ...], ...]
 def call_in_class(
     number: Array, function: Callable[..., Any], classes: tuple[tuple[Shapes, Shapes], ...], *ins: Array
 ) -> tuple[Array, ...]:
-    """Return the results of `function` on a device of class `number`, padded with zeros to the largest class's.
+    """Return the results of `function` on arrays whose shapes differ between devices.
+
+    Each device cuts `ins` to its own shapes and pads the results with zeros to the largest of all classes.
 
     Args:
+        number: which of `classes` this device is in.
         classes: for each class of devices the shapes of the arguments and of the results there.
     """
     most = [tuple(map(max, zip(*shapes, strict=True))) for shapes in zip(*(made for _, made in classes), strict=True)]
@@ -265,7 +281,7 @@ def called(function: Callable[..., Any], *args: Any) -> tuple[Array, ...]:
 
 
 def spread(x: Array, dim: int, positions: tuple[int, ...]) -> Array:
-    """Return the elements of x along a dim at `positions`, zeros for -1: a tensor to cut into equal shards."""
+    """Return the elements of x along a dim at `positions`, zeros for -1: equal cuts of it are the shards."""
     at = jnp.asarray(positions)
     return jnp.take(x, jnp.where(at < 0, x.shape[dim], at), axis=dim, mode="fill", fill_value=0)
 

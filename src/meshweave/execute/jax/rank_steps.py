@@ -32,10 +32,11 @@ _NUMBERS = {
 
 
 def as_messages(program: Program) -> Program:
-    """Return the program with each released tile as a product of its own, and one-sided ops as sends and recvs.
+    """Return the program without includes: released tiles are ops, one-sided ops are sends and recvs.
 
     Raises:
-        ProgramError: a remote view has no form as messages, as `lower_one_sided` says.
+        ProgramError: a product, add or copy reads another rank's memory in place, or an op of another kind than
+            these and get, put and accumulate has a remote view.
     """
     program = program.expanded
     if any(isinstance(op, (Matmul, Put)) and op.release is not None for op in program.ops()):

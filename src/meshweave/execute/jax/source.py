@@ -107,7 +107,7 @@ class _SourceWriter:
         return name
 
     def source(self) -> str:
-        """Return the whole module."""
+        """Return the source of the whole module: imports, operations, `on_device` and `on_mesh`."""
         body = self._body()
         whole = self._whole()
         helpers = [text for name, text in _helpers().items() if name in self._helpers_used(body, whole)]

@@ -17,7 +17,8 @@ class StatementWriter(OpWriter):
         """Append the lines of statements.
 
         Args:
-            turns: the turns of the loops around them that are written out.
+            turns: every turn of the loops around them that these lines stand for, with the ranks that run it; a
+                single turn where there is no loop.
             active: a Python expression that holds on the devices where they take effect; "" where that is
                 all.
 

@@ -95,12 +95,12 @@ def has_tpu_compiler() -> bool:
 
 
 def compiler_versions() -> dict[str, str]:
-    """Return the versions of jax and libtpu."""
+    """Return the versions of jax and libtpu by name. Raises PackageNotFoundError where one is missing."""
     return {name: version(name) for name in ("jax", "libtpu")}
 
 
 def tpu_target(name: str) -> TpuTarget:
-    """Return a target by its name. Raises UnsupportedError for an unknown one."""
+    """Return the target of a key of `TPU_TARGETS`: "tpu-v5e". Raises UnsupportedError for another name."""
     require_known(name, TPU_TARGETS, "there is no TPU", UnsupportedError, "give one of")
     return TPU_TARGETS[name]
 
@@ -116,7 +116,8 @@ def require_tpu_compiler() -> None:
 def tpu_devices(target: TpuTarget) -> tuple[Any, ...]:
     """Return the devices of a target's topology, one per chip, by coordinates, the first varying slowest.
 
-    Sets the environment variables of this process that libtpu needs without a TPU, and JAX_PLATFORMS=cpu.
+    The first call for a target sets the environment variables of this process that libtpu needs without a TPU,
+    and JAX_PLATFORMS=cpu.
     """
     return _devices(target.accelerator, target.topology, tuple(target.config.items()))
 

@@ -90,7 +90,7 @@ class NumberTexts:
         self._loops = {reserved(each.var) for each in repeats}
 
     def coordinate(self, axes: tuple[str, ...]) -> str:
-        """Return the variable of the emitted function that has a device's index along mesh axes.
+        """Return the emitted variable of a device's index along mesh axes, the first of which varies slowest.
 
         It is added to `coordinates`.
         """
@@ -102,7 +102,7 @@ class NumberTexts:
         return name
 
     def has(self, name: str) -> bool:
-        """Return whether `name` is taken by a loop index or a coordinate."""
+        """Return whether `name` is a variable of the emitted function for a loop index or a coordinate."""
         return name in self._loops or name in self.coordinates
 
     def text(

@@ -38,7 +38,7 @@ class ViewUse:
     at: Mapping[Point, View]
 
     def most(self, dim: int, turn: int) -> int:
-        """Return the largest size of a dim of the view over all ranks, in one turn."""
+        """Return the largest size of a dim of the view over all ranks that run the op, in turn number `turn`."""
         return max((self.at[turn, rank].selectors[dim].size for rank in self.turns[turn].ranks), default=0)
 
     def is_even(self, dim: int) -> bool:
@@ -91,7 +91,7 @@ class HeldBuffer:
 
 @dataclass
 class Views:
-    """Writes reads and writes of a program's views as Python text; `held` has its buffers by name."""
+    """Makes Python text that reads and writes a program's views; `held` has its buffers by name."""
 
     program: Program
     numbers: NumberTexts
@@ -117,7 +117,7 @@ class Views:
             held.pieces = {}
 
     def variable(self, access: ViewUse) -> str:
-        """Return the text of the array that holds a view's buffer and slot.
+        """Return the text of the array that a view lies in: a slot of its buffer, or a part that it is.
 
         Raises UnsupportedError for memory of another rank, or a slot that depends on coordinates.
         """
@@ -223,7 +223,7 @@ class Views:
         """Return the text of an expression for a view's elements. Where its size differs by rank, zeros fill it.
 
         Args:
-            raw: do not fill with zeros, and leave the dtype that of the variable.
+            raw: leave what lies past a rank's size as it is in the array, and the dtype that of the variable.
             waits: expressions, joined by commas, that must exist before the array is used; "" for none. The
                 slice is taken after that wait, so that XLA can fuse it with the op that reads it.
         """
@@ -338,7 +338,7 @@ class Views:
         return name
 
     def free_name(self, name: str) -> str:
-        """Return a name that no buffer, loop index or coordinate has."""
+        """Return `name`, with underscores after it where a buffer, loop index or coordinate has it."""
         taken = {held.name for held in self.held.values()}
         while name in taken or self.numbers.has(name):
             name += "_"
