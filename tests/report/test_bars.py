@@ -51,12 +51,15 @@ def test_marks_that_are_known_are_drawn_with_their_value() -> None:
     assert not any("S=8, estimate" in title or "DTensor, " in title for title in titles)
 
 
-def test_everything_lies_inside_the_picture() -> None:
-    svg = chart()
+@pytest.mark.parametrize("line_at", [1.0, 7.0])
+def test_everything_lies_inside_the_picture(line_at: float) -> None:
+    svg = ElementTree.fromstring(bar_chart("rivals", GROUPS, "time over bound", line_at=line_at))
     width, height = float(svg.attrib["width"]), float(svg.attrib["height"])
     for text in svg.findall(f"{SVG}text"):
         assert 0 <= float(text.attrib["x"]) <= width and 0 <= float(text.attrib["y"]) <= height
     assert "ratio 0.5 & <first>" in [text.text for text in svg.iter(f"{SVG}text")]
+    lines = [float(each.attrib["x1"]) for each in svg.iter() if "stroke-dasharray" in each.attrib]
+    assert lines and all(0 <= x <= width for x in lines)
 
 
 def test_nothing_to_draw_is_no_picture() -> None:

@@ -164,5 +164,5 @@ def require_known(
     is no level" and "there are" give `there is no level 'inf' (did you mean 'info'?); there are info`.
     """
     if name not in known:
-        listed_names = f"; {there_are} {', '.join(known)}" if there_are else ""
+        listed_names = f"; {there_are} {listed(known)}" if there_are else ""
         raise kind(f"{what} '{printable(name)}'{did_you_mean(name, known)}{listed_names}")

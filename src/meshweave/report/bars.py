@@ -66,7 +66,7 @@ def bar_chart(
         bar_name, spread_name: what a bar's length and its whisker mean, in the legend; `spread_name` "" leaves
             whiskers out of the legend, not out of the chart.
         line_at: x, in the unit of the bars, of a vertical line through all groups, such as a bound; None for no
-            line. The scale ends with the bars and marks, wherever the line is.
+            line.
         line_name: what the line means, in the legend; "" leaves it out there.
         notes: lines of small text at the bottom.
     """
@@ -77,6 +77,7 @@ def bar_chart(
     left = 20 + int(LETTER * max(len(bar.name) for bar in bars))
     right = _RIGHT + int(LETTER * max(len(bar.text) for bar in bars))
     most = max(max(bar.high, bar.value, *(mark or 0.0 for mark in bar.marks)) for bar in bars)
+    most = max(most, line_at or 0.0)
     ticks = linear_ticks(most)
     x_at = axis_scale(ticks, False, left, WIDTH - right)
     families = list(dict.fromkeys(bar.family or bar.name for bar in bars))

@@ -44,7 +44,9 @@ def test_stages_split_the_backward_part_of_the_kinds_that_they_have() -> None:
     assert list(stages.layers) == [4, 4]
     for time in stages.times:
         assert time.split_s is not None
-        assert 1 <= sum(time.split_s) / time.backward_s < 1.2  # apart, gradients of weights hide fewer messages
+        assert (
+            1 <= sum(time.split_s) / time.backward_s < 1.2
+        )  # apart, gradients of weights hide fewer messages
     assert stages.times[1].split_s[0] > 2 * stages.times[0].split_s[0]
 
 

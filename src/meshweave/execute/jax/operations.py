@@ -257,7 +257,10 @@ def call_in_class(
         number: which of `classes` this device is in.
         classes: for each class of devices the shapes of the arguments and of the results there.
     """
-    most = [tuple(map(max, zip(*shapes, strict=True))) for shapes in zip(*(made for _, made in classes), strict=True)]
+    most = [
+        tuple(map(max, zip(*shapes, strict=True)))
+        for shapes in zip(*(made for _, made in classes), strict=True)
+    ]
 
     def of_class(given: Shapes) -> Callable[..., tuple[Array, ...]]:
         def run(*xs: Array) -> tuple[Array, ...]:

@@ -356,7 +356,8 @@ def _bound(
         pairs = zip(ops, actions, strict=True)
         actions = [waits.around_compute(act) if op.op.kind in COMPUTE_KINDS else act for op, act in pairs]
     if mode == "linear":
-        issued = order or (range(len(ops)) if remote else linearise(program)[rank])
+        in_order = range(len(ops)) if remote else linearise(program)[rank]
+        issued = in_order if order is None else order
         execute = one_order(context, analysis, actions, issued, trace)
     else:
         execute = thread_per_lane(context, analysis, actions, trace)

@@ -201,7 +201,7 @@ def atp(
         str,
         typer.Option(
             help="What a layer takes besides its FLOPs, by name: rates (nothing; all rows), or, for simulated "
-            "rows, framework, framework-overlap or framework-four-bytes."
+            "rows, framework, framework-overlap, framework-host or framework-four-bytes."
         ),
     ] = "rates",
     figures: Annotated[
@@ -252,7 +252,7 @@ def t3(
         str,
         typer.Option(
             help="What the paper leaves open, by name: table-1 (all rows); for the sub-layers of figure 16 also "
-            "occupancy, link-75, occupancy-75 or rows."
+            "occupancy, link-75, link-90, occupancy-75, occupancy-plain-sets or rows."
         ),
     ] = "table-1",
     figures: Annotated[
