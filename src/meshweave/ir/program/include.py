@@ -144,7 +144,7 @@ class Include(Collective):
         return f"{self.name} > {self.part}" if self.name and self.name != self.part else self.part
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
-        """Return the views that stand for inputs as read, those that stand for outputs as written."""
+        """Return reads of the views that stand for inputs, then writes of those that stand for outputs."""
         kinds = {buffer.name: buffer.kind for buffer in self.program.buffers}
         reads = tuple((READ, view) for formal, view in self.buffers if kinds.get(formal) == "input")
         return (*reads, *((WRITE, view) for formal, view in self.buffers if kinds.get(formal) == "output"))
