@@ -60,12 +60,13 @@ class Simulation(Shown):
     Ops are numbered over all ranks: those of `ranks[i]` are `starts[i]` to `starts[i + 1]`, in program order.
 
     Attributes:
+        ranks: the global ranks, ascending.
         template_ops: for each op, the number of the template op (`Program.ops`) that it is an instance of.
         outputs: the core's columns. By op: `issued_ps`; `ended_ps`; `cause`, the op whose end let it be issued (-1
             at the start); `last_partner`, the last to be issued of the partners that it exchanges messages
             with (-1 if none was issued after the op itself). By rank: `parts_ps`, in the order of `PARTS`.
-            `carried`: bytes through the memory of each rank, then FLOPs of each rank, then bytes over each link.
-            And `num_events`.
+            `carried`: bytes through the memory of each rank, then FLOPs of each rank, converted to the chip's
+            `effective_flops_per_s`, then bytes over each link. And `num_events`.
         link_names: the links, in the order of their bytes in `carried`.
     """
 
@@ -105,7 +106,7 @@ class Simulation(Shown):
         return to_s(self.duration_ps)
 
     def position(self, rank: int) -> int:
-        """Return the position of a global rank in `ranks`."""
+        """Return the position in `ranks` of a global rank, which must be one of them."""
         return int(np.searchsorted(self.ranks, rank))
 
     def parts(self, rank: int) -> dict[str, float]:

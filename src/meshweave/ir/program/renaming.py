@@ -114,7 +114,10 @@ class Renaming:
         return self.op(statement)
 
     def op(self, op: SomeOp) -> SomeOp:
-        """Return an op with names replaced."""
+        """Return an op with all names in it replaced: of variables, views, lane, group and stash.
+
+        With a `prefix` the label becomes `prefix > label`.
+        """
         changes: dict[str, Any] = {}
         for item in fields(op):
             old = getattr(op, item.name)
@@ -174,7 +177,7 @@ class Renaming:
         return rank if self.ranks is None else self.ranks.ranks[rank]
 
     def view(self, view: View) -> View:
-        """Return a view with the names in it, its owner and its buffer replaced."""
+        """Return a view with variables and owner replaced, and then what `views` puts in its place."""
         selectors = tuple(self.selector(selector) for selector in view.selectors)
         rank = None if view.rank is None else self.index(view.rank)
         if rank is not None and self.ranks is not None:
