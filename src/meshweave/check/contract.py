@@ -28,10 +28,11 @@ class ConfigProof:
     Attributes:
         algorithm: name of the algorithm.
         config: the config as text.
-        num_ops: ops of all ranks together.
-        unproved: what `validate` left unproved.
+        num_ops: ops of all ranks together, includes expanded; 0 where no program ran.
+        unproved: in words what `validate` left unproved, or why nothing was proved; "" where all was.
         replicas: how copies of an output on several ranks come to have the same bits; "" where there are none.
-        max_abs_error: largest absolute difference from the dense reference, over all orders.
+        max_abs_error: largest absolute difference from the dense reference, over all orders; None where no
+            program ran.
         failed: why the program is not what the contract says; "" where it is.
     """
 
@@ -45,7 +46,7 @@ class ConfigProof:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the contract does not hold for this config; `failed` says why."""
+        """Whether the contract is broken by this config; `failed` says why."""
         return bool(self.failed)
 
 
@@ -53,6 +54,10 @@ def prove_contract(
     entry: Algorithm[Any, Any], problem: Hashable, *, max_configs: int = 8
 ) -> Iterator[ConfigProof]:
     """Yield a proof for each of the first `max_configs` configs that an algorithm offers for a problem.
+
+    A config passes if `validate` proves its program, the numbers are those of the dense reference in several
+    legal orders, the closed forms of traffic and peak memory agree with the program, and copies of outputs have
+    the same bits. A config that fails is yielded, not raised; so is one without a program.
 
     Raises:
         ProgramError: the algorithm refuses the problem.

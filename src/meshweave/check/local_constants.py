@@ -37,38 +37,39 @@ _STEPS = 32
 
 @dataclass(frozen=True)
 class ConstantPrograms:
-    """The two programs that are run to measure the constants of a product; see the module's docstring."""
+    """The two programs that are run to measure the constants of a product.
+
+    `work` is a part of the product, and `transfers` is the same without its multiplications.
+    """
 
     transfers: Program
     work: Program
 
     @classmethod
     def of(cls, part: Program) -> ConstantPrograms:
-        """Return the two programs to measure, from `part`: the program of a part of the product
-        (`part_of_product`).
-        """
+        """Return the two programs to measure, from the program of a part of the product (`part_of_product`)."""
         body = rewrite(part.body, _without_products)
         return cls(replace(part, name="transfers", body=body, computes=()), part)
 
     @property
     def listed(self) -> tuple[Program, ...]:
-        """Return both programs in the order in which `fit_local_constants` takes their durations."""
+        """Return (`transfers`, `work`)."""
         return self.transfers, self.work
 
 
 @dataclass(frozen=True)
 class LocalConstants:
-    """The constants of local processes for a product: a description with the fitted rates."""
+    """The constants of local processes, fitted for one product, as the rates of a `cluster`."""
 
     cluster: Cluster
 
     @property
     def link(self) -> NetworkAxis:
-        """Return the links between processes."""
+        """Return the description of the links between processes, with their rate and latency."""
         return self.cluster.network.axis(0, 1, (self.cluster.num_chips,))
 
     def to_json(self) -> dict[str, float]:
-        """Return the constants by name, in bytes, seconds and FLOPs per second, as JSON values."""
+        """Return `message_bytes_per_s`, `message_latency_s`, `memory_bytes_per_s` and `flops_per_s` by name."""
         return {
             "message_bytes_per_s": self.link.link_bytes_per_s,
             "message_latency_s": self.link.link_latency_s,
@@ -89,8 +90,9 @@ def fit_local_constants(
     """Return the constants with which simulations of both programs take the measured times.
 
     Args:
-        durations_s: seconds of each of `programs.listed`.
-        cluster: the description of local processes that is adapted.
+        durations_s: the measured seconds of `transfers` and of `work`.
+        cluster: a description of local processes; its messages, copies and products are made faster or slower,
+            by factors of up to 10,000.
     """
     transfers_s, work_s = durations_s
 

@@ -30,11 +30,11 @@ class ProgramRun:
     """A request to run a program on local processes and to check its outputs.
 
     Attributes:
-        program: the text of the program.
+        program: the program in its text form.
         repeat: number of measured runs, after one to warm up.
         seed: seed of the random inputs.
         deadline_s: seconds after which a wait for another rank fails.
-        beside: the texts of programs that are timed in turns with it.
+        beside: other programs, as text, that are timed in turns with it and not checked.
     """
 
     program: str
@@ -51,10 +51,12 @@ def run_on_processes(
 
     Args:
         timeout_s: seconds after which the processes are stopped.
-        log: a folder in which each rank logs every program that it has completed; see `read_log`.
+        log: a folder in which each rank logs every program that has ended or failed there (`read_log`), or None.
 
     Returns:
-        One list per rank, with {"error", "traces", "beside"} for each program; see `run_on_rank`.
+        For each rank, for each program, a dict: "error", the largest absolute difference of its outputs from the
+        dense reference; "traces", each measured run as JSON; "beside", for each program beside it the (start,
+        end) of each measured run in picoseconds.
 
     Raises:
         UnsupportedError: torch is missing.
@@ -76,9 +78,9 @@ def run_on_processes(
 def run_on_rank(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Run one rank of several programs, one after another in the same process.
 
-    Each program is bound, run once to warm up and `repeat` times traced, in turns with those beside it. Every run
-    must write every element of the outputs anew: they are filled with NaN (integers with -1) before it. Measured
-    runs begin at an instant that all ranks share.
+    Each program is bound, run once to warm up and `repeat` times traced, in turns with those beside it. Every
+    run must write every element of the outputs anew: they are filled with NaN (integers with -1) before it.
+    Measured runs begin at an instant that all ranks share.
 
     Args:
         context: the `RankContext` of this rank.
@@ -89,11 +91,12 @@ def run_on_rank(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any]
 
     Returns:
         For each program "error", the largest absolute difference from the dense reference over all runs,
-        "traces", one per measured run, and "beside", for each program beside it the start and end of each measured
-        run in picoseconds.
+        "traces", one per measured run as JSON, and "beside", for each program beside it the (start, end) of each
+        measured run in picoseconds.
 
     Raises:
-        BindError, RankLostError, DeadlineError: what binding and running raise.
+        BindError: a program cannot be bound.
+        RankLostError, DeadlineError: another rank died, or a wait for it took longer than `deadline_s`.
     """
     import torch
 
@@ -193,12 +196,15 @@ def _largest_difference(result: Any, expected: Any) -> float:
 
 
 def log_path(folder: str | Path, rank: int) -> Path:
-    """Return the file in `folder` that `rank` logs to."""
+    """Return the path of the file in `folder` that global rank `rank` logs to, one JSON object a line."""
     return Path(folder) / f"rank-{rank}.jsonl"
 
 
 def read_log(folder: str | Path, rank: int) -> list[dict[str, Any]]:
-    """Return the complete lines that a rank has logged so far; an empty list if it has not begun."""
+    """Return the complete lines that a rank has logged so far; an empty list if it has not begun.
+
+    Each is {"number": index of the program, "error": largest absolute difference} or {"number", "failed": why}.
+    """
     path = log_path(folder, rank)
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -25,7 +25,7 @@ SLICED_DIM_STEP = 8
 
 @dataclass(frozen=True)
 class ReducedLayer:
-    """Sizes of a layer over all ranks, and the shape of the mesh to run it on."""
+    """Sizes of a layer, its tokens and features over all ranks, and the shape of the mesh to run it on."""
 
     tokens: int
     in_features: int
@@ -35,7 +35,15 @@ class ReducedLayer:
 
 @dataclass(frozen=True)
 class ReducedProduct:
-    """A product of a plan at reduced size. `program` is None where there is none; `skipped` then says why."""
+    """A product of a plan at reduced size.
+
+    Attributes:
+        planned: the product in the plan, at full size.
+        config: the planned config, possibly with fewer slices.
+        problem: the product at reduced size; None where there is no mesh to run it on.
+        program: its program; None where there is none.
+        skipped: why there is no program; "" where there is one.
+    """
 
     planned: PlannedProduct
     config: Matmul2dConfig
@@ -62,9 +70,10 @@ def reduce_layer(
 ) -> ReducedLayer:
     """Return the sizes at which to run a layer here, on the mesh of `mesh_shapes` nearest to the planned one.
 
-    First the shards keep their size (tokens follow the rows of the mesh, features its columns), then all
-    sizes shrink alike until no dim is over `max_dim`, or over the least that every mesh dim slices, if that is
-    more. Raises LayoutError where `mesh_shapes` is empty.
+    First the shards keep their size (tokens follow the rows of the mesh, features its columns), unless the mesh
+    has more rows or columns than planned. Then all sizes shrink by one factor until none is over `max_dim`. Each
+    is rounded down to a multiple of `SLICED_DIM_STEP` times the least common multiple of the mesh's sides, and
+    is that multiple at least, the planned size at most. Raises LayoutError where `mesh_shapes` is empty.
 
     Args:
         sizes: (tokens over all ranks, in features, out features) of the planned layer.
@@ -88,12 +97,12 @@ def reduce_products(
     *,
     where_too_small: Literal["grow", "drop slices"] = "grow",
 ) -> Iterator[ReducedProduct]:
-    """Yield each product at reduced size on a mesh of `num_ranks` ranks, in order.
+    """Yield each product at reduced size on a mesh of `num_ranks` ranks, in order, in float32.
 
     One that has no such mesh, or does not fit at this size, is yielded without a program and with `skipped`.
 
     Args:
-        max_dim: sizes are reduced in proportion until no dim is larger, as `reduce_layer` says.
+        max_dim: sizes are reduced by one factor until none is larger, as `reduce_layer` says.
         where_too_small: what happens to a dim that became smaller than the planned slices of it. "grow": all
             dims grow, up to `max_dim` and their planned sizes, until the slices fit. "drop slices": the last
             slices are left out.

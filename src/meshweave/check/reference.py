@@ -27,7 +27,7 @@ _LARGEST = 4
 
 
 def random_inputs(program: Program, seed: int) -> dict[str, Array]:
-    """Return small random integers for every global tensor that an input buffer holds, by name."""
+    """Return random integers from -4 to 4 for every global tensor that an input buffer holds, by name."""
     names = dict.fromkeys(buffer.tensor for buffer in program.buffers if buffer.kind == "input")
     inputs = {}
     for name in names:
@@ -38,14 +38,17 @@ def random_inputs(program: Program, seed: int) -> dict[str, Array]:
 
 
 def random_tensor(name: str, shape: Sequence[int], dtype: str, seed: int) -> Array:
-    """Return small random integers of `shape`, in numpy's dtype for `dtype`; equal for equal arguments."""
+    """Return random integers from -4 to 4 in `shape`, of dtype `dtype` in numpy; equal for equal arguments."""
     generator = np.random.default_rng([seed, *name.encode()])
     values = generator.integers(-_LARGEST, _LARGEST, tuple(shape), dtype=np.int8, endpoint=True)
     return values.astype(numpy_dtype(dtype))
 
 
 def reference(program: Program, inputs: Tensors) -> dict[str, Array]:
-    """Return every output tensor of a program, computed densely from what the program declares to compute.
+    """Return every output tensor of a program by name, whole, computed with numpy from what it declares.
+
+    Args:
+        inputs: whole tensors by name.
 
     Raises:
         UnsupportedError: an output depends on a `call`, whose function the program does not hold.
@@ -82,7 +85,7 @@ def expected_shard(program: Program, inputs: Tensors, buffer: str, rank: int) ->
     A product of two inputs is computed for this shard alone.
 
     Args:
-        inputs: global tensors by name.
+        inputs: whole tensors by name.
 
     Raises:
         UnsupportedError: the output depends on a `call`, or is laid out as partial sums.

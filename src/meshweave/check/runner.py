@@ -65,7 +65,10 @@ class MeasuredProduct:
         return statistics.median(self.runs_s)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the measurement as JSON values, without the traces."""
+        """Return the measurement as JSON values: sizes, error, seconds and constants, without the traces.
+
+        Of these it has "overlap_s" and "exposed_s" of the median run, one number for each rank that has ops.
+        """
         problem = self.product.problem
         assert problem is not None
         ranks = sorted({span.rank for span in self.measured.spans})
@@ -87,7 +90,10 @@ class MeasuredProduct:
 
 @dataclass(frozen=True)
 class RunReport:
-    """What `run` measured, and the algorithms that have no mesh of so many ranks."""
+    """What `run` measured.
+
+    `skipped` has the names of the algorithms that "all" left out because they have no mesh of so many ranks.
+    """
 
     products: tuple[MeasuredProduct, ...]
     skipped: tuple[str, ...] = ()
@@ -95,7 +101,13 @@ class RunReport:
 
 @dataclass(frozen=True)
 class PreparedProduct:
-    """A product ready to run: its program with collectives lowered as wanted, proved sound."""
+    """A product ready to run.
+
+    Attributes:
+        title: its algorithm, layer, pass and config in words.
+        flow: the dataflow of its program, whose collectives are rings of `num_ring_directions`, or for 0 as they
+            were. `validate` has proved all of it but the numbers.
+    """
 
     title: str
     product: ReducedProduct
@@ -104,7 +116,7 @@ class PreparedProduct:
 
     @property
     def constant_programs(self) -> ConstantPrograms | None:
-        """Return the programs that measure constants for this product; None where no part of it can run."""
+        """Return the programs that measure constants for this product; None if a part of it has no program."""
         problem = self.product.problem
         assert problem is not None
         try:
@@ -137,16 +149,17 @@ def run(
         layer: name of a layer of the plan.
         passes: of "forward", "backward_data", "backward_weight"; None for all.
         algorithms: names, "best" for the first of the plan that has a mesh of `num_ranks`, or "all".
-        num_ranks: local processes.
-        max_dim: sizes are reduced in proportion until no dim is larger.
+        num_ranks: number of local processes.
+        max_dim: sizes are reduced by one factor until none is larger.
         repeat: measured runs of each program, after one to warm up.
-        num_ring_directions: of the rings that collectives run as; 0 leaves them to gloo.
+        num_ring_directions: directions of the rings that collectives run as, 1 or 2; 0 leaves them to gloo.
         seed: seed of the operands.
         timeout_s: seconds after which everything is stopped.
 
     Raises:
         DescriptionError: the plan has no such layer, pass or algorithm.
-        LayoutError: an argument is out of range, or an algorithm has no mesh of so many ranks.
+        LayoutError: an argument is out of range, an algorithm has no mesh of so many ranks, or a product does
+            not fit at this size.
         ProgramError: a run broke the order that its program demands.
         UnsupportedError: torch is missing.
         RankLostError, DeadlineError: a process died or hung.
@@ -173,7 +186,12 @@ def prepare(
 ) -> tuple[list[PreparedProduct], tuple[str, ...]]:
     """Return the products to run, and the names of the algorithms that "all" leaves out for want of a mesh.
 
-    Arguments as for `run`.
+    Args:
+        layer: name of a layer of the plan.
+        passes: of "forward", "backward_data", "backward_weight"; None for all.
+        algorithms: names, "best" for the first of the plan that has a mesh of `num_ranks`, or "all".
+        max_dim: sizes are reduced by one factor until none is larger.
+        num_ring_directions: directions of the rings that collectives become, 1 or 2; 0 leaves them as they are.
 
     Raises:
         DescriptionError: the plan has no such layer, pass or algorithm.
@@ -237,9 +255,14 @@ def measure(
         cluster: the machine that is simulated; None for the catalog's `local-cpu`, with constants measured in
             turns with the runs where a part of the product can run.
         repeat: measured runs of each program, after one to warm up.
+        seed: seed of the operands.
         timeout_s: seconds after which everything is stopped.
 
-    Raises as `run_on_processes`, and ProgramError where a run broke the order that its program demands.
+    Raises:
+        ProgramError: a run broke the order that its program demands.
+        UnsupportedError: torch is missing.
+        RankLostError, DeadlineError: a process died, hung, or all took too long.
+        MeshweaveError, RankError: what a rank raised.
     """
     deadline_s = max(timeout_s - 10, timeout_s / 2)  # so that ranks can find out, and say, what is wrong
     requests, beside = [], []

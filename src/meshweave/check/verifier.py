@@ -39,7 +39,7 @@ class Verification:
 
     Attributes:
         product: the product of a plan that `program` computes at reduced size; None for a program given by itself.
-        error_in_process: the error on numpy, over all orders; None if validation failed.
+        error_in_process: the error on numpy, over all orders and lowered to rings; None until that has run.
         error_on_processes: the error on local processes over gloo; None if the program was not run there.
         failed: why the program could not be proved or run; "" if it could.
         unproved: what `validate` left unproved.
@@ -62,7 +62,11 @@ class Verification:
         return bool(self.failed or self.error_in_process or self.error_on_processes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields as JSON values, the program by its title."""
+        """Return the results as JSON values, without the program.
+
+        A program given by itself is named by "title", a product by "algorithm", "layer", "pass", "dataflow",
+        "mesh_shape", "m_n_k" and "config".
+        """
         if self.product is None:
             head: dict[str, Any] = {"title": self.title}
         else:
@@ -89,6 +93,7 @@ class VerifyReport:
     """What `verify` checked, in order, and what it could not check.
 
     Attributes:
+        num_ranks: number of local processes.
         skipped: products that have no program at this size or on so many ranks.
         not_run: why nothing ran on processes; "" where something did.
     """
@@ -104,7 +109,11 @@ class VerifyReport:
         return sum(verification.is_wrong for verification in self.verifications)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
+        """Return the report as JSON values.
+
+        Keys: "ranks", "processes" ("ran", or why not), "products", "skipped" (with "reason") and "wrong", a
+        number.
+        """
         return {
             "ranks": self.num_ranks,
             "processes": self.not_run or "ran",
@@ -140,11 +149,13 @@ def verify(
 
     Args:
         subject: a plan, whose products are checked at reduced size, or programs, checked as they are.
-        num_ranks: local processes. Default: 4 for a plan; for programs, at least the ranks of the largest.
-        layers: of a plan, which to check; None for all.
-        algorithms: of a plan, which to check; None for all.
-        max_dim: sizes of a plan are reduced in proportion until no dim is larger.
-        num_ring_directions: of the rings that collectives on processes run as; 0 leaves them to gloo.
+        num_ranks: number of local processes. None is 4 for a plan; for programs it is raised to the ranks of the
+            largest.
+        layers: names of the layers of a plan to check; None for all.
+        algorithms: names of the algorithms of a plan to check; None for all.
+        max_dim: sizes of a plan are reduced by one factor until none is larger.
+        num_ring_directions: directions of the rings that collectives run as on processes, 1 or 2; 0 leaves them
+            to gloo.
         seed: seed of the inputs.
         timeout_s: seconds after which the processes are stopped.
         on_processes: whether to run on processes at all.
@@ -226,8 +237,8 @@ def verify_in_process(verification: Verification, num_ring_directions: NumRingDi
     Sets `unproved`, `replicas` and `error_in_process`, or `failed` where the program is unsound.
 
     Args:
-        num_ring_directions: of the rings of one more run; 0 counts as 1.
-        seed: of the inputs.
+        num_ring_directions: directions of the rings in one more run, lowered to rings; 0 counts as 1.
+        seed: seed of the inputs.
 
     Raises UnsupportedError where the program calls functions, which have no reference.
     """
@@ -277,8 +288,9 @@ def verify_on_processes(
     """Run the programs that have not failed on local processes, and set `error_on_processes` or `failed` of each.
 
     Args:
-        num_ring_directions: of the rings that collectives are lowered to; 0 for gloo's own collectives.
+        num_ring_directions: directions of the rings that collectives become, 1 or 2; 0 leaves them to gloo.
         timeout_s: seconds after which the processes are stopped.
+        progress: called with (programs that rank 0 is through with, programs in all).
 
     Returns:
         Why nothing ran; "" where something did.
@@ -309,11 +321,13 @@ def verify_on_processes(
 def program_run(
     program: Program, num_ring_directions: NumRingDirections, seed: int, deadline_s: float, repeat: int = 0
 ) -> ProgramRun:
-    """Return the request to run a program on processes, with collectives lowered to rings of
-    `num_ring_directions`.
+    """Return the request to run a program on processes.
 
-    0 leaves them to gloo. `repeat` measured runs follow the one that is checked; `deadline_s` is for one
-    wait.
+    Args:
+        num_ring_directions: its all-gathers and reduce-scatters become rings of so many directions; 0 leaves
+            them to gloo.
+        deadline_s: seconds that one wait for another rank may take.
+        repeat: number of measured runs, after one that is checked alone.
     """
     if num_ring_directions:
         program = lower_rings(program, 2 if num_ring_directions == 2 else 1)
@@ -325,10 +339,11 @@ def set_process_results(
 ) -> None:
     """Set `error_on_processes` or `failed` of each program from what the ranks logged.
 
-    The first program that not every rank completed gets `failure` as its reason. Later ones were not run.
+    The first program that not every rank completed gets `failure` as its reason. Those after it did not run, and
+    `failed` says so.
 
     Args:
-        logs: for each rank the lines that it logged; see `read_log`.
+        logs: for each rank the lines that it logged (`check.processes.read_log`).
         failure: the error of the processes; "" if there was none.
     """
     for number, verification in enumerate(verifications):

@@ -50,31 +50,40 @@ def has_chains(skeleton: Skeleton) -> bool:
 
 
 def hop_ps(work: Transfer, cost_ps: Callable[[Work], int]) -> tuple[int, int]:
-    """Return the picoseconds of the launch of a chain, and of one packet over one hop without the launch."""
+    """Return (launch, packet) of a chain in picoseconds: its launch, and one packet over one hop after that."""
     launch_ps = cost_ps(work.launch)
     return launch_ps, cost_ps(work.hop) - launch_ps
 
 
 def is_buffered(work: Transfer, machine: Machine | None) -> bool:
-    """Return whether the machine's send buffer takes the packets of a chain, so that senders end early."""
+    """Return whether a packet of a chain fits into the machine's send buffer, so that its sender is free sooner.
+
+    False without a machine, and for packets of 0 bytes.
+    """
     return machine is not None and 0 < work.hop.part_bytes <= machine.cluster.send_buffer_bytes
 
 
 def link_burst_ps(work: Transfer, machine: Machine) -> int:
-    """Return the picoseconds of full rate that an idle link of a chain saves up for a burst."""
+    """Return the burst of a chain's link (`burst_bytes` of its mesh axis) in picoseconds at the link's rate.
+
+    It is 0 for a link that has no token bucket.
+    """
     axis = machine.axis(work.axis)
     return to_ps(axis.burst_bytes / axis.link_bytes_per_s)
 
 
 def chain_period(members: int, packets: int, buffered: bool) -> int:
-    """Return after how many packet times a chain follows the one before it, in a loop whose roots take turns."""
+    """Return after how many packet times the next chain begins, in a loop whose chains have roots in turn.
+
+    It is `packets` for one or two members, else `packets` + 2, or `packets` + 1 if a send buffer takes them.
+    """
     if members <= 2:
         return packets
     return packets + (1 if buffered else 2)
 
 
 def grid_of(skeleton: Skeleton) -> dict[str, int]:
-    """Return the sizes of the mesh axes that have chains, by axis."""
+    """Return the number of ranks along each mesh axis ("tp.row") over which a skeleton has chains."""
     return {
         task.work.axis: task.work.num_ranks
         for _, task in skeleton.counted_tasks()
@@ -83,7 +92,11 @@ def grid_of(skeleton: Skeleton) -> dict[str, int]:
 
 
 def core_ps(skeleton: Skeleton, cost_ps: Callable[[Work], int], machine: Machine | None = None) -> int:
-    """Return the makespan in picoseconds, until the last rank ends; send buffers and bursts are `machine`'s.
+    """Return the picoseconds from the start of a skeleton to the end of its last rank, computed by the core.
+
+    Args:
+        cost_ps: the picoseconds of one op.
+        machine: gives the send buffer and the bursts of links to chains; with None there are none.
 
     Raises:
         ProgramError: it takes longer than 64 bits of picoseconds, some 106 days.
@@ -97,7 +110,10 @@ def core_ps(skeleton: Skeleton, cost_ps: Callable[[Work], int], machine: Machine
 def skeleton_code(
     skeleton: Skeleton, cost_ps: Callable[[Work], int], machine: Machine | None = None
 ) -> NDArray[np.int64]:
-    """Return a skeleton as the integers that the core reads."""
+    """Return a skeleton and the picoseconds of its ops as the integers that the core's `skeleton_ps` takes.
+
+    `cost_ps` and `machine` are those of `core_ps`; csrc/skeleton.cpp reads the integers.
+    """
     return np.array(_CodeWriter(skeleton, cost_ps, machine).code(), dtype=np.int64)
 
 

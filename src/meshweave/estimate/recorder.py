@@ -10,7 +10,7 @@ from meshweave.trace import Span, Trace
 class TraceRecorder:
     """Base of simulators that drive a program's `Issuer`: it records the issue and end time of each op.
 
-    With `hosted` ops wait until a host releases them, as `Issuer` says.
+    With `hosted` an op also waits until the host of its rank, a CPU thread, has issued it (`Issuer.finish_all`).
     """
 
     def __init__(self, flow: Dataflow, *, hosted: bool = False) -> None:
@@ -21,7 +21,7 @@ class TraceRecorder:
         self.ended_ps: dict[Node, int] = {}
 
     def trace(self) -> Trace:
-        """Return the spans of all ops.
+        """Return a span from issue to end for each op of all ranks, in order of start.
 
         Raises:
             ProgramError: some ops have not ended, because the program deadlocks.

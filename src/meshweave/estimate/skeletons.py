@@ -25,7 +25,16 @@ CostPs = Callable[[Work], int]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a program. Parts are sums over the ops of one rank, whether they overlap or not."""
+    """The seconds of a program, in all and by what the ops of one rank spend them on.
+
+    The parts are sums over the ops of the first rank, or those of a skeleton, whether they overlap or not.
+
+    Attributes:
+        total_s: until the last rank ends.
+        compute_s: products, and calls with FLOPs.
+        copy_s: copies, additions and zeros, calls without FLOPs, and packing of messages.
+        launch_s, sync_s, transfer_s: of communication, the launches, synchronisations and flow of bytes.
+    """
 
     total_s: float
     compute_s: float
@@ -41,12 +50,16 @@ class Estimate:
 
     @property
     def exposed_s(self) -> float:
-        """Return the seconds in which neither products nor calls run: the total less `compute_s`."""
+        """Return `total_s` less `compute_s`: the seconds without products and calls, if these do not overlap."""
         return self.total_s - self.compute_s
 
 
 class TimedSkeleton:
-    """A skeleton whose tasks have durations."""
+    """A skeleton whose ops take `cost_ps(work)` picoseconds each.
+
+    Args:
+        machine: gives the send buffer and the bursts of links to chains; with None there are none.
+    """
 
     __slots__ = ("_cost_ps", "_machine", "_skeleton")
 
@@ -54,10 +67,10 @@ class TimedSkeleton:
         self._skeleton, self._cost_ps, self._machine = skeleton, cost_ps, machine
 
     def lower_bound_ps(self) -> int:
-        """Return a cheap lower bound on `total_ps`: the largest sum of durations in one lane.
+        """Return a cheap lower bound on `total_ps`, in picoseconds: the largest sum of durations in one lane.
 
-        A chain keeps its members for its launch and its packets at least; for its launch alone where a send
-        buffer takes the packets.
+        A chain counts with its launch and its packets over one hop; with its launch alone where a send buffer
+        takes the packets.
         """
         lanes: dict[str, int] = {}
         for count, task in self._skeleton.counted_tasks():
@@ -71,19 +84,30 @@ class TimedSkeleton:
         return max(lanes.values(), default=0)
 
     def total_ps(self) -> int:
-        """Return the exact makespan in picoseconds."""
+        """Return the picoseconds until the last rank ends, exact. Raises ProgramError if over 106 days."""
         return core_ps(self._skeleton, self._cost_ps, self._machine)
 
 
 def skeleton_ps(skeleton: Skeleton, cost_ps: CostPs, machine: Machine | None = None) -> int:
-    """Return the exact makespan in picoseconds of a skeleton whose ops take `cost_ps(work)` each."""
+    """Return the picoseconds, exact, until the last rank ends, if each op takes `cost_ps(work)`.
+
+    Args:
+        machine: gives the send buffer and the bursts of links to chains; with None there are none.
+
+    Raises:
+        ProgramError: it takes longer than 106 days.
+    """
     return TimedSkeleton(skeleton, cost_ps, machine).total_ps()
 
 
 def estimate_skeleton(skeleton: Skeleton, machine: Machine) -> Estimate:
     """Return the time of a skeleton on a machine without contention, in parts.
 
-    Raises UnsupportedError as `cost.price.price` does.
+    Raises:
+        UnsupportedError: the machine has no meshes, no FLOPs are known for a call, or a product is outside of a
+            table of measured ones.
+        LayoutError: a mesh does not fit the network, or no mesh has the axis of an op.
+        ProgramError: it takes longer than 106 days.
     """
     prices: dict[Work, Price] = {}
     totals: dict[Work, int] = {}

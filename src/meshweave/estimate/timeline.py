@@ -30,14 +30,18 @@ _Times = NDArray[np.int64]
 
 
 def timeline(skeleton: Skeleton, machine: Machine, name: str = "skeleton") -> Trace:
-    """Return a trace of rank 0 whose duration equals `estimate_skeleton(skeleton, machine)`, to the picosecond.
+    """Return the trace of a skeleton, as long as `estimate_skeleton` says, to the picosecond.
 
-    Every turn is followed: nothing is jumped over. Tasks that stand for several equal ops are one span, and a
-    span begins when its task does, with no waiting for partners in it. With chains ranks differ, and the spans are
-    those of the rank that ends last. `name` is that of the program.
+    Its spans are those of one rank, as rank 0: where there are chains, so that ranks differ, of the rank that
+    ends last. Every turn of every loop has spans of its own. A task that stands for several equal ops is one
+    span, which begins when the task does, with no waiting for partners in it.
+
+    Args:
+        name: the name of the program in the trace.
 
     Raises:
-        UnsupportedError: there are more than `MAX_TASKS` tasks, or `cost.price.price` raises it.
+        UnsupportedError: there are more than `MAX_TASKS` tasks, or an op has no price.
+        LayoutError: a mesh does not fit the network, or no mesh has the axis of an op.
     """
     count = _num_spans(skeleton)
     if count > MAX_TASKS:
@@ -53,7 +57,10 @@ def timeline(skeleton: Skeleton, machine: Machine, name: str = "skeleton") -> Tr
 
 @dataclass(frozen=True)
 class TaskSpan:
-    """One run of a task, from `begin_ps` to `end_ps` in picoseconds; `part` names the sub-programs around it."""
+    """One run of a task, from `begin_ps` to `end_ps` in picoseconds from the start.
+
+    `part` has the names of the parts (`ir.skeleton.Part`) around it, the outermost first.
+    """
 
     task: Task
     begin_ps: int
@@ -62,9 +69,10 @@ class TaskSpan:
 
 
 def task_spans(skeleton: Skeleton, cost_ps: Callable[[Work], int]) -> tuple[TaskSpan, ...] | None:
-    """Return when each task runs, in order of issue; each of its ops takes `cost_ps(work)` picoseconds.
+    """Return a span for each run of each task, turn by turn, as the tasks of a turn are listed.
 
-    None where broadcasts or reduces are chains, whose members are busy for a part of the time only.
+    An op takes `cost_ps(work)` picoseconds. The result is None where broadcasts or reduces are chains, whose
+    members are busy for a part of the time only.
     """
     if has_chains(skeleton):
         return None

@@ -117,7 +117,7 @@ class UncontendedSimulator(TraceRecorder):
         self._push(cost.total_ps, nodes, first)
 
     def message_price(self, node: Node) -> Price:
-        """Return the price of the message of a Send between its two ranks, with what both pack."""
+        """Return the price of the message of the send `node`, with what both ends pack."""
         joint, send = self.flow.joint(node), self.flow.op(node)
         assert joint is not None and isinstance(send, Send)
         sender, receiver = joint.members
@@ -141,14 +141,16 @@ class UncontendedSimulator(TraceRecorder):
 
 
 def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
-    """Return the time of a program without contention, for algorithms without a skeleton.
+    """Return the time of a program without contention, in parts; for algorithms that write no skeleton.
 
-    Every op takes its closed form. The parts are sums over the ops of the first rank; a message counts where it is
-    sent, and what both its ends pack counts as copies.
+    Every op takes its closed form, and shares nothing. `total_s` is until the last rank ends. The parts are sums
+    over the ops of the first rank, where a message counts on its sender, and what both its ends pack counts as
+    copies.
 
     Raises:
         ProgramError: messages or collectives do not match, or the program deadlocks.
-        UnsupportedError: the machine cannot place a group of ranks, or an op reads another rank's memory in place.
+        UnsupportedError: the machine cannot place a group of ranks, or an op reads another rank's memory in
+            place.
     """
     flow = analyse(program) if isinstance(program, Program) else program
     simulator = UncontendedSimulator(flow, machine)

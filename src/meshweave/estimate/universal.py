@@ -17,7 +17,11 @@ from meshweave.ir.volume import PhaseVolume, RankVolume, Volume
 
 @dataclass(frozen=True)
 class UniversalEstimate:
-    """The seconds of three phases; of the middle one also those of the slowest rank's products and transfers."""
+    """The seconds of the phases of a universal product (`ir.volume.Volume`), each that of its slowest rank.
+
+    `compute_s` and `transfer_s` are what that rank's products, and its transfers and additions in memory, take
+    in the middle phase, each alone.
+    """
 
     before_s: float
     during_s: float
@@ -27,12 +31,17 @@ class UniversalEstimate:
 
     @property
     def total_s(self) -> float:
-        """Return the seconds of all three phases."""
+        """Return the seconds of all three phases, one after another."""
         return self.before_s + self.during_s + self.after_s
 
 
 def estimate_universal(volume: Volume, rates: RankRates) -> UniversalEstimate:
-    """Return the seconds of a universal product, from what its ranks compute and move and from their rates."""
+    """Return the seconds of a universal product; the module docstring says how phases are added up.
+
+    Args:
+        volume: what each rank computes, sends, receives and adds up in each phase.
+        rates: rates and fixed costs, equal for all ranks.
+    """
     during_s, compute_s, transfer_s = max(_overlapped_s(load, rates) for load in volume.during.values())
     return UniversalEstimate(
         _exposed_s(volume.before, rates), during_s, _exposed_s(volume.after, rates), compute_s, transfer_s

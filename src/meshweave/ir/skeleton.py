@@ -30,9 +30,9 @@ class Task:
 
     Attributes:
         after: (task name, turns ago) of each task that it waits for, besides the one before it in its lane.
-        roots: of a broadcast or reduce that is to be timed as a chain, the coordinate of the root of each chain:
-            of the first turn of its phase, then of the next ones, `times` in each. Without roots the members of an
-            op begin together.
+        roots: the coordinate of the root of each chain, for a broadcast or reduce that is timed as chains:
+            `times` for the first turn of the phase, then `times` for the next one, and so on. Without roots the
+            members of an op begin together.
     """
 
     name: str
@@ -47,7 +47,8 @@ class Task:
 class Part:
     """The skeleton of an included program, in place of a task of a phase of one turn.
 
-    Its lanes are those of the program around it. A wait for a part is one for the last task in each of its lanes.
+    Its lanes are those of the program around it. A task that waits for a part waits for the part's last task in
+    each of its lanes.
 
     Attributes:
         after: (lane, names of the tasks of the same turn for which the part's first task in that lane waits).
@@ -74,12 +75,18 @@ class Skeleton:
 
     @classmethod
     def of_turns(cls, turns: Iterable[tuple[Task, ...]]) -> Skeleton:
-        """Return a skeleton from its turns one by one; neighbours that differ in roots alone become one phase."""
+        """Return a skeleton from the tasks of each turn.
+
+        Turns in a row that are equal, or differ in roots alone, become one phase.
+        """
         return cls.of_runs((1, tasks) for tasks in turns)
 
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[int, tuple[Task, ...]]]) -> Skeleton:
-        """Return a skeleton from (number of turns, tasks of each); neighbours are joined as in `of_turns`."""
+        """Return a skeleton from (number of turns, tasks of each), where roots are those of all these turns.
+
+        Runs in a row whose tasks are equal, or differ in roots alone, become one phase.
+        """
         joined: list[tuple[int, tuple[Task, ...]]] = []
         for number, tasks in runs:
             if joined and (both := _joined(joined[-1][1], tasks)) is not None:
@@ -94,7 +101,7 @@ class Skeleton:
         return tuple(dict.fromkeys(task.lane for _, task in self.counted_tasks()))
 
     def counted_tasks(self) -> Iterator[tuple[int, Task]]:
-        """Yield (how many ops it stands for over all turns, task), for the tasks of parts too."""
+        """Yield (count, task) for every task, those of parts too: it stands for `count` ops over all turns."""
         for phase in self.phases:
             for task in phase.tasks:
                 if isinstance(task, Part):
@@ -115,7 +122,7 @@ def _joined(tasks: tuple[Task, ...], others: tuple[Task, ...]) -> tuple[Task, ..
 
 
 def skeleton_of(program: Program) -> Skeleton:
-    """Return a skeleton of one turn: the ops of the first rank, with its local edges as dependences.
+    """Return a skeleton of one turn: the ops of the lowest rank, with its local edges as dependences.
 
     It is exact where all ranks do the same work on shards of equal size, and slower to make than a skeleton that
     an algorithm writes itself.

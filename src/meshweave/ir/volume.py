@@ -10,8 +10,10 @@ class RankVolume:
     """The FLOPs, launches, messages and bytes of one rank in one phase.
 
     Attributes:
+        flops: of all products.
         num_products: number of products launched.
-        received_bytes, sent_bytes, num_messages: communication with other ranks.
+        received_bytes, sent_bytes: exchanged with other ranks.
+        num_messages: messages of the rank, each of which has a latency.
         local_bytes: bytes copied or added in the rank's own memory.
     """
 
@@ -33,7 +35,7 @@ PhaseVolume = dict[int, RankVolume]
 
 @dataclass
 class Volume:
-    """The work of every rank of a universal product, in three phases, each by global rank.
+    """The work of every rank of a universal product C = A B in three phases, each a `RankVolume` by global rank.
 
     `before` reduces operands that arrive as partial sums. `during` multiplies and overlaps communication with
     products. `after` reduces the replicas of C. Communication of the first and last phase is exposed.
@@ -45,7 +47,7 @@ class Volume:
 
     @property
     def phases(self) -> tuple[PhaseVolume, PhaseVolume, PhaseVolume]:
-        """Return the three phases in order."""
+        """Return (`before`, `during`, `after`)."""
         return self.before, self.during, self.after
 
     @property

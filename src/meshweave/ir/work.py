@@ -28,7 +28,7 @@ class Compute:
     Attributes:
         kind: the kind of the op.
         dims: (m, n, k) of a product, of which there are `num_products` in a batch.
-        item_bytes: the size of one element of a product.
+        item_bytes: bytes of one element of a product.
         dtype: the dtype of the arithmetic, which has a rate of its own; "" where nobody says.
         call, shape, part: of a call, its `work`, the sizes that it is counted by, and which part of a stage
             it is.
@@ -53,11 +53,14 @@ class Transfer:
     """Communication of one op.
 
     Attributes:
+        kind: the kind of the op, or what an exchange carries.
         axis: the mesh axis ("tp.row") or whole mesh ("tp"), "" where the group is none of these.
+        num_ranks: number of members of the group; 2 for a message and a one-sided access.
         part_bytes: bytes of the largest part that a member contributes (all_gather) or receives (reduce_scatter),
             or that this one sends to another (all_to_all); of a fence 0, of other kinds all that is sent or
             reduced.
         packets: the pipelined parts of a broadcast or reduce.
+        step: which step of a lowered collective this is, or None.
         hops: the ring distance of a permute in the shorter direction. Since every member sends that far, each
             link carries that many messages.
     """
@@ -77,7 +80,7 @@ class Transfer:
 
     @property
     def hop(self) -> Transfer:
-        """Return one packet of a chain over one hop, launch included."""
+        """Return one packet of a chain over one hop: a transfer between two ranks, with a launch of its own."""
         return replace(self, num_ranks=2, part_bytes=-(-self.part_bytes // self.packets), packets=1)
 
 
@@ -106,14 +109,14 @@ Work = Compute | Transfer
 
 
 def matmul_work(m: int, n: int, k: int, dtype: str, num_products: int = 1) -> Compute:
-    """Return the FLOPs and sizes of `num_products` products (M, K) x (K, N), for the cost model."""
+    """Return the work of a batch of `num_products` products (M, K) x (K, N): its FLOPs are 2 m n k each."""
     flops = 2 * m * n * k * num_products
     item = dtype_bytes(dtype)
     return Compute("matmul", flops, dims=(m, n, k), item_bytes=item, num_products=num_products, dtype=dtype)
 
 
 def product_work(shape: ProductShape, dtype: str) -> Compute:
-    """Return the FLOPs and sizes of a product with batch dims, for the cost model.
+    """Return the work of a product with batch dims.
 
     Where one operand serves the whole batch, the rows (or columns) of the other form one large matrix. A sum
     over the batch is one product with the batch in k.
@@ -154,7 +157,7 @@ def counts_view_bytes(op: ops.Call) -> bool:
 
 
 def call_work(program: Program, op: ops.Call) -> Compute:
-    """Return the FLOPs, bytes and sizes of a resolved call, for the cost model."""
+    """Return the work of a resolved call. Its FLOPs are those declared; 0 leaves them to `cost.calls`."""
     assert isinstance(op.flops, int) and isinstance(op.bytes, int)
     num_bytes = op.bytes
     if counts_view_bytes(op):
@@ -172,7 +175,7 @@ def call_work(program: Program, op: ops.Call) -> Compute:
 
 
 def exchange_work(op: ops.Exchange, axis: str) -> Transfer:
-    """Return the transfer that an exchange over a mesh axis is timed as.
+    """Return the transfer by whose price an exchange over the mesh axis `axis` is timed.
 
     Raises:
         ProgramError: its sizes are out of range, such as more chosen experts than there are.
@@ -202,7 +205,11 @@ def _exchange_reason(op: ops.Exchange) -> str:
 
 
 def axis_of(program: Program, group: tuple[int, ...]) -> str:
-    """Return the name of the mesh axis ("tp.row") or whole mesh ("tp") that has this group of ranks, else ""."""
+    """Return the name of the mesh axis ("tp.row") or whole mesh ("tp") that has this group of ranks, else "".
+
+    The group must be in the order of the mesh. The first mesh that has it is taken, an axis before the whole
+    mesh.
+    """
     for mesh in program.meshes:
         if group[0] not in mesh:
             continue
@@ -229,7 +236,7 @@ def require_local_operands(op: ops.Op) -> None:
 def work_of(program: Program, op: ops.Op) -> Work:
     """Return what the time of an op depends on: FLOPs and bytes of a product, or bytes and group of a transfer.
 
-    The op has numbers for all variables (`ir.program.resolve`).
+    The op is resolved: it has integers for all expressions.
 
     Raises:
         UnsupportedError: it reads another rank's memory in place.
@@ -267,12 +274,12 @@ def work_of(program: Program, op: ops.Op) -> Work:
 
 
 def joins_product(op: ops.Matmul) -> bool:
-    """Return whether a product runs in one kernel with the product before it in its lane."""
+    """Return whether a product runs in one kernel with the product before it in its lane (`Release.joins`)."""
     return op.release is not None and op.release.joins
 
 
 def ring_hops(op: ops.Permute) -> int:
-    """Return the ring distance of a resolved permute in the shorter direction; 0 is a local copy."""
+    """Return the ring distance of a resolved permute in the shorter direction; 0 if all send to themselves."""
     assert isinstance(op.over, tuple) and isinstance(op.shift, int)
     ahead = op.shift % len(op.over)
     return min(ahead, len(op.over) - ahead)
@@ -304,20 +311,19 @@ def _collective(program: Program, op: ops.DataCollective) -> Transfer:
 
 
 def box_bytes(program: Program, shape: tuple[int, ...], dim: int, size: int, buffer: str) -> int:
-    """Return the bytes of a part of a tensor of `shape` with `size` elements along `dim`, in the dtype of a
-    buffer.
-    """
+    """Return the bytes of a tensor of `shape`, but of `size` along `dim`, in the dtype of buffer `buffer`."""
     others = math.prod(extent for d, extent in enumerate(shape) if d != dim)
     return others * size * dtype_bytes(program.buffer_of[buffer].dtype)
 
 
 def bytes_moved(program: Program, op: ops.Op, rank: int) -> int:
-    """Return the logical bytes that `rank` moves in an op.
+    """Return the logical bytes that the global rank `rank` moves in an op, which is resolved for it.
 
-    all_gather, broadcast, recv, get and permute count bytes received from other ranks; reduce_scatter,
-    reduce, put, accumulate and all_to_all count bytes sent to other ranks. all_reduce counts both of its
-    halves, 2 (P - 1) / P of its size. A send counts nothing, because its recv does; nor does an `Exchange`, whose
-    bytes routing decides, or a product, add or copy with a remote view.
+    all_gather, broadcast, recv, get and permute count bytes received from other ranks; reduce_scatter, reduce,
+    put, accumulate and all_to_all count bytes sent to other ranks. all_reduce counts both of its halves, 2 (P -
+    1) / P of its size. A send counts nothing, because its recv does; nor does an `Exchange`, whose bytes routing
+    decides, or a product, add or copy with a remote view. A get, put or accumulate counts even where it names
+    the rank's own memory.
     """
     match op:
         case ops.AllGather():
@@ -348,9 +354,9 @@ def bytes_moved(program: Program, op: ops.Op, rank: int) -> int:
 
 
 def traffic(program: Program, rank: int) -> dict[str, int]:
-    """Return the logical bytes that `rank` moves, per mesh axis or mesh, as `bytes_moved` counts them.
+    """Return the logical bytes that the global rank `rank` moves, by mesh axis ("tp.row") or mesh ("tp").
 
-    "" is for point to point and one-sided ops, and for groups that are neither.
+    `bytes_moved` says what counts. "" is for point to point and one-sided ops, and for groups that are neither.
     """
     out: dict[str, int] = {}
     program = program.expanded

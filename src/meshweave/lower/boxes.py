@@ -11,7 +11,7 @@ from meshweave.ir.program.views import Range, View
 
 
 def view_extent(program: Program, view: View, dim: int) -> Index:
-    """Return the size of a view along `dim`, as an expression in mesh coordinates.
+    """Return the size of a view along `dim`, an int or an expression in mesh coordinates and loop indices.
 
     Raises:
         ProgramError: the view selects blocks along that dim, not one range.
@@ -31,7 +31,7 @@ def view_extent(program: Program, view: View, dim: int) -> Index:
 
 
 def sub_view(view: View, dim: int, start: Index, stop: Index) -> View:
-    """Return the elements [start, stop) along `dim` of a view.
+    """Return the part [start, stop) of a view along `dim`, counted from the view's own first element.
 
     Raises:
         ProgramError: the view selects blocks along that dim, not one range.

@@ -70,7 +70,10 @@ class _ChainMember:
     """The lanes of even and of odd hops; hop h leads from position h to position h + 1."""
 
     def where(self, positions: range) -> Iterator[tuple[int, Index]]:
-        """Yield (parity, condition) for both parities: the rank is at one of `positions` of that parity."""
+        """Yield (parity, condition) for each parity, 0 and 1, of which there is one among `positions`.
+
+        The condition, on coordinates, holds on a rank whose position has that parity and is one of `positions`.
+        """
         for parity in (0, 1):
             of_parity = [position for position in range(self.count) if position % 2 == parity]
             chosen = [position for position in of_parity if position in positions]

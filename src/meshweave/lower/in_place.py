@@ -22,10 +22,11 @@ _READERS = (Matmul, Add, Copy)
 
 
 def read_in_place(program: Program) -> Program:
-    """Return the program, written out per rank, in which ops read other ranks' memory in place of getting it
-    first.
+    """Return the program in which products, sums and copies read other ranks' memory without fetching it.
 
-    A get stays where not all of its readers can do so. Scratch that no op uses any more is left out.
+    It is written out per rank. A get goes if all of its readers can do so. Copies of a rank's own shard into
+    scratch, where others read that shard, are removed likewise. Scratch that no op uses any more is left out.
+    The module docstring says which gets stay.
     """
     program = program.expanded
     exposed = exposed_buffers(program)

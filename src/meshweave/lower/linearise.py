@@ -12,7 +12,10 @@ from meshweave.ir.program import Program
 
 
 def linearise(program: Program | Dataflow) -> dict[int, tuple[int, ...]]:
-    """Return the op indices of each rank, by rank, in one issue order that cannot deadlock.
+    """Return, by rank, the indices of its ops in an order of issue that cannot deadlock in one queue a rank.
+
+    All ranks meet at collectives and messages in one sequence. Indices count the ops of a rank in program order,
+    includes expanded.
 
     Raises ProgramError if messages or collectives do not match, or the program itself deadlocks.
     """

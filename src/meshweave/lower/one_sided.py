@@ -26,7 +26,10 @@ from meshweave.ir.program.views import Range, View
 
 
 def write_out_per_rank(program: Program) -> Program:
-    """Return the same program with every op written out per rank, in the order of the sequential reading."""
+    """Return the same program with loops unrolled and each op in an `On` of one rank.
+
+    The ops are in the order of the sequential reading, those of one statement in the order of ranks.
+    """
     program = program.expanded
     return replace(
         program, body=tuple(On((rank,), (bound.op,)) for rank, bound in in_sequential_order(program))
@@ -35,6 +38,9 @@ def write_out_per_rank(program: Program) -> Program:
 
 def lower_one_sided(program: Program) -> Program:
     """Return the program with gets, puts and accumulates as sends and recvs, written out per rank, without fences.
+
+    Products and copies into another rank's memory are sent there too. What lies with the rank itself is copied
+    or added. Messages of a lane run in up to `MAX_SENDER_LANES` lanes, by sender.
 
     Raises:
         ProgramError: a product, add or copy reads another rank's memory in place; or an op other than these, get,
@@ -62,7 +68,7 @@ MAX_SENDER_LANES = 8
 
 
 class _SenderLanes:
-    """The lanes that messages run in: one per lane of the program and sender."""
+    """The lanes that messages run in: up to `MAX_SENDER_LANES` for each lane of the program, by sender."""
 
     def __init__(self, program: Program) -> None:
         self._sender_number = {rank: index % MAX_SENDER_LANES for index, rank in enumerate(program.ranks)}
@@ -71,7 +77,7 @@ class _SenderLanes:
         self._names: dict[tuple[str, int], str] = {}
 
     def in_lane_of_sender(self, op: Op, rank: int) -> Op:
-        """Return the op of `rank` in the lane of its sender; of a copy or add, that is the rank itself."""
+        """Return the op of `rank` in the lane of its sender: `rank`, but for a recv. A product stays."""
         if isinstance(op, Matmul):
             return op
         sender = op.peer if isinstance(op, Recv) else rank
@@ -98,7 +104,10 @@ class _SenderLanes:
 
 
 def in_sequential_order(program: Program) -> Iterator[tuple[int, BoundOp]]:
-    """Yield (rank, op) for every op of every rank, in the order of the sequential reading."""
+    """Yield (global rank, op) for every op of every rank, in the order of the sequential reading.
+
+    Ops of one statement come in the order of ranks.
+    """
     pairs = [(rank, bound) for rank, ops in program.ops_by_rank.items() for bound in ops]
     yield from sorted(pairs, key=lambda pair: (pair[1].key, pair[0]))
 

@@ -48,8 +48,8 @@ def lower_rings(
     Reduce-scatters that are no sums stay as they are. Included sub-programs are lowered, too.
 
     Args:
-        num_directions: 2 for bidirectional rings.
-        should_lower: selects the collectives to lower; the others stay.
+        num_directions: 2 for bidirectional rings, where there are over two members and parts can be halved.
+        should_lower: returns whether to lower a collective; the others stay.
 
     Raises:
         ProgramError: a collective has no `sizes`, and the sizes of its parts do not follow from its views; a view
@@ -99,7 +99,7 @@ class _DirectedPart:
 
     @property
     def num_written(self) -> int:
-        """Return the numbers that a view of a share has."""
+        """Return how many integers and names the bounds of a view of a share have in the text of a program."""
         return 2 if self._step is not None else _numbers_in((*self._begins, *self._ends))
 
     def bounds(self, member: Index) -> tuple[Index, Index]:

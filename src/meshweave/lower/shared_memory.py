@@ -41,9 +41,9 @@ def lower_to_shared_memory(program: Program) -> Program:
     """Return the program for ranks that share memory, written out per rank; see the module docstring.
 
     Raises:
-        ProgramError: a fence joins some ranks only, a view is no box, puts or accumulates are in several epochs or
-            have a source that no product of their rank wrote, or an op other than a product, add or copy reads
-            remotely. No universal product has any of these.
+        ProgramError: a fence joins some ranks only, or ranks have different numbers of fences; a view is no box;
+            puts or accumulates are in several epochs or have a source that no product of their rank wrote; or an
+            op other than a product, add or copy reads remotely. No universal product has any of these.
     """
     program = read_in_place(program)
     epochs, buffers = _reduced_by_owners(program, _epochs(program))
@@ -128,7 +128,7 @@ class _OutgoingProducts:
     """The view of the rank's own result that a product is written to directly, by index of the product."""
 
     def product(self, view: View) -> int:
-        """Return the number of the product that makes a view of this rank. Raises ProgramError where none does."""
+        """Return the index in `targets` of the product that wrote `view`. Raises ProgramError where none did."""
         assert isinstance(view.slot, int)
         product = self.slot_of.get((view.buffer, view.slot))
         if product is None:

@@ -39,8 +39,8 @@ def lower_small_sums(
 ) -> Program:
     """Return the program with its small all-reduces over mesh axes as gathers by `permute`, and additions.
 
-    Other reductions than sums stay, and those whose size differs between ranks or iterations. Included
-    sub-programs are lowered, too.
+    Other reductions than sums stay, and those of views whose size differs between ranks or iterations, or that
+    have strided blocks. Included sub-programs are lowered, too.
 
     Args:
         most_bytes: an all-reduce stays where more bytes of terms would arrive at a rank.

@@ -29,12 +29,14 @@ Box = tuple[tuple[int, int], tuple[int, int]]
 def write_out_tiles(program: Program, machine_tiles: int = MACHINE_TILES) -> Program:
     """Return the program per rank, with released products and puts of two dims as one op per tile.
 
-    A tile that is added to memory, or stored in another rank's, is computed into a place of its own first and
-    goes from there. So the next tile does not wait until this one has left, nor for what others add to the
-    region.
+    Those of which a view has strided blocks stay whole. A tile that is added to memory, or stored in another
+    rank's, is computed into a place of its own first and goes from there. So the next tile does not wait until
+    this one has left, nor for what others add to the region.
+
+    A release that names no tile has that of the first product that names one.
 
     Args:
-        machine_tiles: into how many tiles at most a region is cut whose release names no size.
+        machine_tiles: where no product names a tile, into how many tiles of whole rows a region is cut at most.
     """
     program = program.expanded
     places = _Places(program)
@@ -64,7 +66,7 @@ def tiles(rows: int, columns: int, release: Release, machine_tiles: int = MACHIN
 
 
 class _Places:
-    """Where tiles are computed that go elsewhere: scratch of each rank, one below the other; and how they go."""
+    """Scratch of each rank for tiles that go elsewhere, one below the other, and the lane in which they go."""
 
     def __init__(self, program: Program) -> None:
         taken = {lane.name for lane in program.lanes}
@@ -77,7 +79,7 @@ class _Places:
         self._next_row: dict[tuple[str, int], int] = {}
 
     def of(self, out: View, rank: int) -> View:
-        """Return a new place for a tile `out`."""
+        """Return a view of new scratch of `rank` in the shape of the tile `out`."""
         rows, columns = out.shape
         of = self._program.buffer_of[out.buffer]
         name = f"{out.buffer}_tiles"
@@ -88,7 +90,7 @@ class _Places:
         return View(name, (Range(start, start + rows), Range(0, columns)), 0)
 
     def buffers(self) -> tuple[Buffer, ...]:
-        """Return the scratch of all places."""
+        """Return the scratch buffers of all places so far."""
         return tuple(
             Buffer(name, "scratch", of.mesh, of.dtype, shape=(rows, columns))
             for name, (of, rows, columns) in self.made.items()

@@ -53,12 +53,15 @@ class Columns(TemplateColumns):
         super().__init__(program, copies)
 
     def most_messages(self, rows: Column) -> int:
-        """Return about how many messages ops send, at most; `rows` are their numbers in the template."""
+        """Return roughly the most messages that a run sends.
+
+        `rows` has, for each op of each rank, its number in the template.
+        """
         counts = np.bincount(rows, minlength=len(self._op_messages)).tolist()
         return sum(count * each for count, each in zip(counts, self._op_messages, strict=True))
 
     def describe_op(self, op: ops.Op) -> None:
-        """Add a column entry for an op as written.
+        """Append the row of an op as written, and what its price depends on.
 
         Raises:
             ProgramError: the op uses names that are not declared, or is an exchange of sizes out of range.
@@ -75,7 +78,10 @@ class Columns(TemplateColumns):
             self.has_pair_costs = True
 
     def group_price(self, row: Column) -> int:
-        """Return the index in `priced_axes` of the axis of a group of positions. A new axis is added."""
+        """Return the index in `priced_axes` of the mesh axis of a group; a new axis is added.
+
+        `row` has the positions of its members among the ranks of the program.
+        """
         return self.price(axis_of(self.program, tuple(self.ranks[row].tolist())))
 
     def price(self, axis: str) -> int:
@@ -99,11 +105,15 @@ class Columns(TemplateColumns):
         fields[RATE] = self.rate(op.work, call_dtype(self.program, op))
 
     def work_sizes(self, op: ops.Call) -> Sequence[Index]:
-        """Return the sizes that the time of a call may depend on; () if it has no such sizes."""
+        """Return the `shape` of a call if it has as many sizes as `CALL_DIMS` names for its work, else ()."""
         return op.shape if len(op.shape) == len(CALL_DIMS.get(op.work, ())) else ()
 
     def works(self, rows: Column) -> list[Compute]:
-        """Return the works that `Core.works` returns as one flat array, `_WORK_WIDTH` numbers each."""
+        """Return the products and calls that the core lists with the sizes they have on ranks.
+
+        `rows` is the array of `Core.works`: `_WORK_WIDTH` integers for each, of which the first is the number of
+        the op.
+        """
         out = []
         for row, a, b, c, num_products, count, *sizes in rows.reshape(-1, _WORK_WIDTH).tolist():
             op = self._ops[row]

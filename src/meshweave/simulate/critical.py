@@ -43,9 +43,12 @@ class PathSegment:
     """A segment of the critical path: an op, from the issue of its last partner (or its own) to its end.
 
     Attributes:
-        axis: the mesh axis or mesh of communication, or in words that it has none; "" of all else.
+        rank, index: the global rank, and the number of the op among those of the rank.
+        kind: the kind of the op, or "wait" for time in which nothing on the path runs.
+        axis: of communication its mesh axis ("tp.row") or whole mesh ("tp"), else "listed groups" or
+            "point-to-point messages"; "" of products, calls, copies and waits.
         launch_ps, sync_ps: the parts of it that are launch and synchronisation.
-        slowed_ps: its picoseconds beyond those of the same op alone on an idle machine.
+        slowed_ps: its picoseconds beyond those of the same op alone on an idle machine, at least 0.
     """
 
     rank: int
@@ -61,7 +64,7 @@ class PathSegment:
 
     @property
     def category(self) -> str:
-        """Return one of `CATEGORIES`: what the segment does besides launch and synchronisation."""
+        """Return what it does besides launch and synchronisation: "compute", "copy", "transfer" or "wait"."""
         if self.kind in ("matmul", "call"):
             return "compute"
         if self.kind == "wait":
@@ -73,7 +76,8 @@ class PathSegment:
 class TimeBound:
     """A lower bound on the duration of the same products and messages in any order.
 
-    `name` is the kind of the busiest resource ("compute", "memory", "link"), `detail` the resource in words.
+    It is what the busiest resource of a kind takes at its full rate.
+    `name` is its kind: "compute", "memory" or "link". `detail` says which one: "FLOPs of rank 3".
     """
 
     name: str
@@ -91,7 +95,7 @@ class CriticalPath:
 
     @cached_property
     def ps_by_category(self) -> dict[str, int]:
-        """Return the picoseconds of the path by category; they sum exactly to the duration."""
+        """Return the picoseconds of the path for each of `CATEGORIES`; they sum exactly to the duration."""
         parts = dict.fromkeys(CATEGORIES, 0)
         for step in self.segments:
             parts["launch"] += step.launch_ps
@@ -101,7 +105,7 @@ class CriticalPath:
 
     @cached_property
     def transfer_ps_by_axis(self) -> dict[str, int]:
-        """Return the picoseconds of transfer on the path by mesh axis, the largest first."""
+        """Return the picoseconds of transfer on the path by `PathSegment.axis`, the largest first."""
         axes: dict[str, int] = defaultdict(int)
         for step in self.segments:
             if step.category == "transfer":
@@ -110,7 +114,7 @@ class CriticalPath:
 
     @cached_property
     def slowed_ps(self) -> int:
-        """Return the picoseconds that shared links, shared memory and late neighbours add to the path."""
+        """Return the picoseconds that shared links, shared memory and late neighbours add to ops of the path."""
         return sum(step.slowed_ps for step in self.segments)
 
     @property

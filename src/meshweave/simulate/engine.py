@@ -53,7 +53,8 @@ def simulate(program: Program, machine: Machine, *, limited: bool = False) -> Si
     """Return the simulation of a program on a machine, with contention; its times are integer picoseconds.
 
     Args:
-        limited: refuse a program that takes more than seconds, as `base.limits` says.
+        limited: refuse a program whose simulation takes more than seconds: one over `SIMULATED_OPS` or another
+            such limit of `base.limits`.
 
     Raises:
         ProgramError: partners disagree, the program deadlocks, an expression does not fit, or it is over a
@@ -177,9 +178,11 @@ class _Routes:
         self.known: dict[tuple[int, int, int], list[int]] = {}
 
     def add(self, wanted: Column, columns: Columns, into: dict[str, Column]) -> None:
-        """Put the wanted routes, rows of (source, target, number) in positions, into the machine's columns.
+        """Add the links and rates of the wanted routes to the columns `into`.
 
-        For a program with one-sided ops or messages, their costs over each route are added as well.
+        Each row of `wanted` is (position of the source, position of the target, kind of route; `IMAGE_ROUTES`
+        more for a route to an image). For a program with one-sided ops or messages, the costs over each route
+        are added as well.
         """
         rows, ranks = wanted.reshape(-1, 3), columns.ranks
         pairs = np.column_stack((ranks[rows[:, 0]], ranks[rows[:, 1]], rows[:, 2])).tolist()

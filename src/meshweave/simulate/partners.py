@@ -22,12 +22,15 @@ class Partners:
         self._streams: dict[int, dict[tuple[type, str, Index, Index], list[int]]] = {}
 
     def last_partner(self, op: int) -> int | None:
-        """Return the op number of the last partner to be issued, or None if none was issued after this op."""
+        """Return the op number of the partner that was issued last, or None if none was issued after `op`."""
         partner = int(self.run.outputs["last_partner"][op])
         return None if partner < 0 else partner
 
     def wait_ps(self, op: int) -> int:
-        """Return the picoseconds from the op's issue to that of its last partner; 0 if it did not wait."""
+        """Return the picoseconds from an op's issue to that of its last partner, or to its own end if sooner.
+
+        It is 0 for an op that did not wait.
+        """
         partner = self.last_partner(op)
         return 0 if partner is None else int(min(self.issued[partner], self.ended[op]) - self.issued[op])
 

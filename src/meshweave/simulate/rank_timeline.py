@@ -12,7 +12,11 @@ from meshweave.simulate.result import Simulation
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A stretch of a lane, in picoseconds from the start of the run."""
+    """What a lane of one rank does from `start_ps` to `end_ps`, in picoseconds from the start of the run.
+
+    `activity` is "compute" for products and calls, "move" for copies and additions, "communicate", or "wait" for
+    a late partner. `label` is the name of the op.
+    """
 
     activity: Literal["compute", "move", "communicate", "wait"]
     start_ps: int
@@ -22,7 +26,12 @@ class Stretch:
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """One rank of a run: its lanes in the order of drawing, each with its stretches in the order of time."""
+    """The lanes of one rank of a run, to be drawn under `title` with the text `note`.
+
+    Attributes:
+        lanes: (name, stretches in order of time) of each lane, in the order of drawing.
+        duration_ps: that of the whole run, in picoseconds.
+    """
 
     title: str
     note: str
@@ -31,7 +40,11 @@ class RankTimeline:
 
 
 def rank_timeline(run: Simulation, rank: int, title: str, note: str = "") -> RankTimeline:
-    """Return the lanes of a rank that do anything: "compute" first, then those named as mesh axes, then others."""
+    """Return the lanes of `rank` in which it has ops.
+
+    They are in the order "compute", lanes named like mesh axes in the order of these, others. `title` and `note`
+    are texts for the drawing.
+    """
     lanes: dict[str, list[Stretch]] = {}
     first, partners = int(run.starts[run.position(rank)]), Partners(run)
     for span in run.spans(rank):

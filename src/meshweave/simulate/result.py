@@ -25,6 +25,7 @@ class LinkUse:
     """The load of one direction of a link, NIC or port.
 
     `utilisation` (0 to 1) is `carried_bytes` over the bytes that the link could have carried during the run.
+    `link` is (kind, chip or host, axis, direction), as `cost.placed.Link` says.
     """
 
     link: Link
@@ -59,12 +60,13 @@ class Simulation(Shown):
     Ops are numbered over all ranks: those of `ranks[i]` are `starts[i]` to `starts[i + 1]`, in program order.
 
     Attributes:
+        ranks: the global ranks, ascending.
         template_ops: for each op, the number of the template op (`Program.ops`) that it is an instance of.
         outputs: the core's columns. By op: `issued_ps`; `ended_ps`; `cause`, the op whose end let it be issued (-1
             at the start); `last_partner`, the last to be issued of the partners that it exchanges messages
             with (-1 if none was issued after the op itself). By rank: `parts_ps`, in the order of `PARTS`.
-            `carried`: bytes through the memory of each rank, then FLOPs of each rank, then bytes over each link.
-            And `num_events`.
+            `carried`: bytes through the memory of each rank, then FLOPs of each rank, converted to the chip's
+            `effective_flops_per_s`, then bytes over each link. And `num_events`.
         link_names: the links, in the order of their bytes in `carried`.
     """
 
@@ -90,7 +92,7 @@ class Simulation(Shown):
 
     @property
     def num_events(self) -> int:
-        """Return the number of events that the core went through."""
+        """Return the number of events that the core processed."""
         return int(self.outputs["num_events"])
 
     @cached_property
@@ -104,20 +106,20 @@ class Simulation(Shown):
         return to_s(self.duration_ps)
 
     def position(self, rank: int) -> int:
-        """Return the position of a global rank in `ranks`."""
+        """Return the position in `ranks` of a global rank, which must be one of them."""
         return int(np.searchsorted(self.ranks, rank))
 
     def parts(self, rank: int) -> dict[str, float]:
-        """Return the seconds of each part of a rank's ops, summed whether they overlap or not.
+        """Return the seconds that the ops of a rank spend on each of `PARTS`, summed whether ops overlap or not.
 
-        The parts are products and calls, copies, and of its communication the launches, synchronisations,
-        transfers and waits for late partners.
+        Keys: "compute_s" for products and calls, "copy_s", and of its communication "launch_s", "sync_s",
+        "transfer_s" and "wait_s", the waits for late partners.
         """
         row = self.outputs["parts_ps"].reshape(-1, len(PARTS))[self.position(rank)]
         return {name: to_s(int(value)) for name, value in zip(PARTS, row, strict=True)}
 
     def exposed_s(self, rank: int) -> float:
-        """Return the seconds in which a rank does not compute: exposed communication, copies and waiting."""
+        """Return the seconds of the whole run in which a rank runs neither products nor calls."""
         spans = sorted(
             (span.start_ps, span.end_ps) for span in self.spans(rank) if span.kind in ("matmul", "call")
         )
@@ -138,7 +140,7 @@ class Simulation(Shown):
             yield Span(rank, index, op.lane, op.kind, bound.label, issued[index], ended[index])
 
     def trace(self, ranks: Iterable[int] | None = None) -> Trace:
-        """Return the timeline of some ranks, or of all."""
+        """Return the trace of some global ranks, or of all: a span for each of their ops, in order of start."""
         wanted = self.ranks.tolist() if ranks is None else ranks
         spans = [span for rank in wanted for span in self.spans(rank)]
         spans.sort(key=lambda span: (span.start_ps, span.rank, span.lane, span.index))
@@ -146,7 +148,7 @@ class Simulation(Shown):
 
     @cached_property
     def links(self) -> tuple[LinkUse, ...]:
-        """Return the load of every link that messages of the program take."""
+        """Return the load of every link that carried bytes."""
         carried = self.outputs["carried"][2 * len(self.ranks) :].tolist()
         whole_s = max(self.duration_s, 1e-12)
         rates = [self.machine.link_rate(link) for link in self.link_names]

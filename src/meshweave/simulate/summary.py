@@ -22,7 +22,10 @@ class LinkClass:
 
 
 def link_classes(run: Simulation) -> list[LinkClass]:
-    """Return `Simulation.links` grouped by axis (level, NIC or port) and direction, the busiest group first."""
+    """Return `Simulation.links` in groups of one kind and direction, the group with the busiest link first.
+
+    Links of a torus are grouped by axis too, and those of a tree by level; all NICs of a kind are one group.
+    """
     uses_of: dict[str, list[LinkUse]] = defaultdict(list)
     for use in run.links:
         kind, _, axis, direction = use.link
@@ -45,12 +48,12 @@ def link_classes(run: Simulation) -> list[LinkClass]:
 
 
 def busiest_links(run: Simulation, count: int) -> list[LinkUse]:
-    """Return the `count` links with the largest utilisation; equal ones in the order of chips."""
+    """Return the `count` links with the largest utilisation, the largest first; equal ones by `LinkUse.link`."""
     return sorted(run.links, key=lambda use: (-use.utilisation, use.link))[:count]
 
 
 def mean_parts(run: Simulation) -> dict[str, float]:
-    """Return the seconds of each part of a rank's time, averaged over all ranks."""
+    """Return the seconds of each of `PARTS` ("compute_s", ...), averaged over all ranks."""
     rows = run.outputs["parts_ps"].reshape(-1, len(PARTS))
     mean = rows.mean(axis=0) if len(rows) else np.zeros(len(PARTS))
     return {name: float(value) / 1e12 for name, value in zip(PARTS, mean, strict=True)}

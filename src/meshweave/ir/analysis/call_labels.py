@@ -94,12 +94,11 @@ class CallLabels:
         given: Sequence[tuple[View, Labels]],
         stashed: list[tuple[View, Labels]] | None,
     ) -> Labels:
-        """Return the labels of output number `output` of the function `fn`, in the shape of `view`, as its
-        meaning says.
+        """Return the labels of output number `output` of a call of `fn`, in the shape of `view`, by its meaning.
 
         Args:
-            given: the call's inputs, each with its labels.
-            stashed: the inputs that earlier parts of the stage saw; None where the call has no stash.
+            given: the call's inputs, each a view with its labels.
+            stashed: the inputs that earlier parts of the stage saw, likewise; None where the call has no stash.
 
         Raises ProgramError where no meaning is declared, or the inputs are not what it names.
         """

@@ -32,7 +32,10 @@ COUNTS_TRIED = 4
 
 
 def sampled_counts(program: WrittenProgram, seed: int) -> dict[str, Cells]:
-    """Return a value for each table of counts: zeros for seed 0, as many rows as fit for 1, else random ones."""
+    """Return values to try for each table of counts, by name: an array in the table's shape.
+
+    They are zeros for seed 0, as many rows as fit for 1, else random.
+    """
     draw = np.random.default_rng(seed)
     out = {}
     for table in program.counts:
@@ -156,10 +159,10 @@ class _Cells:
 
 
 def cells_of(rows: CellRows, view: View, rank: int) -> Cells:
-    """Return which cells of the table a resolved view names, as row-major numbers in the shape of the view's
-    table dims.
+    """Return the cells of the table that a resolved view of `rank` names, as row-major numbers in the table.
 
-    Raises ProgramError for a view that names cells by blocks.
+    The result has the shape of the view's first dims, those of the table. Raises ProgramError for a view that
+    names cells by blocks.
     """
     owner = rank if view.rank is None else view.rank
     assert isinstance(owner, int)

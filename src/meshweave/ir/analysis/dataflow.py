@@ -25,11 +25,11 @@ Event = tuple[Node, ...]
 
 @dataclass(frozen=True)
 class Dataflow:
-    """The ops of a program with everything that orders them.
+    """The ops of a program with everything that orders them. A node is an op, as (rank, index on that rank).
 
     Attributes:
         matched: the ops of every rank, each with its partners.
-        predecessors: `predecessors[rank][i]` lists the ops of the same rank that op i waits for.
+        predecessors: `predecessors[rank][i]` lists the indices of the ops of the same rank that op i waits for.
         remote_predecessors: for an op that accesses what others release, the releasing ops that it waits for.
     """
 
@@ -55,12 +55,12 @@ class Dataflow:
         return self.matched.label(node)
 
     def joint(self, node: Node) -> Joint | None:
-        """Return the collective or message that the node is part of; None for an op without partners."""
+        """Return the collective or message that the node is part of; None for all other ops."""
         number = self.matched.joint_of.get(node)
         return None if number is None else self.matched.joints[number]
 
     def nodes(self) -> Iterator[Node]:
-        """Yield every op as (rank, index), rank by rank in program order."""
+        """Yield every op as (global rank, index), rank by rank in program order."""
         for rank, ops in self.matched.ops.items():
             for index in range(len(ops)):
                 yield rank, index
@@ -87,7 +87,7 @@ def analyse(program: Program) -> Dataflow:
     """Return the dataflow of a program with its includes expanded: partners matched, edges derived.
 
     Raises:
-        ProgramError: partners disagree, or an include does not fit.
+        ProgramError: partners disagree, or an include does not fit. A deadlock is found by `untimed_order` only.
     """
     return analyse_as_written(program.expanded)
 
@@ -114,12 +114,12 @@ def analyse_as_written(program: Program) -> Dataflow:
 class Issuer:
     """Issues ops as lanes and edges allow; the caller says when an issued op is complete.
 
-    The untimed run, the in-process executor and the reference simulator all drive this state machine. They differ
-    only in when they call `finish` or `finish_all`.
+    The untimed run, the in-process executor and the reference simulator all drive this state machine. They
+    differ only in when they call `finish` or `finish_all`.
 
     Args:
-        hosted: whether each op also waits until the host of its rank has issued it, which the caller reports as
-            `released` of `finish_all`.
+        hosted: whether each op also waits until the host of its rank, a CPU thread, has issued it. The caller
+            reports that as `released` of `finish_all`.
     """
 
     def __init__(self, flow: Dataflow, *, hosted: bool = False) -> None:
@@ -146,12 +146,12 @@ class Issuer:
         return self.finish_all((node,))
 
     def finish_all(self, nodes: Iterable[Node], released: Iterable[Node] = ()) -> list[Node]:
-        """Mark issued ops as complete together, issue all ops that can start now, and return these.
+        """Mark issued ops as complete together, issue all that can start now, and return these by rank and lane.
 
         No lane issues anything before all of `nodes` are marked, so that their order makes no difference.
 
         Args:
-            released: ops that the hosts of their ranks have issued since the last call; for `hosted` ops only.
+            released: ops that the hosts of their ranks have issued since the last call; with `hosted` only.
         """
         touched: set[tuple[int, str]] = set()
         for node in released:
@@ -215,7 +215,10 @@ class Issuer:
 
 
 def untimed_order(flow: Dataflow, seed: int | None = None) -> list[Event]:
-    """Return an order in which every event can happen: program order, or with a `seed` a random legal one.
+    """Return the events of a program in an order in which all can happen, a joint's ops together.
+
+    Args:
+        seed: None for program order as far as lanes and edges allow, else that of a random legal order.
 
     Raises:
         ProgramError: there is none, as the program deadlocks; the message tells the cycle of waits.

@@ -20,7 +20,7 @@ from meshweave.ir.program.views import View
 
 
 def exposed_buffers(program: Program) -> frozenset[str]:
-    """Return the names of the buffers that some op accesses remotely. Fences order every access to them."""
+    """Return the names of the buffers that some op accesses on another rank; fences order accesses to them."""
     return frozenset(
         view.buffer for op in program.ops() for _, view in op.accesses() if view.rank is not None
     )
@@ -32,7 +32,7 @@ def is_one_sided(op: Op) -> bool:
 
 
 def reads_in_place(op: Op) -> bool:
-    """Return whether a product, sum or copy has an operand in another rank's memory, without fetching it first."""
+    """Return whether the op is a product, sum or copy that reads an operand in another rank's memory."""
     return isinstance(op, (Matmul, Add, Copy)) and any(view.rank is not None for view in op.reads)
 
 
@@ -103,11 +103,13 @@ def local_edges(
 ) -> tuple[tuple[int, ...], ...]:
     """Return for each op of one rank the indices of the earlier ops of that rank that it must wait for.
 
-    Fences wait for every earlier access to an exposed buffer, and later accesses to these wait for the fence.
+    These are conflicts of local views, the order of calls that share a stash, and fences: a fence waits for
+    every earlier access to an exposed buffer, and later accesses to these wait for the fence.
 
     Args:
+        ops: the resolved ops of the rank, in program order.
         exposed: the names of buffers that ops access remotely (`exposed_buffers`).
-        conflicts: the `access_conflicts` of `ops`, where they are known already.
+        conflicts: the `access_conflicts` of `ops`; None to find them.
     """
     edges: list[tuple[int, ...]] = []
     last_fence: int | None = None
@@ -144,6 +146,7 @@ def write_edges(conflicts: Conflicts) -> tuple[tuple[int, ...], ...]:
     """Return for each op of a rank the indices of the earlier ops that must end before its results are written.
 
     These are the edges of `local_edges` that come from what the op writes or updates, not from what it reads.
+    Those of stashes and fences are not among them.
     """
     return tuple(
         tuple(sorted({other for mode, others in of_op if mode != READ for other in others} - {index}))
@@ -152,9 +155,10 @@ def write_edges(conflicts: Conflicts) -> tuple[tuple[int, ...], ...]:
 
 
 def access_conflicts(ops: Sequence[BoundOp]) -> Conflicts:
-    """Return for each op of one rank, and each of its local accesses, the earlier ops that conflict with it.
+    """Return for each op of one rank (mode, indices of earlier ops in conflict with it) of each local access.
 
-    Accesses to buffers that none of `ops` writes are left out.
+    Accesses conflict if they share an element and do not both read or both update it. Accesses to buffers that
+    none of `ops` writes are left out.
     """
     conflicts: Conflicts = []
     # What nobody writes orders nothing; keeping its readers would make this quadratic.
@@ -175,7 +179,7 @@ def access_conflicts(ops: Sequence[BoundOp]) -> Conflicts:
 def tracked_edges(matched: MatchedProgram) -> dict[Node, tuple[Node, ...]]:
     """Return for each op the released remote writes that it must wait for (T3's track and trigger, section 4).
 
-    Ops without any are left out.
+    Ops are (rank, index). Those that wait for none are left out.
     """
     arriving: dict[int, list[tuple[Node, Mode, View]]] = defaultdict(list)
     for rank, ops in matched.ops.items():

@@ -68,17 +68,18 @@ Summaries = Mapping[str, PartSummary]
 
 
 def with_include_lane(program: Program) -> Program:
-    """Return the program with a lane "" for its includes, in which any number of them may run at once."""
+    """Return the program with a lane "" for its includes, which holds none of them up; itself if it has none."""
     if not program.includes:
         return program
     return replace(program, lanes=(*program.lanes, Lane("", "ready", 1 << 30)))
 
 
 def summarise(flow: Dataflow, summaries: Summaries, notes: tuple[str, ...]) -> PartSummary:
-    """Return the summary of a program that was proved on `flow`.
+    """Return what the check of an include needs of a sub-program, from its proof.
 
     Args:
-        summaries: the summaries of the programs that it includes.
+        flow: the dataflow on which it was proved.
+        summaries: the summaries of the programs that it includes itself, by name.
         notes: what its proof left out, in words.
     """
     lanes: set[LaneKey] = set()
@@ -115,7 +116,7 @@ def _channels(flow: Dataflow, joint: Joint, summaries: Summaries) -> set[Channel
 
 
 def check_include_uses(flow: Dataflow, summaries: Summaries) -> Dataflow:
-    """Check every include of a program against the summary of its sub-program.
+    """Check every include of a program against the summary of its sub-program, by name in `summaries`.
 
     Returns the dataflow in which an include waits for the ops before it in its lanes, and those after it for it.
 

@@ -36,7 +36,7 @@ class LabelInterpreter(Interpreter):
 
     @cached_property
     def notes(self) -> dict[str, None]:
-        """Return sentences on what was taken on trust in this run, as the keys of a dict."""
+        """Return sentences on what was taken on trust so far, as the keys of a dict."""
         return {}
 
     def _event(self, event: Event) -> None:

@@ -42,7 +42,7 @@ class Algebra(Protocol):
         """Return the sum, element by element."""
 
     def reduce(self, op: str, terms: Sequence[Array]) -> Array:
-        """Return the reduction of arrays, element by element; `op` is that of the reducing op, such as "sum"."""
+        """Return the reduction `op` ("sum", ...) of arrays of one shape, element by element."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Return the zeros that a `Zero` op writes; `dtype` is the program's name of the buffer's dtype."""
@@ -51,10 +51,10 @@ class Algebra(Protocol):
         """Return the elements of `block` as an op reads them. May raise ProgramError, as for unwritten ones."""
 
     def write(self, block: Array) -> Array:
-        """Return the elements to store when an op writes `block`; an algebra may mark them, as with the op."""
+        """Return the elements to store when an op writes `block`; an algebra may mark them with that op."""
 
     def call(self, op: op_types.Call, rank: int, ins: list[Array]) -> list[Array]:
-        """Return the outputs of a call on a rank, from its inputs."""
+        """Return the outputs of a call on the global rank `rank`, in the order of `op.outs`, from its inputs."""
 
 
 def numpy_index(view: View) -> tuple[Any, ...]:
@@ -65,7 +65,7 @@ def numpy_index(view: View) -> tuple[Any, ...]:
 
 
 def product_operands(op: op_types.Matmul, a: Array, b: Array) -> tuple[Array, Array]:
-    """Return the operands (..., M, K) and (..., K, N) of a product from those stored.
+    """Return the operands (..., M, K) and (..., K, N) of a product from the arrays in its views `a` and `b`.
 
     Where the product is summed over a batch, the batch is put before k, which then runs over both.
     """
@@ -82,10 +82,11 @@ class Interpreter:
     """The memory of all ranks, and the execution of each op on it.
 
     Args:
+        algebra: the arithmetic on elements.
         fresh: makes the array of a slot, given its local shape and the program's name of its dtype.
 
     Attributes:
-        memory: the array of each (rank, buffer, slot).
+        memory: the array of each (global rank, buffer, slot), in its local shape.
         current: the op that is being executed, as (rank, index).
     """
 
@@ -112,7 +113,7 @@ class Interpreter:
                         self.memory[rank, buffer.name, slot][...] = values(buffer, rank)
 
     def run(self, order: Iterable[Event]) -> None:
-        """Execute events in the given order.
+        """Execute the events (`untimed_order` returns them) in the given order.
 
         Raises ProgramError from the algebra, with op and rank, and for an `Exchange`, which cannot be run.
         """
@@ -120,7 +121,7 @@ class Interpreter:
             self._event(event)
 
     def read_view(self, node: Node, view: View) -> Array:
-        """Return the elements of a view that the op `node` reads."""
+        """Return the elements of a view that the op `node` reads, as the algebra's `read` gives them."""
         self.current = node
         rank = node[0] if view.rank is None else view.rank
         assert isinstance(rank, int) and isinstance(view.slot, int)

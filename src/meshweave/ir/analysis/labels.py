@@ -190,7 +190,10 @@ class LabelAlgebra:
     # --- sums and reductions --------------------------------------------------------------------------
 
     def add(self, x: Labels, y: Labels) -> Labels:
-        """Return the labels of a sum. Raises ProgramError where elements of other positions or values meet."""
+        """Return the labels of a sum, element by element.
+
+        Raises ProgramError where elements of other positions or values meet.
+        """
         return self.combine("sum", x, y)
 
     def reduce(self, op: str, terms: Sequence[Labels]) -> Labels:
@@ -204,9 +207,9 @@ class LabelAlgebra:
         return total
 
     def combine(self, op: str, x: Labels, y: Labels) -> Labels:
-        """Return the labels of the sum, or other reduction `op`, of two blocks.
+        """Return the labels of the sum, or other reduction `op`, of two blocks of one shape.
 
-        Raises ProgramError where they do not fit.
+        Raises ProgramError where elements of other positions or values meet, or zeros in another reduction.
         """
         x_zero, y_zero = x["term"] == ZERO, y["term"] == ZERO
         if op != "sum" and (x_zero.any() or y_zero.any()):

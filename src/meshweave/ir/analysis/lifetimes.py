@@ -33,13 +33,13 @@ LOCAL = frozenset({"scratch", "temp"})
 def lifetimes(
     program: Program, rank: int, kinds: Collection[str] = LOCAL, times: int = 1
 ) -> dict[Slot, list[tuple[int, int]]]:
-    """Return the first and last op index of each life of each used slot of `rank`.
+    """Return the (first, last) op index of each life of each slot of `rank` that ops use, by (buffer, slot).
 
     Slots that one-sided ops of other ranks access live throughout, because those accesses may come at any time.
 
     Args:
-        kinds: the kinds of buffers to list; inputs and outputs live as long as what the program reads or makes.
-        times: how often the program runs, one run after the other.
+        kinds: the kinds of buffers to list. By default those whose memory can be reused, scratch and temp.
+        times: how often the program runs, one run after the other; op indices go on from run to run.
     """
     program = program.expanded
     return _lifetimes(program, rank, times * list(program.unbound_ops_on_rank(rank)), kinds)
@@ -163,7 +163,11 @@ def _run(view: View, size: int, env: Mapping[str, int]) -> tuple[int, int]:
 
 
 def peak_bytes(program: Program, rank: int) -> int:
-    """Return the most bytes that `rank` holds at once in program order, buffers and stashes of calls."""
+    """Return the most bytes that the global rank `rank` holds at once in program order.
+
+    Inputs and outputs count throughout, but for what calls of part "in_place" alone write; other slots while
+    they live, and stashes of calls.
+    """
     program = program.expanded
     ops = list(program.unbound_ops_on_rank(rank))
     in_place = _written_in_place(ops)
@@ -191,7 +195,7 @@ def _written_in_place(ops: Written) -> set[str]:
 
 
 def peak_stash_bytes(program: Program, rank: int) -> int:
-    """Return the most bytes that the stashes of `rank` have at once in program order: its activation memory."""
+    """Return the most bytes that stashes on `rank` have at once in program order: its activation memory."""
     return _peak(_stash_changes(list(program.expanded.unbound_ops_on_rank(rank))), 0)
 
 

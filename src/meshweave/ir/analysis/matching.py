@@ -26,7 +26,8 @@ Node = tuple[int, int]
 class Joint:
     """Ops that take part in one event: all members of a collective, or a send with its recv.
 
-    `kind` is the op's kind, or "message". `members` are in the order of the group; of a message, the sender first.
+    `kind` is the op's kind, or "message". `members` are (rank, index) in the order of the group; of a message,
+    the sender first.
     """
 
     kind: str
@@ -38,9 +39,9 @@ class MatchedProgram:
     """A program's per-rank ops with their partners.
 
     Attributes:
-        ops: the ops of each rank in program order.
+        ops: the resolved ops of each global rank in program order.
         joints: the events of several ops.
-        joint_of: the number of the joint that an op takes part in, for those that do.
+        joint_of: by op, as (rank, index), the index in `joints` of its event; for collectives, sends and recvs.
     """
 
     program: Program
@@ -53,15 +54,16 @@ class MatchedProgram:
         return self.ops[node[0]][node[1]].op
 
     def label(self, node: Node) -> str:
-        """Return the name of a node for messages."""
+        """Return the name of a node for messages, such as `matmul 0.3.1`."""
         return self.ops[node[0]][node[1]].label
 
 
 def match(program: Program) -> MatchedProgram:
-    """Return the program with every communication op paired up.
+    """Return the program with its collectives matched over their members, and each send with its recv.
 
     Raises:
-        ProgramError: partners disagree; the error names op and rank.
+        ProgramError: a partner is missing, or partners differ in order, kind, shape or dtype; the error names op
+            and rank.
     """
     ops = program.ops_by_rank
     collectives: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(

@@ -63,7 +63,7 @@ class CoreProof:
 
 
 def proof_columns(program: Program, labels: bool) -> dict[str, NDArray[np.int64]]:
-    """Return the columns of a program for the core.
+    """Return the columns of a program, by the names that the core knows.
 
     Args:
         labels: whether to prove what is computed as well.

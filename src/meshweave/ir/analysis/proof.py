@@ -24,7 +24,7 @@ from meshweave.ir.program.ops import Call
 
 
 def num_buffer_elements(program: Program) -> int:
-    """Return the number of elements of all buffers on all ranks, which the proof must hold in memory."""
+    """Return the number of elements of all slots of all buffers on all ranks, which a proof holds in memory."""
     return sum(
         buffer.slots * sum(map(math.prod, program.local_shapes(buffer.name))) for buffer in program.buffers
     )
@@ -53,7 +53,11 @@ def unproved(flow: Dataflow) -> str:
 
 
 def most_summands(program: Program) -> int:
-    """Return an upper bound of the summands of any declared product: its k, times the terms of its operands."""
+    """Return a bound on the summands of any declared product: its k, times the partial terms of its operands.
+
+    With a sum over a batch, k runs over the batch as well. An operand that is not an input of partial sums has
+    one term.
+    """
     terms = dict.fromkeys(program.tensor_of, 1)
     for buffer in program.buffers:
         layout = buffer.layout
@@ -92,7 +96,7 @@ def prove_outputs(flow: Dataflow, order: Sequence[Event]) -> tuple[str, ...]:
 
 
 def undeclared(program: Program) -> tuple[str, ...]:
-    """Return notes on what no meaning declares: outputs, and what calls make."""
+    """Return sentences on what no meaning declares and so is not proved: outputs, and what calls make."""
     computed = {meaning.out for meaning in program.computes}
     outputs = [b.tensor for b in program.buffers if b.kind == "output" and b.tensor not in computed]
     functions = {meaning.fn for meaning in program.computes if isinstance(meaning, Function)}

@@ -81,7 +81,10 @@ class ReplicaAgreement:
 
 
 def replica_agreements(flow: Dataflow, order: Sequence[Event]) -> tuple[ReplicaAgreement, ...]:
-    """Return how the copies of each output buffer agree, by running a program on symbols in `order`.
+    """Return for each output buffer how its copies agree, by running the program on symbols.
+
+    Args:
+        order: a legal order of the events of `flow`, in which they run.
 
     Raises:
         ProgramError: the program has an `Exchange`, which cannot be run.

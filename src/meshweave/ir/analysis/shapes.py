@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 def part_sizes(sizes: Any, total: int, count: int) -> tuple[int, ...]:
-    """Return the size of each member's part: `sizes`, unchecked, or `count` parts of `total // count` if None."""
+    """Return the size of each member's part: `sizes` as given, or `count` parts of `total // count` for None."""
     return (total // count,) * count if sizes is None else sizes
 
 
@@ -66,7 +66,7 @@ class _Check:
 
 
 def check_op(program: Program, bound: BoundOp, rank: int) -> None:
-    """Check one op on one rank by itself.
+    """Check one resolved op on the global rank `rank` by itself.
 
     Raises ProgramError, naming op, rank and mostly a buffer, where shapes or dtypes do not fit each other, a
     remote view is not allowed, an output overlaps an input, or tiles or the work of a call are unknown.

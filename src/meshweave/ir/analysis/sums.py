@@ -19,16 +19,16 @@ from meshweave.ir.program.views import View
 
 
 def has_updates(program: Program) -> bool:
-    """Return whether any op of a program adds to memory that other ranks may add to as well."""
+    """Return whether any op of a program updates memory: an accumulate, or a release with `update`."""
     return any(mode == UPDATE for op in program.ops() for mode, _ in op.accesses())
 
 
 def update_order(program: Program) -> dict[Node, tuple[Node, ...]]:
     """Return for each update the earlier updates of the same elements that must be complete before it is made.
 
-    It is taken that lanes run one op at a time, in program order. What that implies is left out: only the last
-    such update of each lane of each rank is listed, and none of the op's own lane. Updates without any are left
-    out too.
+    Ops are (rank, index), those of the program with its includes expanded. It is taken that lanes run one op at
+    a time, in program order. What that implies is left out: only the last such update of each lane of each rank
+    is listed, and none of the op's own lane. Updates without any are left out too.
 
     Raises:
         ProgramError: messages or collectives do not match, or the program deadlocks.

@@ -61,7 +61,7 @@ OPAQUE = Term(())
 
 @dataclass(frozen=True)
 class ArrivedParts:
-    """A tensor that input buffers hold in `count` parts, to be combined by `op`."""
+    """A tensor that input buffers hold as `count` partial terms, to be reduced by `op` ("sum", ...)."""
 
     count: int
     op: str
@@ -154,7 +154,7 @@ class TermTable:
         return self.program.tensor_of[part.tensor].shape[part.dims.index(name)]
 
     def reduction(self, basis: str) -> str:
-        """Return the operation that combines parts of `basis`: "sum", "max", or a function's own word."""
+        """Return the reduction that combines parts of `basis`: "sum", "max", or a function's own word."""
         meaning = self.meanings.get(basis)
         if isinstance(meaning, Function) and meaning.reduce:
             return meaning.reduce
@@ -176,7 +176,7 @@ class TermTable:
         return number
 
     def part(self, basis: str, counts: Counts) -> int:
-        """Return the number of the term that has these counts of the summands of `basis`."""
+        """Return the number of the term with these counts of the summands of `basis`, in their numbering."""
         if self.reduction(basis) in _IDEMPOTENT:
             counts = np.minimum(counts, 1)
         return self.number(Term(((basis, counts.astype(np.int32).tobytes()),)))
@@ -285,8 +285,7 @@ class TermTable:
     def describe_faults(self, number: int, tensor: str | None = None) -> str:
         """Return, in words, which summands of `tensor` term `number` lacks, or has more than once.
 
-        None stands for the first declared tensor that has the term's summands. "complete" is the text where
-        nothing is wrong.
+        None stands for the tensor that `goal` gives. "complete" is the text where nothing is wrong.
         """
         term = self._term(number)
         if tensor is None:
@@ -306,9 +305,7 @@ class TermTable:
         return " and ".join(parts) or "complete"
 
     def goal(self, number: int) -> str:
-        """Return the tensor that term `number` is a part of: its only basis, or the first tensor that has
-        them all.
-        """
+        """Return the tensor that a term is a part of: its only basis, or the first tensor with all of them."""
         term = self._term(number)
         if len(term.parts) == 1:
             return term.parts[0][0]
@@ -350,7 +347,7 @@ def _some(values: Sequence[object], between: str = ", ") -> str:
 
 
 def partial_term_ranks(layout: Layout, rank: int) -> list[int]:
-    """Return the ranks whose local values reduce to the value of which `rank` holds a term; [rank] if it has all.
+    """Return the global ranks whose terms reduce to the value of which `rank` holds one; [rank] if it has all.
 
     They are in row-major order of their coordinates along the partial axes of the layout.
     """

@@ -63,7 +63,7 @@ class Validation:
 
     @cached_property
     def order(self) -> list[Event]:
-        """Return one legal order of the events of `flow`."""
+        """Return one legal order of the events of `flow`; an event is the (rank, index) of one op or more."""
         return self._analysed[1] if self._analysed else untimed_order(self.flow)
 
     @cached_property
@@ -87,9 +87,11 @@ class Validation:
 def validate(program: Program, *, labels: bool = True, native: bool = True) -> Validation:
     """Return the proof that a program is sound.
 
-    With `labels` False the proof of what is computed is left out. It is also left out, and listed in `skipped`,
-    for a program that is over `base.limits.PROOF_ELEMENTS` or `base.limits.PROOF_WORK`. With `native` False it is
-    made in Python alone, which says the same and takes longer.
+    Args:
+        labels: whether to prove what is computed, too. That is left out, and listed in `skipped`, also for a
+            program over `base.limits.PROOF_ELEMENTS` or `base.limits.PROOF_WORK`.
+        native: whether to try the C++ core first. False proves in Python alone, which says the same and takes
+            longer.
 
     A program with counts is proved at one row a cell, which holds for all values, and tried on some
     (`ir.analysis.cells`).

@@ -51,7 +51,7 @@ class ExpressionColumns:
 
     @property
     def num_slots(self) -> int:
-        """Return the number of different names."""
+        """Return the number of slots: of different names, "rank" and "peer" among them."""
         return len(self._slots)
 
     def slot(self, name: str) -> int:

@@ -20,8 +20,8 @@ class GroupColumns:
     """The ranks of a program, the sets of them that statements are for, and the groups that ops run over.
 
     Attributes:
-        copies: by mesh axis ("p0.data") how many times as many members its groups really have, where images of
-            the listed ones are left out (`cost.folded`).
+        copies: by mesh axis ("p0.data") the factor by which its groups are larger than listed, where alike ranks
+            are left out (`cost.folded`).
     """
 
     def __init__(self, program: Program, copies: Mapping[str, int] | None = None) -> None:
@@ -108,9 +108,15 @@ class GroupColumns:
         return known
 
     def group_price(self, row: Column) -> int:
-        """Return the index of the cost constants for a group at these positions; 0 where nothing is timed."""
+        """Return the index of the cost constants of the group at positions `row` in `ranks`.
+
+        This one returns 0: nothing has a price.
+        """
         return 0
 
     def price(self, axis: str) -> int:
-        """Return the index of the cost constants of a mesh axis, "" for none; 0 where nothing is timed."""
+        """Return the index of the cost constants of a mesh axis, "" for none.
+
+        This one returns 0: nothing has a price.
+        """
         return 0

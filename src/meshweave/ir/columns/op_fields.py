@@ -78,7 +78,7 @@ def part_number(op: Call) -> int:
 
 
 def flat(values: Any) -> Column:
-    """Return numbers of any shape as one 1-D column."""
+    """Return integers of any shape as one 1-D column of int64."""
     if isinstance(values, Rows):
         return values.column()
     if isinstance(values, array):

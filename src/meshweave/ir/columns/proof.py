@@ -85,7 +85,10 @@ class ProofColumns(TemplateColumns):
         return self.expressions.slot(name)
 
     def describe_op(self, op: ops.Op) -> None:
-        """Append the row of an op as written. Raises UnknownError or ProgramError as the class says."""
+        """Append the row of an op as written.
+
+        Raises UnknownError for what the core does not know, ProgramError for names that are not declared.
+        """
         super().describe_op(op)
         number = self.num_ops - 1
         function = outs = step = dim = reduction = -1

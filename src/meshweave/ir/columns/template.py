@@ -129,17 +129,18 @@ class TemplateColumns(GroupColumns):
         }
 
     def rate(self, work: str, dtype: str) -> int:
-        """Return the index of the FLOP rates of a kind of work ("" for products) in a dtype; 0 where nothing
-        is timed.
+        """Return the index of the FLOP rates of a kind of work ("" for products) in a dtype.
+
+        This one returns 0: nothing has a price.
         """
         return 0
 
     def note_call_costs(self, op: ops.Call, fields: OpFields) -> None:
-        """Set the fields of a call that its time depends on; its rate alone, to 0, where nothing is timed."""
+        """Set the fields of a call that its time depends on; this one, without prices, only its rate, to 0."""
         fields[RATE] = 0
 
     def work_sizes(self, op: ops.Call) -> Sequence[Index]:
-        """Return the sizes that the time of a call may depend on: none, where nothing is timed."""
+        """Return the sizes that the time of a call may depend on; this one, without prices, returns ()."""
         return ()
 
     # --- buffers and views ----------------------------------------------------------------------------
@@ -187,7 +188,7 @@ class TemplateColumns(GroupColumns):
 
     @property
     def num_ops(self) -> int:
-        """Return the number of ops that are described."""
+        """Return the number of ops described so far."""
         return len(self._op_rows) // NUM_FIELDS
 
     def _describe_statements(self) -> None:

@@ -50,7 +50,7 @@ def one_row_a_cell(program: WrittenT) -> WrittenT:
 
 
 def with_counts(program: WrittenT, values: CountValues) -> WrittenT:
-    """Return the plain program whose cells have the rows that `values` says; see `Program.with_counts`."""
+    """Return the plain program whose cells have the rows of `values`, without meanings of their tensors."""
     if not program.counts and not values:
         return program
     tables = checked_values(program, values)
@@ -79,7 +79,7 @@ def with_counts(program: WrittenT, values: CountValues) -> WrittenT:
 
 
 def checked_values(program: WrittenProgram, values: CountValues) -> dict[str, NDArray[np.int64]]:
-    """Return the entries of every table of counts. Raises ProgramError where some are missing or not allowed."""
+    """Return the values of each table by name. Raises ProgramError where some are missing or not allowed."""
     for name in values:
         if name not in program.counts_of:
             known = did_you_mean(name, program.counts_of)
@@ -182,7 +182,7 @@ class CellRows:
         return tuple(self.starts.ravel().tolist())
 
     def rows_at(self, place: Index, cell: Index) -> Index:
-        """Return the first row of cell number `cell` in memory order, on the mesh's rank number `place`."""
+        """Return the first row of cell `cell` in memory order, on rank number `place` of the mesh."""
         return select(self._entries, place * self.starts.shape[1] + cell)
 
     @property
@@ -207,19 +207,19 @@ class CellRows:
 
     @property
     def num_rows(self) -> NDArray[np.int64]:
-        """Return the number of rows that each rank of the mesh holds."""
+        """Return the number of rows that each rank of the mesh holds, shape (ranks of the mesh,)."""
         return self.starts[:, -1]
 
     @property
     def tensor(self) -> Tensor:
-        """Return the tensor that an input or output of cells becomes."""
+        """Return the tensor that an input or output becomes: the rows of each rank, padded to the most."""
         rows = self.mesh.num_ranks * int(self.num_rows.max())
         ones = (1,) * (self.num_dims - 1)
         return replace(self.cells, shape=(*ones, rows, *self.cells.shape[self.num_dims :]), counts="")
 
     @property
     def buffer(self) -> Buffer:
-        """Return the buffer that holds the rows in place of the cells."""
+        """Return the buffer of rows in place of that of the cells; a temp buffer becomes scratch."""
         order = self.written.order and (*range(self.num_dims), *self.written.order[self.num_dims :])
         if order == tuple(range(len(order or ()))):
             order = None

@@ -280,7 +280,7 @@ class _Expansion:
 
 
 def placements(program: WrittenProgram, op: Include) -> Iterator[dict[int, int]]:
-    """Yield every rank map of an include: the global rank here of each rank of the sub-program.
+    """Yield every rank map of an include, {rank of the sub-program: global rank here}.
 
     There is one map, or one for each set of ranks that runs the include where these depend on coordinates.
 

@@ -137,9 +137,9 @@ _AST_BOOL: dict[str, ast.boolop] = {"and": ast.And(), "or": ast.Or()}
 
 
 def binary(op: str, left: Index, right: Index) -> Index:
-    """Return `left op right`, folded where both are known or one is neutral.
+    """Return `left op right`, or min or max of both: an int where both are ints, else an expression.
 
-    Raises ProgramError for a division by 0.
+    Neutral operands are folded, as in x + 0. Raises ProgramError for a division by 0.
     """
     if right == 0 and op in ("//", "%"):
         raise ProgramError(f"division by zero in '{left} {op} 0'")
@@ -173,9 +173,9 @@ def maximum(left: Index, right: Index) -> Index:
 
 
 def select(entries: Sequence[Index], index: Index) -> Index:
-    """Return `entries[index]`, folded where the index is known or all entries are the same.
+    """Return `entries[index]`: the entry itself if the index is known or all are equal, else an expression.
 
-    Raises ProgramError for a known index outside of the entries.
+    Raises ProgramError for a known index outside of the entries, unless these are all equal.
     """
     if all(entry == entries[0] for entry in entries):
         return entries[0]
@@ -187,7 +187,7 @@ def select(entries: Sequence[Index], index: Index) -> Index:
 
 
 def number_of(index: Index) -> int:
-    """Return `index`, which must be an integer: that of an op whose variables have been resolved."""
+    """Return `index` as the int that it is, as in a resolved op; it must not be an expression."""
     assert isinstance(index, int)
     return index
 

@@ -69,16 +69,16 @@ class Submesh:
 
     @property
     def indices(self) -> Iterator[Index]:
-        """Yield the expressions that the coordinates consist of: a coordinate, or the ends of a range."""
+        """Yield the expressions in the coordinates: a coordinate, or start and stop (0 for None) of a range."""
         for at in self.coordinates:
             yield from (at.start, 0 if at.stop is None else at.stop) if isinstance(at, Range) else (at,)
 
     def resolve(self, mesh: Mesh, env: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shape of the sub-mesh and its global ranks in row-major order.
+        """Return (shape of the sub-mesh, its global ranks in row-major order), without axes of one coordinate.
 
         Raises:
-            ProgramError: a coordinate is outside the mesh, their number is not that of its axes, or `order` is no
-                permutation of the axes that remain.
+            ProgramError: a coordinate is outside the mesh, a range is empty, an expression has no value, there
+                are more or fewer coordinates than axes, or `order` is no permutation of the axes that remain.
         """
         if len(self.coordinates) != len(mesh.shape):
             raise ProgramError(
@@ -140,11 +140,11 @@ class Include(Collective):
 
     @property
     def title(self) -> str:
-        """Return the op's element of an include path: its name and that of the sub-program, `stage 2 > block`."""
+        """Return the op's name and that of its sub-program, `stage 2 > block`, or the latter alone."""
         return f"{self.name} > {self.part}" if self.name and self.name != self.part else self.part
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
-        """Return the views that stand for inputs as read, those that stand for outputs as written."""
+        """Return reads of the views that stand for inputs, then writes of those that stand for outputs."""
         kinds = {buffer.name: buffer.kind for buffer in self.program.buffers}
         reads = tuple((READ, view) for formal, view in self.buffers if kinds.get(formal) == "input")
         return (*reads, *((WRITE, view) for formal, view in self.buffers if kinds.get(formal) == "output"))
@@ -157,9 +157,10 @@ class Include(Collective):
         )
 
     def on_rank(self, rank: int, ranks: tuple[int, ...]) -> Include:
-        """Return the op as `rank` runs it: with only those buffers that this rank has in the sub-program.
+        """Return the op as global rank `rank` runs it: with only the buffers that it has in the sub-program.
 
-        `ranks` are all that take part, in the order of the sub-program's ranks.
+        `ranks` are the global ranks of all that take part, in the order of the sub-program's ranks; they become
+        `over`.
         """
         inner = self.program.ranks[ranks.index(rank)]
         mesh_of = {buffer.name: self.program.mesh_of[buffer.mesh] for buffer in self.program.buffers}
@@ -167,11 +168,12 @@ class Include(Collective):
         return replace(self, over=ranks, buffers=own)
 
     def rank_map(self, mesh_of: Mapping[str, Mesh], env: Mapping[str, int]) -> dict[int, int]:
-        """Return the global rank here of each rank of the sub-program, in ascending order of the latter.
+        """Return {rank of the sub-program: global rank here}, in ascending order of the former.
 
         Raises:
-            ProgramError: ranks are outside a mesh, or two of the sub-program's ranks are given one rank; or the
-                shapes of a mesh and its sub-mesh differ (for a mesh of one axis, their numbers of ranks).
+            ProgramError: a sub-mesh is of an unknown mesh or outside of it, or its shape is not that of the
+                sub-program's mesh (for a mesh of one axis, its number of ranks); or a rank of the sub-program is
+                given two ranks, or two of them one.
         """
         ranks: dict[int, int] = {}
         for formal, submesh in self.meshes:

@@ -23,7 +23,7 @@ RESERVED = ("stashes", "copies", "copy", "name")
 
 
 def include_to_text(op: Include, quoted: str) -> str:
-    """Return an include as it stands in the text form; `quoted` is its name in quotes, or empty."""
+    """Return an include as it stands in the text form; `quoted` is its name in quotes, "" for none."""
     parts = [op.part]
     for pairs in (op.meshes, op.buffers, op.indices, op.lanes):
         parts += [f"{formal}={actual}" for formal, actual in pairs]

@@ -35,9 +35,9 @@ def read_slots(name: str, node: ast.expr | None) -> int:
 
 
 def read_dims(what: str, node: ast.expr) -> tuple[int, ...]:
-    """Return the sizes that `node`, a tuple of integers, gives a tensor or mesh, `what` in words.
+    """Return the sizes that `node`, a tuple of integers, gives a tensor or mesh.
 
-    Raises ProgramError where it is none, or has too many dims.
+    `what` names it in errors. Raises ProgramError where `node` is no such tuple, or has too many dims.
     """
     sizes = read_ints(node)
     if len(sizes) > DIMS.most:
@@ -46,8 +46,10 @@ def read_dims(what: str, node: ast.expr) -> tuple[int, ...]:
 
 
 def read_placement(node: ast.expr) -> Placement:
-    """Return the placement that a node says: `S(0)`, `R`, `P`, `T(0, 4, 0)` or `SS(0, 2)`; else raise
-    ProgramError.
+    """Return the placement that a node says; else raise ProgramError.
+
+    It is `S(dim)`, `R` for replicate, `P` or `P(op)` for partial, `T(dim, size, offset)` for a tile, or `SS(dim,
+    factor)` for a strided shard.
     """
     match node:
         case ast.Name(id="R"):
@@ -141,7 +143,7 @@ def read_int(node: ast.expr) -> int:
 
 
 def read_number(node: ast.expr) -> float:
-    """Return the number without sign that a node is. Raises ProgramError for another node."""
+    """Return the number that a node is, which has no sign. Raises ProgramError for another node."""
     value = node.value if isinstance(node, ast.Constant) else None
     if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
         return float(value)

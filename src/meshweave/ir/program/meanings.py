@@ -81,8 +81,8 @@ class Function:
         part: the result.
         fn: the name that `call` ops carry.
         ins: the inputs, in the order of the op's.
-        stash: the inputs of the forward part whose stash the call reads, or these and then the inputs of the
-            input-gradient part before it.
+        stash: of a backward part, the inputs of the forward part whose stash the call reads; a weight gradient
+            may list those of the input gradient after them.
         reduce: the reduction over names that the result does not have; "" where there are none.
         output: which of the call's results this is, from 0.
     """
@@ -110,7 +110,10 @@ Meaning = Product | Same | Sum | Function
 
 
 def sources_of(meaning: Meaning) -> tuple[str, ...]:
-    """Return the names of the tensors that a meaning computes its tensor from."""
+    """Return the names of the tensors that a meaning computes its tensor from, in order, those of a stash last.
+
+    A name may come twice.
+    """
     match meaning:
         case Product():
             return meaning.a, meaning.b

@@ -230,10 +230,7 @@ class AllReduce(DataCollective):
 
 @dataclass(frozen=True, kw_only=True)
 class Broadcast(DataCollective):
-    """out = src of member number `root`. The others' src is not read, and may be empty.
-
-    Its cost counts on `packets` pipelined parts.
-    """
+    """out = src of member number `root`, in `packets` pipelined parts. Other members' src may be empty."""
 
     kind: ClassVar[str] = "broadcast"
     root: Index
@@ -266,9 +263,10 @@ class AllToAll(DataCollective):
 
 @dataclass(frozen=True, kw_only=True)
 class Permute(DataCollective):
-    """The ring step: src goes to the member `shift` places on, out comes from `shift` places back.
+    """src goes to the member `shift` places on (modulo their number), out comes from `shift` places back.
 
     It cannot deadlock (every receive is posted first) and only neighbours wait for each other.
+    `step` says which step of a lowered collective this is, or None.
     """
 
     kind: ClassVar[str] = "permute"
@@ -285,7 +283,7 @@ class Exchange(Collective):
 
     Attributes:
         carries: "dispatch" or "combine"; without a `library` "all_gather", "reduce_scatter" or "all_reduce".
-        num_ranks: the members of the whole group, also where images of some are left out (`cost.folded`).
+        num_ranks: members of the whole group; `over` lists fewer where alike ones are left out (`cost.folded`).
         part_bytes: bytes of one copy of a token; of a collective, of the largest part.
         tokens: number of tokens of each rank.
         experts, chosen: number of all experts, and of those that each token goes to.
@@ -333,9 +331,10 @@ class Fence(Collective):
 
 @dataclass(frozen=True, kw_only=True)
 class Send(Op):
-    """Gives src to the matching recv of rank `peer`, and ends when that has taken it (rendezvous).
+    """Gives src to the matching recv of global rank `peer`, and ends when that has taken it (rendezvous).
 
-    Sends and recvs are matched in order per lane and tag.
+    Sends and recvs of two ranks are matched in order per lane and tag. `step` is that of a lowered collective,
+    or None.
     """
 
     kind: ClassVar[str] = "send"
@@ -361,7 +360,7 @@ class Recv(Op):
     """Add what arrives to `out` instead of storing it."""
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
-        """Return a write of what is received, which is read too where it is added."""
+        """Return a write of `out`; with `update` a read of it before that."""
         return ((READ, self.out), (WRITE, self.out)) if self.update else ((WRITE, self.out),)
 
 

@@ -39,7 +39,7 @@ def product_shape(
 ) -> ProductShape | str:
     """Return the sizes of a product of stored shapes `a` and `b` into a result of `out_dims` dims.
 
-    Returns in words what is wrong where they do not fit.
+    All have two dims or more. Where the shapes do not fit, the result is a sentence on why.
     """
     left = (*a[:-2], *a[:-3:-1]) if transpose_a else a
     right = (*b[:-2], *b[:-3:-1]) if transpose_b else b

@@ -32,7 +32,10 @@ _MEMBERS_PER_STEP = 64
 
 @dataclass(frozen=True)
 class BoundOp:
-    """An op of one rank with plain integers, and its position `key`. Its `over` lists global ranks."""
+    """An op of one rank with plain integers, whose `over` lists global ranks.
+
+    `key` is its position in the program: statement numbers and turns of loops, from the outside in.
+    """
 
     key: Key
     op: Op
@@ -58,7 +61,7 @@ class Program(Shown, WrittenProgram):
 
     @cached_property
     def parts(self) -> dict[str, Program]:
-        """Return the sub-programs by name, each after those that it includes itself.
+        """Return the sub-programs by name, those of sub-programs too; each after those that it includes itself.
 
         Raises:
             ProgramError: two different programs have one name.
@@ -74,7 +77,10 @@ class Program(Shown, WrittenProgram):
         return parts
 
     def with_parts(self, change: Callable[[Program], Program]) -> Program:
-        """Return the program with each distinct program that it includes replaced by `change` of it."""
+        """Return the program with `change(part)` in place of each program that it includes itself.
+
+        `change` is called once for each, and is to change what these include in turn.
+        """
         parts = {
             number: change(_included(op)) for number, op in {id(i.program): i for i in self.includes}.items()
         }
@@ -85,10 +91,16 @@ class Program(Shown, WrittenProgram):
         return replace(self, body=rewrite(self.body, changed)) if parts else self
 
     def with_counts(self, values: CountValues) -> Program:
-        """Return the plain program whose tables of counts have these values, by name: every cell has its rows.
+        """Return the plain program in which each cell of a table of counts has as many rows as `values` says.
+
+        Meanings that name a tensor of cells are dropped.
+
+        Args:
+            values: for each table, by name, integers in the table's shape.
 
         Raises:
-            ProgramError: values are missing or over what the table allows, or a view is no run of cells.
+            ProgramError: a table has no values, or others than it allows; the cells of a view do not follow one
+                another in memory; or an op has no form for cells.
         """
         return with_counts(self, values)
 
@@ -107,12 +119,15 @@ class Program(Shown, WrittenProgram):
         """Return the program with the statements of sub-programs in place of includes; itself if there are none.
 
         Raises:
-            ProgramError: an include does not fit.
+            ProgramError: an include does not fit: its ranks, or what it gives a view of.
         """
         return expand(self) if self.includes else self
 
     def placed_ops(self) -> Iterator[tuple[Op, tuple[int, ...]]]:
-        """Yield (op, ranks) for every op as written: its ranks are those in all `On` blocks around it."""
+        """Yield (op, ranks) for every op as written: the global ranks that are in all `On` blocks around it.
+
+        Conditions and loops do not count, and an include is one op, whose meshes do not count.
+        """
 
         def enter(block: Block, key: Key, ranks: tuple[int, ...]) -> Iterator[tuple[Key, tuple[int, ...]]]:
             if isinstance(block, On):
@@ -128,7 +143,10 @@ class Program(Shown, WrittenProgram):
         return self.mesh_of[block.where].ranks if isinstance(block.where, str) else block.where
 
     def ops_on_rank(self, rank: int) -> tuple[BoundOp, ...]:
-        """Return the ops of one rank in program order, loops unrolled.
+        """Return the ops of one rank in program order, resolved, with loops unrolled.
+
+        Blocks whose condition does not hold are left out. An include is one op: for those of sub-programs see
+        `expanded`.
 
         Raises ProgramError where an expression has no value, a view does not fit its buffer, counts have no
         values, or the rank has more than `base.limits.RANK_STEPS` steps.
@@ -136,17 +154,20 @@ class Program(Shown, WrittenProgram):
         return tuple(self._bind(rank))
 
     def unbound_ops_on_rank(self, rank: int) -> Iterator[tuple[Op, Mapping[str, int]]]:
-        """Yield (op, environment) for the ops of one rank in program order, loops unrolled.
+        """Yield (op, environment) for the ops of one rank in program order, loops unrolled, includes as one op.
 
-        The op keeps its expressions; the environment maps their variables to integers.
+        The op keeps its expressions; the environment has the integer of each variable: coordinates ("tp.row"),
+        loop indices and "rank". Raises ProgramError as it goes: for conditions and counts of loops without a
+        value, counts without values, and more than `base.limits.RANK_STEPS` steps.
         """
         return ((op, env) for _, op, env in self._unrolled(rank, StepBudget(RANK_STEPS)))
 
     def has_steps_within(self, limit: Limit, ranks: Iterable[int] | None = None) -> bool:
-        """Return whether ranks (default: all), and the statements and turns of loops they run, are within a limit.
+        """Return whether the program has at most `limit.most` steps on `ranks` (default: all) together.
 
-        Takes time in proportion to the limit, whatever the program; a collective of many members counts as
-        several steps. Raises ProgramError where an expression has no value.
+        Each rank is a step, each statement that it comes to and each turn of a loop; a collective has one more
+        for every 64 members. Takes time in proportion to the limit, whatever the program. Raises ProgramError
+        where an expression has no value.
         """
         steps = StepBudget(limit)
         try:
@@ -161,19 +182,26 @@ class Program(Shown, WrittenProgram):
 
     @cached_property
     def ops_by_rank(self) -> dict[int, tuple[BoundOp, ...]]:
-        """Return the ops of every rank, by rank, in program order. Raises ProgramError as `ops_on_rank`."""
+        """Return the ops of every rank, by global rank, as `ops_on_rank` has them.
+
+        Raises ProgramError where an expression has no value, a view does not fit its buffer, counts have no
+        values, or a rank has too many steps.
+        """
         return {rank: self.ops_on_rank(rank) for rank in self.ranks}
 
     @cached_property
     def resolved_ops(self) -> ResolvedOps:
-        """Return the ops with plain integers that ranks and turns share."""
+        """Return the cache of resolved ops, in which ranks and turns share the ops that are equal."""
         return ResolvedOps(self.resolve, self.local_shape, self.group)
 
     def resolve(self, op: Op, env: Mapping[str, int], rank: int) -> Op:
-        """Return an op of one rank with plain integers, given the values of names.
+        """Return an op with plain integers, as the global rank `rank` runs it; its `over` lists global ranks.
+
+        Args:
+            env: the value of each variable: those of `environment` and of loop indices.
 
         Raises:
-            ProgramError: an expression has no value, or a view does not fit its buffer.
+            ProgramError: an expression has no value, or a view or the ranks of an include do not fit.
         """
         if isinstance(op, Include):
             op = op.on_rank(rank, tuple(self.ranks_of_include(op, env)))
@@ -220,10 +248,13 @@ class Program(Shown, WrittenProgram):
         return not isinstance(op, Include) or rank in self.ranks_of_include(op, env)
 
     def ranks_of_include(self, op: Include, env: Mapping[str, int]) -> dict[int, None]:
-        """Return the global ranks that run an include, in the order of its sub-program's ranks, as the keys
-        of a dict.
+        """Return the global ranks that run an include, as the keys of a dict.
 
-        Raises ProgramError where ranks do not fit.
+        They are in the order of its sub-program's ranks. `env` has the values of the variables on which the
+        choice depends (`Include.placing_names`).
+
+        Raises ProgramError where the sub-meshes of the include do not fit its sub-program, or are outside of
+        their meshes.
         """
         key = (id(op), *(env.get(name) for name in op.placing_names))
         if key not in self._include_ranks:

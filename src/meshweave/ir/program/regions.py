@@ -82,7 +82,7 @@ class DmaMap(OutputMap):
 
 @dataclass(frozen=True)
 class EachRegion:
-    """A map for each `var` = 0 .. count - 1."""
+    """The region `region` for each `var` = 0 .. count - 1; its views may use `var`."""
 
     region: OutputMap
     var: str
@@ -101,10 +101,14 @@ def product_statements(
 ) -> tuple[Statement, ...]:
     """Return the ops of one product of a (M, K) and b (K, N) whose regions go where their maps say.
 
+    They are a `matmul` per region and a `put` per `DmaMap`, in a loop for an `EachRegion`.
+
     Args:
         regions: in the order in which they are computed.
+        lane: the lane of the products.
         release: tiles, their order and the first one in each region, and whether stores update; `joins` is set
-            here.
+            here. None leaves all that to the machine.
+        transpose_a, transpose_b: whether a is stored (K, M), and b (N, K).
 
     Raises:
         ProgramError: there are no regions, or the first one is one of a loop.

@@ -28,13 +28,13 @@ def fresh_name(name: str, taken: Collection[str]) -> str:
 class RankMap:
     """Which rank of the including program stands for each rank of a sub-program.
 
-    `ranks` has that by rank of the sub-program, ascending; the methods map expressions.
+    `ranks` maps ranks of the sub-program, ascending, to global ranks; the methods do so for expressions.
     """
 
     ranks: Mapping[int, int]
 
     def outer(self, inner: Index) -> Index:
-        """Return the rank, in the including program, that stands for the sub-program's rank `inner`.
+        """Return the global rank that stands for the sub-program's rank `inner`; an expression if that is one.
 
         A rank that the map lacks has no defined result.
         """
@@ -47,7 +47,7 @@ class RankMap:
         return select([self.ranks.get(rank, -1) for rank in range(max(self.ranks) + 1)], inner)
 
     def inner(self, outer: Index) -> Index:
-        """Return the rank, in the sub-program, for which the including program's rank `outer` stands.
+        """Return the sub-program's rank for which the global rank `outer` stands, an expression.
 
         A rank that stands for none has no defined result.
         """
@@ -93,7 +93,7 @@ class Renaming:
     def body(self, statements: Iterable[Statement]) -> tuple[Statement, ...]:
         """Return statements with names replaced, also in nested ones.
 
-        The index of a loop may be given another variable, and nothing else; this is not checked.
+        `values` may give the index of a loop another variable, and nothing else; this is not checked.
         """
         return tuple(map(self._statement, statements))
 
@@ -114,7 +114,10 @@ class Renaming:
         return self.op(statement)
 
     def op(self, op: SomeOp) -> SomeOp:
-        """Return an op with names replaced."""
+        """Return an op with all names in it replaced: of variables, views, lane, group and stash.
+
+        With a `prefix` the label becomes `prefix > label`.
+        """
         changes: dict[str, Any] = {}
         for item in fields(op):
             old = getattr(op, item.name)
@@ -174,7 +177,7 @@ class Renaming:
         return rank if self.ranks is None else self.ranks.ranks[rank]
 
     def view(self, view: View) -> View:
-        """Return a view with the names in it, its owner and its buffer replaced."""
+        """Return a view with variables and owner replaced, and then what `views` puts in its place."""
         selectors = tuple(self.selector(selector) for selector in view.selectors)
         rank = None if view.rank is None else self.index(view.rank)
         if rank is not None and self.ranks is not None:
@@ -231,7 +234,7 @@ def _within(inner: Selector, outer: Selector) -> Selector:
 
 
 def placing_loops(statement: Repeat) -> bool:
-    """Return whether an include in the loop runs on ranks that depend on the loop's index."""
+    """Return whether the ranks of an include in a loop depend on its index, so that it must be unrolled."""
 
     def depends(body: Iterable[Statement]) -> bool:
         for inner in body:

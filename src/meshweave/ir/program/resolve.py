@@ -18,9 +18,10 @@ _HOLDS_INDICES = (View, Expr, Submesh, Range, tuple)
 
 
 def resolve_op(program: WrittenProgram, op: Op, env: Mapping[str, int], rank: int) -> Op:
-    """Return an op of one rank with plain integers; of an include, its part on that rank.
+    """Return an op with plain integers, as the global rank `rank` runs it; its `over` lists global ranks.
 
-    `env` gives the values of names. Raises ProgramError as `Program.resolve`.
+    `env` has the integer of each variable but `peer`. Raises ProgramError where an expression has no value, or a
+    view does not fit its buffer.
     """
     changes: dict[str, Any] = {}
     for name in _field_names(type(op)):

@@ -32,7 +32,7 @@ class _Reads:
 
 
 class ResolvedOps:
-    """The resolved ops of a program, by what they depend on.
+    """A cache of resolved ops: ranks and turns of loops for which an op is the same share one object.
 
     Args:
         resolve: returns an op with plain integers, for (op, values of names, rank).
@@ -54,16 +54,17 @@ class ResolvedOps:
         self._forms: dict[int, int] = {}
 
     def form(self, op: Op) -> int:
-        """Return a number that ops of an equal form share; a negative one of its own for an op that is not
-        shared.
+        """Return a number for a resolved op: ops that are equal but for the ranks of their group share it.
+
+        It is negative, and no other op's, for an op that ranks and turns do not share.
         """
         return self._forms.get(id(op), -1 - id(op))
 
     def get(self, op: Op, env: Mapping[str, int], rank: int) -> Op:
         """Return an op with plain integers in place of expressions, for `rank` and the values of names in `env`.
 
-        The same object for all ranks and values that the op cannot tell apart. Raises ProgramError where an
-        expression has no value, or a view does not fit its buffer.
+        Ranks and values for which the result is the same get one object. Raises ProgramError where an expression
+        has no value, or a view does not fit its buffer.
         """
         listed = self._reads.get(id(op))
         if listed is None:

@@ -15,7 +15,7 @@ class StepsError(ProgramError):
 
 
 class StepBudget:
-    """The steps that are left before a limit is reached."""
+    """The steps that are left of the `most` of a limit."""
 
     def __init__(self, limit: Limit) -> None:
         self._limit = limit

@@ -84,7 +84,7 @@ def _lines(program: Program) -> Iterator[str]:
 
 
 def mesh_to_text(mesh: Mesh) -> str:
-    """Return the call that declares a mesh."""
+    """Return the call `mesh(...)` that declares a mesh, without the name that it is assigned to."""
     first = mesh.ranks[0]
     if mesh.ranks == tuple(range(first, first + mesh.num_ranks)):
         tail = f", first={first}" if first else ""
@@ -164,7 +164,7 @@ _NEVER = object()
 
 
 def value_to_text(value: Any) -> str:
-    """Return the value of an op's field, or of a record in one, in the text form."""
+    """Return the text of an op's field: a number, string, view, expression, record or tuple of these."""
     if isinstance(value, str):
         # JSON would write an emoji as two surrogates, which Python reads as two characters.
         return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode("utf-8")

@@ -179,7 +179,7 @@ class View:
         return False
 
     def overlaps(self, other: View) -> bool:
-        """Return whether two resolved views of buffers on one rank share an element."""
+        """Return whether two resolved views of buffers on one rank share an element. `rank` is not compared."""
         return (
             self.buffer == other.buffer
             and self.slot == other.slot
@@ -187,7 +187,10 @@ class View:
         )
 
     def covers(self, other: View) -> bool:
-        """Return True if this view holds every element of `other`; False if not, or if that is not known."""
+        """Return True if this view surely holds every element of `other`, a view of a buffer on the same rank.
+
+        False may mean that it is not known: strided blocks cover only equal blocks here.
+        """
         if self.buffer != other.buffer or self.slot != other.slot:
             return False
         for mine, theirs in zip(self.selectors, other.selectors, strict=True):
@@ -204,7 +207,7 @@ class View:
         """Return this view with plain integers, in a buffer of local `shape` with `num_slots` slots.
 
         Args:
-            env: the values of variables.
+            env: the integer of each variable.
 
         Raises ProgramError where it is outside the buffer, or a variable has no value.
         """
@@ -250,7 +253,10 @@ def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> t
 def view(
     buffer: str, *selectors: Selector | slice, slot: Index = 0, rank: Index | None = None, dims: int = 2
 ) -> View:
-    """Return a view of `buffer`, of `dims` dims, from slices or selectors per dim; dims without one are whole."""
+    """Return a view of `buffer`, of `dims` dims, from slices or selectors per dim; dims without one are whole.
+
+    `rank` is the owner for a one-sided access; None means the executing rank.
+    """
     out: list[Selector] = []
     for selector in selectors:
         if isinstance(selector, slice):

@@ -26,8 +26,8 @@ class Counts:
 
     Attributes:
         capacity: the most rows of one cell.
-        totals: for each dim of the table the most rows of all cells at one of its positions; 0 leaves that open.
-            () leaves all open.
+        totals: for each dim of the table, the most rows that the cells at one index of that dim have together; 0
+            leaves that open. () leaves all open.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Tensor:
 class Buffer:
     """Memory of one rank; every rank of `mesh` has one of this name.
 
-    An input, output or temp buffer holds the shard of `tensor` that `layout` gives its rank, so that each byte has
-    a global index. Scratch has only a `shape` (expressions over mesh coordinates allowed).
+    An input, output or temp buffer holds the shard of `tensor` that `layout` gives its rank, so that each byte
+    has a global index. Scratch has only a `shape` (expressions over mesh coordinates allowed).
 
     Attributes:
         slots: number of independent copies, for double buffering.
-        order: the dims from outermost to innermost in memory; None for the order written.
+        order: the dims from outermost to innermost in memory; None for row-major.
     """
 
     name: str
@@ -80,7 +80,10 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Lane:
-    """An issue queue: `fifo` starts ops in program order, `ready` any that can start; `width` run at once."""
+    """An issue queue of each rank: `fifo` starts ops in program order, `ready` any that can start.
+
+    `width` is how many of its ops may run at once.
+    """
 
     name: str
     order: Literal["fifo", "ready"] = "fifo"
@@ -96,7 +99,8 @@ class WrittenProgram:
         computes: the meanings of outputs and of other tensors, which `ir.analysis.validate` proves.
         indices: names that an including program gives a value (a micro-batch, say) and that only the `args` of
             calls may use. They are 0 where the program is not included.
-        counts: tables of numbers of rows, which `Program.with_counts` gives values; nothing runs before.
+        counts: tables of numbers of rows; `Program.with_counts` must give them values before the program can
+            run.
     """
 
     name: str
@@ -125,7 +129,7 @@ class WrittenProgram:
         return {table.name: table for table in self.counts}
 
     def require_counts(self) -> None:
-        """Raise ProgramError if the program has tables of counts, whose values `with_counts` gives."""
+        """Raise ProgramError if the program has tables of counts: `with_counts` must give them values first."""
         if self.counts:
             raise ProgramError(
                 f"program {self.name} has counts {listed(self.counts_of)}, known at run time: "
@@ -174,7 +178,7 @@ class WrittenProgram:
         return {}
 
     def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
-        """Return the shape of one slot of a buffer on `rank`.
+        """Return the shape of one slot of a buffer on the global rank `rank`.
 
         Raises:
             ProgramError: there is no such buffer, its mesh has no such rank, its layout does not fit its tensor,
@@ -214,7 +218,7 @@ class WrittenProgram:
         return buffer
 
     def local_shapes(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of one slot of a buffer on all ranks of its mesh, in their order.
+        """Return the shapes of one slot of a buffer on all ranks of its mesh, in the order of `Mesh.ranks`.
 
         Raises:
             ProgramError: there is no such buffer, its layout does not fit its tensor, or an extent has no value
@@ -248,7 +252,10 @@ class WrittenProgram:
         return view.num_elements * dtype_bytes(self.buffer_of[view.buffer].dtype)
 
     def group_size(self, over: Over) -> int:
-        """Return the number of members of each group that `over` means; 0 where it names none."""
+        """Return the number of members of the groups that `over` means: a mesh axis, a mesh or listed ranks.
+
+        It is 0 for a mesh or axis that is not declared.
+        """
         if not isinstance(over, str):
             return len(over)
         mesh = self.mesh_of.get(over.partition(".")[0])
@@ -258,7 +265,9 @@ class WrittenProgram:
         return mesh.size(axis) if axis else mesh.num_ranks
 
     def group(self, over: Over, rank: int) -> tuple[int, ...]:
-        """Return the global ranks that `over` means for `rank`, in the order of the coordinate.
+        """Return the group of global ranks over which an op with this `over` runs on `rank`.
+
+        Members are in the order of the coordinate, of the mesh, or as listed.
 
         Raises ProgramError for an unknown mesh or axis, and for an axis of a mesh that lacks `rank`.
         """
