@@ -115,7 +115,7 @@ def num_common(left: Sequence[Interval], right: Sequence[Interval]) -> int:
 
 
 def flattened_box(sizes: Sequence[int], dims: Sequence[Intervals]) -> Intervals:
-    """Return the row-major flat indices of a box: `dims` has its indices, `sizes` the extent of each dim."""
+    """Return the row-major flat indices of a box in a tensor of `sizes`: `dims` has its indices by dim."""
     inner: Intervals = ((0, 1),)
     stride = 1
     for size, outer in zip(reversed(sizes), reversed(dims), strict=True):

@@ -104,12 +104,13 @@ class TorusNetwork:
     def axis(
         self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
     ) -> NetworkAxis:
-        """Return the links that mesh axis `i` of `num_dims` runs over.
+        """Return the links that mesh axis `i` of `num_dims` runs over: the slowest torus axis under it.
 
-        `shape` None takes the first mesh of so many axes that the torus carries.
+        `shape` None takes the first mesh of so many axes that the torus carries. Of a reconfigurable torus mesh
+        axis `i` is torus axis `i`. `shared` changes nothing: groups share no links here.
 
         Raises:
-            LayoutError: the torus cannot carry that mesh.
+            LayoutError: the torus cannot carry that mesh, or the mesh has no axis `i`.
         """
         check_axis(i, num_dims, shape, self.num_chips)
         if self.shape is None:
@@ -317,7 +318,8 @@ class FullMeshNetwork(AnyShapeNetwork):
     ) -> NetworkAxis:
         """Return `inner` if every group of mesh axis `i` stays within a package, else `link`.
 
-        A ring of chips in order uses each link once, so that one link sets its pace.
+        Without a shape it is `link` where there are several packages. A ring of chips in order uses each link
+        once, so that one link sets its pace.
 
         Raises:
             LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
