@@ -86,7 +86,10 @@ def _covariance(a: Array, b: Array) -> Array:
 
 @lru_cache(maxsize=8)
 def interpolation(table: ProductTable, constants: ProductModel | None, dtype: str) -> TableInterpolation:
-    """Return the interpolation of a table; equal arguments return the same object."""
+    """Return the interpolation of a table; equal arguments return the same object.
+
+    `constants` price what the table is compared with; None takes the best rates in the table.
+    """
     return TableInterpolation(table, constants, dtype)
 
 
@@ -94,9 +97,11 @@ def interpolation(table: ProductTable, constants: ProductModel | None, dtype: st
 def table_s(
     table: ProductTable, constants: ProductModel | None, dtype: str, m: int, n: int, k: int, outside: str
 ) -> float | None:
-    """Return the seconds of a product by a table.
+    """Return the seconds of a product by a table, from `interpolation`.
 
-    None outside its ranges, where `outside` is "model" and there are constants for that.
+    Args:
+        outside: what a product outside the ranges of the table is: "model" for None, if `constants` can price it;
+            "error" for an error.
 
     Raises:
         UnsupportedError: the product is outside the ranges, and `outside` is "error" or `constants` is None.

@@ -64,9 +64,9 @@ def with_outer_links(network: Network, factor: float) -> Network:
 def link_levels(cluster: Cluster) -> tuple[tuple[str, Callable[[float], Cluster]], ...]:
     """Return (name, function that scales the rate) of the levels of links of a cluster, outermost first.
 
-    The function takes a factor and returns the cluster with faster links. Several hosts of several chips have
-    two levels, NICs and links inside; of other networks only the outermost is returned. With links inside a host
-    the measured collectives there change their rates, too.
+    The function takes a factor and returns the cluster with these links at so many times their rate. Several
+    hosts of several chips have two levels, NICs and links inside; of other networks only the outermost is
+    returned. With links inside a host the measured collectives there change their rates, too.
     """
     network = cluster.network
 
