@@ -131,8 +131,8 @@ class Machine(PlacedMeshes):
         communicate at once. Closed forms take this one; simulation with contention finds out who shares what.
 
         Args:
-            name: a mesh axis, as "tp.row"; a mesh, as "tp", for the group of all its ranks; or "" for the slowest
-                axis that there is.
+            name: a mesh axis, as "tp.row"; a mesh, as "tp", for the group of all its ranks; or "" for the axis
+                with the slowest links.
 
         Raises:
             LayoutError: a mesh does not fit the cluster's network, or none has an axis of the name.

@@ -35,7 +35,7 @@ _NICS_WEIGHT = {TREE_OF_2_ROUTE: 2, TREE_OF_3_ROUTE: 3}
 
 @dataclass(frozen=True, slots=True)
 class HostSpan:
-    """How the groups of a mesh axis lie on hosts: evenly if each has as many members in each of its hosts.
+    """How the groups of a mesh axis lie on hosts; even groups all have equally many hosts and members in each.
 
     Attributes:
         num_hosts: the hosts of each group; of uneven groups the most.
@@ -75,8 +75,7 @@ class PlacedMeshes:
     def host_span(self, axis: str) -> HostSpan | None:
         """Return how the groups of a mesh axis ("tp.row"), or the ranks of a mesh ("tp"), lie on hosts.
 
-        None where there are no hosts or no such axis, or where not all groups have as many members in each of as
-        many hosts.
+        None where there are no hosts or no such axis, or where the groups lie unevenly (see `HostSpan`).
         """
         span = self.lies(axis)
         return None if span is None or span.fewest else span
@@ -144,7 +143,7 @@ class PlacedMeshes:
         loads both its own NICs and the links "nics-out" and "nics-in", which stand for all NICs of a host.
 
         Args:
-            route: 0 for a message; 1 for one that goes backwards where both directions of a torus are as long;
+            route: 0 for a message; 1 for one that goes backwards where both ways round a torus are equally long;
                 `RING_ROUTE`, `TREE_OF_2_ROUTE` or `TREE_OF_3_ROUTE` for collectives on all NICs, which load
                 "nics-out" and "nics-in" alone.
         """

@@ -63,7 +63,7 @@ def activation_bytes(model: Transformer, workload: Workload, recompute: Recomput
 
 
 def layers_activation_bytes(model: Transformer, workload: Workload, recompute: Recompute = "none") -> int:
-    """Return the sum of `activation_bytes` over the layers of all kinds."""
+    """Return the bytes that the forward pass of all layers stores, on all chips (see `activation_bytes`)."""
     return sum(count * activation_bytes(kind, workload, recompute) for count, kind in model.kinds)
 
 
@@ -78,7 +78,7 @@ def step_flops(
     Korthikanti et al.
 
     Args:
-        pairs: the pairs of tokens that count.
+        pairs: the pairs of tokens that count: "causal" for those that mask and window leave, or "all".
         recompute: what is computed again, and counts too: attention (equation 8 there), or all of a block's
             forward part (Narayanan et al., SC '21, equation 3).
     """
