@@ -62,9 +62,10 @@ def dense_layer(
 ) -> LayerGraph:
     """Return a layer of attention and a feed-forward part, each after a norm and added to the residual.
 
-    Its edges are X (input), NA, QKV, A, O, M (residual after attention), NF, Y, H, F and Z (output), weights are
-    WQKV, WO, W1_ and W2_, modules those of Llama. Columns of WQKV are ordered by groups of heads, within a group
-    queries, keys, values; gate and input columns of a gated W1_ alternate.
+    Its edges are X (input), NA, QKV, A, O, M (residual after attention), NF, Y, H, F and Z (output); by `form`
+    QKVN, ON and FN join them, or M and NF are left out. Weights are WQKV, WO, W1_ and W2_, modules those of
+    Llama. Columns of WQKV are ordered by groups of heads, within a group queries, keys, values; gate and input
+    columns of a gated W1_ alternate.
 
     Args:
         width: features of a head.

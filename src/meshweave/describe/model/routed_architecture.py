@@ -110,7 +110,7 @@ def routing_of(data: Mapping[str, Any]) -> TokenRouting | None:
     """Return how the model of a config routes tokens to experts; None for a family that is not in `RULES`.
 
     Raises:
-        DescriptionError: the value of a key that takes a number is none.
+        DescriptionError: the value of a key that takes a number is no number.
     """
     family = model_type_of(data)
     rule = RULES.get(family)
