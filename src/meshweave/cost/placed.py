@@ -107,7 +107,10 @@ class PlacedMeshes:
         return spans
 
     def uses_rails(self, axis: str) -> bool:
-        """Return whether a collective of a mesh axis uses several NICs of a host at once."""
+        """Return whether a collective of a mesh axis uses several NICs of a host at once.
+
+        False for groups that lie unevenly on hosts.
+        """
         network, span = self.cluster.network, self.host_span(axis)
         if span is None or not isinstance(network, HostsNetwork):
             return False

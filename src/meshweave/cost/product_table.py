@@ -34,7 +34,12 @@ def item_bytes(dtype: str) -> int:
 
 
 class TableInterpolation:
-    """A table of measured products with its model, ready for lookups."""
+    """A table of measured products, ready for lookups.
+
+    Args:
+        table: the measured products, in `dtype`.
+        constants: what their times are compared with; None for a roofline of the best rates in the table.
+    """
 
     def __init__(self, table: ProductTable, constants: ProductModel | None, dtype: str) -> None:
         self.table, self.constants, self.dtype = table, constants, dtype

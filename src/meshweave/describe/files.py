@@ -257,7 +257,7 @@ def check_table(model: type[_M], data: Any, file: str | Path, at: tuple[str | in
     """Return `data` as an instance of `model`. `at` is the key path of `data` in the file.
 
     Raises:
-        DescriptionError: `data` does not fit the model; the error lists the problems, as `fail_with_all` does.
+        DescriptionError: `data` does not fit the model; the error lists at most `MAX_PROBLEMS` of the problems.
     """
     checked, problems = validate_table(model, data, at)
     if checked is None:

@@ -35,8 +35,7 @@ def even_bounds(size: int, parts: int) -> list[int]:
 
 
 def blocked_intervals(first: int, block: int, stride: int, start: int, stop: int) -> list[Interval]:
-    """Return the elements of [start, stop) that lie in a block [first + t stride, first + t stride + block), t any
-    integer.
+    """Return the parts of [start, stop) in blocks [first + t stride, first + t stride + block), t any integer.
 
     The blocks at either end may be cut. Needs 0 <= block <= stride.
     """

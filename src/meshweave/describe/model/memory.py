@@ -51,7 +51,7 @@ def activation_bytes(model: Transformer, workload: Workload, recompute: Recomput
 
     For e = 2, a d = g d = h and f = 4 h, that is `s b h (34 + 5 a s / h)`, equation 1 of Korthikanti et al.
     "selective" recomputes all that grows with s squared: `34 s b h`; "full" keeps the input of the block:
-    `2 s b h` (table 2 there).
+    `2 s b h` (table 2 there). Of several kinds of layers it is the first.
     """
     e, layer = dtype_bytes(workload.dtype), model.layer
     if recompute == "full":
