@@ -41,7 +41,7 @@ class MeshSearchSpace:
         self._prices: dict[Hashable, OpPrices] = {}
 
     def shapes(self, entry: Matmul2d) -> list[Shape]:
-        """Return the mesh shapes that algorithm and cluster allow; flat ones only where there are no others."""
+        """Return the mesh shapes that algorithm and cluster allow; with a side of 1 only if no others are."""
         both = formed_shapes(entry, self.cluster)
         return [shape for shape in both if min(shape) > 1] or both
 

@@ -30,7 +30,7 @@ def chunk_bounds(size: int, parts: int, index: int) -> Interval:
 
 
 def even_bounds(size: int, parts: int) -> list[int]:
-    """Return the `parts` + 1 bounds that cut `size` elements into parts that differ by one element at most."""
+    """Return the `parts` + 1 ascending bounds, from 0 to `size`, of parts that differ by one element at most."""
     return [size * number // parts for number in range(parts + 1)]
 
 

@@ -39,10 +39,10 @@ def level_sizes(network: Network) -> tuple[int, ...] | None:
 
 
 def with_outer_links(network: Network, factor: float) -> Network:
-    """Return a network whose outermost links are `factor` times as fast.
+    """Return a network whose outermost links have `factor` times their rate, collectives on them included.
 
-    Those are the NICs between hosts, the links between packages, the top of a tree, and all links of a single
-    host, of a single package and of other networks.
+    Latencies stay. Outermost are the NICs between hosts, the links between packages, the top of a tree, and all
+    links of a single host, of a single package and of other networks.
     """
 
     def faster(axis: NetworkAxis) -> NetworkAxis:
