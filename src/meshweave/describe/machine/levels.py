@@ -39,7 +39,7 @@ def level_sizes(network: Network) -> tuple[int, ...] | None:
 
 
 def with_outer_links(network: Network, factor: float) -> Network:
-    """Return a network whose outermost links have `factor` times their rate, collectives on them included.
+    """Return a network whose outermost links and their constants of collectives have `factor` times the rate.
 
     Latencies stay. Outermost are the NICs between hosts, the links between packages, the top of a tree, and all
     links of a single host, of a single package and of other networks.
