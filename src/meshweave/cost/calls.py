@@ -67,7 +67,11 @@ def call_flops(work: str, part: str, shape: Sequence[Index]) -> Index:
 
 
 def with_counts(work: Compute) -> Compute:
-    """Return the work with its FLOPs: those declared, or else those of `call_flops`."""
+    """Return the work with its FLOPs: those declared, or else those of `call_flops`; bytes stay as declared.
+
+    Raises:
+        UnsupportedError: a call without FLOPs is of no known kind of work, or has another number of sizes.
+    """
     if work.flops or not work.call:
         return work
     flops = call_flops(work.call, work.part, work.shape)
@@ -81,9 +85,9 @@ def flops_per_s(chip: Chip, call: str, dtype: str) -> int:
 
 
 def engine_flops(flops: int, chip: Chip, call: str, dtype: str) -> int:
-    """Return the FLOPs at `chip.effective_flops_per_s` that take as long as `flops` of a kind and dtype.
+    """Return `flops` of a kind and dtype as FLOPs at `chip.effective_flops_per_s` that take as long, rounded up.
 
-    A chip has one engine, which works of different rates share. Rounded up.
+    So all works of a chip share one engine of one rate. `call` and `dtype` are as for `flops_per_s`.
     """
     own, engine = flops_per_s(chip, call, dtype), int(chip.effective_flops_per_s)
     return flops if own == engine else -(-flops * engine // own)

@@ -46,10 +46,10 @@ NO_TRAFFIC = TileTraffic()
 
 
 def tile_traffic(work: Compute, chip: Chip) -> TileTraffic:
-    """Return the bytes of memory traffic of work with FLOPs.
+    """Return the memory traffic of a product or call that has FLOPs; none for work without FLOPs.
 
     A product has none where the chip names no `gemm_tile`. A call has the bytes that it declares, all of them
-    beside its FLOPs.
+    beside its FLOPs (`stream_bytes`).
     """
     if not work.flops:
         return NO_TRAFFIC
@@ -68,13 +68,14 @@ def tile_traffic(work: Compute, chip: Chip) -> TileTraffic:
 
 
 def shape_s(work: Compute, chip: Chip) -> float | None:
-    """Return the seconds of work by its shape; None where the chip has no constants for it, or it has no FLOPs.
+    """Return the seconds of a product or call by its sizes, from the constants of the chip's kernels.
 
-    The launch is included, except of a product that is fused into the kernel before it.
+    None where the chip has no constants for it, or it has no FLOPs. The kernel's launch is included, except of a
+    product that is fused into the kernel before it.
 
     Raises:
-        UnsupportedError: the chip has a table of products, and `work` is outside of it; see
-            `cost.product_table`.
+        UnsupportedError: a product is outside the ranges of the chip's table of products, and no constants may
+            price it (`cost.product_table`).
     """
     kernels = chip.kernels
     if kernels is None or not work.flops:
@@ -141,7 +142,13 @@ def _attention_s(constants: AttentionConstants, work: Compute) -> float:
 
 
 def engine_amount(work: Compute, chip: Chip) -> int:
-    """Return the FLOPs at `chip.effective_flops_per_s` that take as long as `work`; its FLOPs must be counted."""
+    """Return the FLOPs at `chip.effective_flops_per_s` that take as long as `work`, rounded up.
+
+    `work` has its FLOPs (see `with_counts`).
+
+    Raises:
+        UnsupportedError: a product is outside the ranges of the chip's table of products.
+    """
     seconds = shape_s(work, chip)
     if seconds is None:
         return engine_flops(work.flops, chip, work.call, work.dtype)

@@ -62,6 +62,8 @@ class DispatchLibrary:
     """A library of dispatch and combine, with what it sends and its constants.
 
     Attributes:
+        sends: one copy of a token for each of its experts ("copies"), for each rank with one of them ("ranks"),
+            or for each host and inside that for each rank ("hosts").
         inside, between: (dispatch, combine) constants for ranks of one host, and of several.
         multiprocessors: the units that its kernels take from products that run beside them.
     """
@@ -98,7 +100,8 @@ def library_of(name: str) -> DispatchLibrary:
 def share_with(parts: int, experts: int, chosen: int, groups: int, top_groups: int) -> float:
     """Return the probability that a token has a chosen expert in one of `parts` equal parts of the experts.
 
-    A token chooses `chosen` of the experts in `top_groups` of `groups` groups.
+    A part is what a rank or a host has. A token chooses `chosen` experts, all equally likely, of those in
+    `top_groups` of `groups` equal groups; 1 of 1 for experts without groups.
     """
     own, among, of_group = experts // parts, experts * top_groups // groups, experts // groups
     if own <= of_group:
@@ -119,9 +122,13 @@ def _missing(among: int, own: int, chosen: int) -> float:
 
 @dataclass(frozen=True)
 class ExchangeBytes:
-    """Bytes of one rank: of its own tokens, received inside its host, and through its NIC.
+    """The bytes of the most loaded rank in an exchange.
 
-    Of libraries that send to ranks or hosts, `arriving` includes the copies that the rank keeps.
+    Attributes:
+        own: of its own tokens, one copy of each.
+        arriving: that it receives over the links inside its host, also what peers there pass on from others.
+            Of libraries that send to ranks or hosts they include the copies that the rank keeps.
+        between: that it receives from other hosts through its NIC.
     """
 
     own: float
@@ -130,7 +137,11 @@ class ExchangeBytes:
 
 
 def exchange_bytes(work: CopyExchange, per_host: int, hosts: int) -> ExchangeBytes:
-    """Return the bytes of one rank in an exchange over `hosts` hosts with `per_host` ranks each."""
+    """Return the bytes of the most loaded rank in an exchange over `hosts` hosts with `per_host` ranks each.
+
+    Raises:
+        UnsupportedError: the catalog has no library of that name.
+    """
     sends, own = library_of(work.library).sends, float(work.tokens * work.part_bytes)
     limits = work.groups, work.top_groups
     if sends == "copies":
@@ -144,7 +155,10 @@ def exchange_bytes(work: CopyExchange, per_host: int, hosts: int) -> ExchangeByt
 
 
 def arriving_elements(work: CopyExchange) -> int:
-    """Return the elements of two bytes that a rank receives, one copy of each token, its own included."""
+    """Return how many elements the most loaded rank has after an exchange with one copy of a token a rank.
+
+    The copies of its own tokens that it keeps are included. An element is two bytes, whatever the dtype.
+    """
     share = share_with(work.num_ranks, work.experts, work.chosen, work.groups, work.top_groups)
     return round(work.tokens * work.part_bytes * work.load * share * work.num_ranks) // 2
 
@@ -152,9 +166,12 @@ def arriving_elements(work: CopyExchange) -> int:
 def bytes_s(
     of: ExchangeConstants, moved: ExchangeBytes, link: float, nic: float, multiprocessors: int
 ) -> float:
-    """Return the seconds of an exchange of `moved` bytes; `link` and `nic` are bytes per second.
+    """Return the seconds of an exchange of `moved` bytes.
 
-    `multiprocessors` are those that send and receive; 0 for no limit by them.
+    Args:
+        link: bytes per second of a link inside a host.
+        nic: bytes per second of a rank's share of a NIC.
+        multiprocessors: those that send and receive; 0 for no limit by them.
     """
     units = 0.0
     if of.unit_bytes_per_s and multiprocessors:
@@ -164,7 +181,13 @@ def bytes_s(
 
 
 def exchange_s(work: CopyExchange, machine: Machine) -> float | None:
-    """Return the seconds of an exchange on hosts; None on other networks, or where groups lie unevenly."""
+    """Return the seconds of an exchange between the ranks of a group of the mesh axis `work.axis`, on hosts.
+
+    None where the network has no hosts, or hosts have different numbers of a group's ranks.
+
+    Raises:
+        UnsupportedError: the catalog has no library of that name.
+    """
     network, span = machine.cluster.network, machine.host_span(work.axis)
     if not isinstance(network, HostsNetwork) or span is None:
         return None

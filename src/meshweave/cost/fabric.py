@@ -97,11 +97,15 @@ class HostTopology:
 
     @classmethod
     def of_host_names(cls, host_names: Mapping[int, str], node: Cluster, hosts: Cluster) -> HostTopology:
-        """Return the host topology of ranks that run on the hosts `host_names`, by rank.
+        """Return the host topology of ranks that run on named hosts.
 
-        The links inside a host are those of `node`. The NICs are those of `hosts`. The ranks of a host are
-        assigned to its NICs round robin. A message between hosts has at least the latency of one inside a
-        host.
+        The ranks of a host are assigned to its NICs round robin. A message between hosts has at least the
+        latency of one inside a host.
+
+        Args:
+            host_names: name of the host of each global rank.
+            node: a cluster whose links (and packing) are those inside a host.
+            hosts: a cluster of hosts (`HostsNetwork`), whose NICs these hosts have.
         """
         assert isinstance(hosts.network, HostsNetwork)
         inside, between = cls.of(node, 1), cls.of(hosts, 1)
@@ -123,7 +127,7 @@ class HostTopology:
         )
 
     def nic(self, rank: int) -> Nic:
-        """Return the NIC that a rank uses."""
+        """Return the NIC that a global rank uses, as (host, number of the NIC in its host)."""
         return self.host_of[rank], self.nic_of[rank]
 
     @property

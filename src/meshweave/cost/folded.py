@@ -32,7 +32,7 @@ class FoldedMachine(Machine):
 
     @property
     def copies(self) -> Mapping[str, int]:
-        """Return how many copies of its ranks each folded mesh axis stands for, by axis."""
+        """Return by folded mesh axis how many times more members its groups have than are simulated."""
         return dict(self.folded)
 
     @property
@@ -50,9 +50,10 @@ class FoldedMachine(Machine):
         return self.priced._host_spans
 
     def image_path(self, src: int, dst: int, route: int) -> tuple[Link, ...]:
-        """Return the links from a rank to the copy of another rank on the next hosts, which are folded away.
+        """Return the links between hosts of a message from chip `src` to an image of chip `dst`.
 
-        `route` is as for `path`.
+        The image lies on the next hosts, which are folded away: the message leaves by the NICs of the host of
+        `src` and arrives by those of the host of `dst`. `route` says which NICs, as for `path`.
         """
         network = self.cluster.network
         assert isinstance(network, HostsNetwork)

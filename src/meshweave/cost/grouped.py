@@ -67,10 +67,11 @@ class ExpertRows:
     """The sizes of the experts of one rank: arrays of equal length, one entry for each layer that is priced.
 
     Attributes:
-        tokens: of which the choices are made; 0 where choosing is priced elsewhere.
-        hidden, inner: features.
+        tokens: tokens whose experts are chosen here, at `token_s` each; 0 where choosing is priced elsewhere.
+        hidden, inner: features of a token, and inner features of an expert.
         columns: columns of the first product for each inner feature: 2 with a gate, else 1.
-        rows: rows of all experts together; `active` experts have some.
+        rows: rows (copies of tokens) of all experts together.
+        active: the number of experts that have rows.
         tiles: the number of tiles that the rows fill, shape (layers, heights of a tile in `TILE_ROWS`).
     """
 
@@ -84,7 +85,10 @@ class ExpertRows:
 
 
 def even_rows(rows: int, hidden: int, inner: int, experts: int, columns: int) -> ExpertRows:
-    """Return the sizes of one layer with `rows` rows in all, divided evenly among `experts`."""
+    """Return the sizes of one layer whose `rows` rows are divided evenly among `experts`, arrays of length 1.
+
+    `tokens` is 0 in them. `columns` is 2 where experts are gated, else 1.
+    """
     active = float(min(experts, max(rows, 1)))
     tiles = active * np.ceil(rows / active / TILE_ROWS)[None, :]
     none, of_hidden, of_inner, of_columns, of_rows, of_active = (

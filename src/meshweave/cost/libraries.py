@@ -57,8 +57,8 @@ _TREE = (6.8e-6, 0.6e-6, 5.0e-6)
 class SizedPrice:
     """The price of a collective of one size: launch and step in picoseconds, and bytes per second into a chip.
 
-    `route` says how its messages between hosts use the NICs: 0 as any message, or `RING_ROUTE`,
-    `TREE_OF_2_ROUTE`, `TREE_OF_3_ROUTE` of `cost.placed`.
+    `algorithm` is "curve" (measured inside a host), "ring" or "tree". `route` says how its messages between
+    hosts use the NICs: 0 as any message, or `RING_ROUTE`, `TREE_OF_2_ROUTE`, `TREE_OF_3_ROUTE` of `cost.placed`.
     """
 
     algorithm: str
@@ -83,6 +83,7 @@ def sized_price(
     """Return the price of a collective by its size; None where the constants of the axis are used instead.
 
     Args:
+        axis: the mesh axis, as "tp.row", or a mesh, as "tp".
         kind: "all_gather", "all_reduce", ...
         count: number of members.
         part_bytes: bytes of the largest part of a member; of the whole input of an all-reduce.

@@ -64,12 +64,12 @@ class Machine(PlacedMeshes):
 
     @property
     def copies(self) -> Mapping[str, int]:
-        """Return by mesh axis how many times more members its groups have than are simulated; here none."""
+        """Return {}: all members of the groups of every mesh axis are simulated (see `FoldedMachine`)."""
         return {}
 
     @property
     def priced(self) -> Machine:
-        """Return the machine whose groups are priced: this one."""
+        """Return the machine whose groups are priced: this one (of a folded machine, the whole one)."""
         return self
 
     @cached_property
@@ -125,10 +125,14 @@ class Machine(PlacedMeshes):
             ) from None
 
     def axis(self, name: str, shared: bool = False) -> NetworkAxis:
-        """Return the network axis under a mesh axis; for "" (no mesh axis) the slowest one that there is.
+        """Return the network axis that a mesh axis runs over.
 
         With `shared` its links have the rate that one group of the mesh axis gets of them while all groups
         communicate at once. Closed forms take this one; simulation with contention finds out who shares what.
+
+        Args:
+            name: a mesh axis, as "tp.row"; a mesh, as "tp", for the group of all its ranks; or "" for the axis
+                with the slowest links.
 
         Raises:
             LayoutError: a mesh does not fit the cluster's network, or none has an axis of the name.
@@ -158,13 +162,24 @@ class Machine(PlacedMeshes):
         return pair
 
     def constants(self, axis: str, kind: str, shared: bool = False) -> CommConstants:
-        """Return the constants of an operation ("all_gather", "send_recv", ...) on a mesh axis; see `axis`."""
+        """Return the constants of an operation ("all_gather", "send_recv", ...) on a mesh axis such as "tp.row".
+
+        With `shared`, while all groups of the mesh axis communicate at once.
+
+        Raises:
+            LayoutError: a mesh does not fit the cluster's network, or none has an axis of the name.
+            UnsupportedError: the machine has no meshes.
+        """
         return self._constants_and_rate(axis, kind, shared)[0]
 
     def rate(self, axis: str, kind: str, shared: bool = False) -> int:
-        """Return the bytes per second into a chip during a collective, at most the rate of its links.
+        """Return the bytes per second into a chip during a kind of communication, at most its links'.
 
-        With `shared`, while all groups of the mesh axis communicate at once; see `axis`.
+        With `shared`, while all groups of the mesh axis communicate at once.
+
+        Raises:
+            LayoutError: a mesh does not fit the cluster's network, or none has an axis of the name.
+            UnsupportedError: the machine has no meshes.
         """
         return self._constants_and_rate(axis, kind, shared)[1]
 
@@ -226,8 +241,10 @@ def mesh_machine(
 ) -> Machine:
     """Return a machine with one mesh of `shape` on `cluster`, to price skeletons on.
 
+    Whether the network carries the mesh shows when one of its axes is first asked for.
+
     Raises:
-        LayoutError: the mesh does not fit the cluster.
+        LayoutError: the mesh has more ranks than the cluster has chips.
     """
     if math.prod(shape) > cluster.num_chips:
         raise LayoutError(f"mesh {shape} does not fit the {cluster.num_chips} chips of {cluster.name}")

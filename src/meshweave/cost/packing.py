@@ -39,14 +39,16 @@ def message_price(
     *,
     shares_links: bool = False,
 ) -> Price:
-    """Return the price of a send, bound to its rank, with its recv; packing at both ends included.
+    """Return the price of a send with its recv, packing at both ends included.
 
     Args:
+        send, recv: ops of `program`, of one rank each (without variables).
         ends: the ranks (sender, receiver).
-        shares_links: as in `price`.
+        shares_links: whether the caller simulates the sharing of links itself; see `price`.
 
     Raises:
-        UnsupportedError, LayoutError: as `price` does.
+        UnsupportedError: the machine has no meshes.
+        LayoutError: a mesh does not fit the network.
     """
     cost = price(work_of(program, send), machine, shares_links=shares_links, endpoints=ends)
     if send.step is not None or not machine.cluster.chip.pack_bytes_per_s:

@@ -35,13 +35,13 @@ _NICS_WEIGHT = {TREE_OF_2_ROUTE: 2, TREE_OF_3_ROUTE: 3}
 
 @dataclass(frozen=True, slots=True)
 class HostSpan:
-    """How the groups of a mesh axis lie on hosts.
+    """How the groups of a mesh axis lie on hosts; even groups all have equally many hosts and members in each.
 
     Attributes:
-        num_hosts: the hosts of each group.
+        num_hosts: the hosts of each group; of uneven groups the most.
         per_host: the members of a group in each of its hosts; of uneven groups the mean, rounded up.
-        groups_per_host: the groups that share a host; of uneven groups those that leave it.
-        fewest: the members of uneven groups in the host that has the fewest of one; 0 for even groups.
+        groups_per_host: the most groups that share a host; of uneven ones those that lie on several hosts count.
+        fewest: the fewest members that one of uneven groups has in one of its hosts; 0 for even groups.
     """
 
     num_hosts: int
@@ -73,15 +73,18 @@ class PlacedMeshes:
             )
 
     def host_span(self, axis: str) -> HostSpan | None:
-        """Return how the groups of a mesh axis (or of a whole mesh) lie on hosts.
+        """Return how the groups of a mesh axis ("tp.row"), or the ranks of a mesh ("tp"), lie on hosts.
 
-        None where there are no hosts or no such axis, or a group has more members in one host than in another.
+        None where there are no hosts or no such axis, or where the groups lie unevenly (see `HostSpan`).
         """
         span = self.lies(axis)
         return None if span is None or span.fewest else span
 
     def lies(self, axis: str) -> HostSpan | None:
-        """Return how the groups of a mesh axis lie on hosts, evenly or not; None without hosts or such an axis."""
+        """Return how the groups of a mesh axis ("tp.row") or mesh ("tp") lie on hosts, evenly or not.
+
+        None where there are no hosts or no such axis.
+        """
         return self._host_spans.get(axis)
 
     @cached_property
@@ -104,7 +107,10 @@ class PlacedMeshes:
         return spans
 
     def uses_rails(self, axis: str) -> bool:
-        """Return whether a collective of a mesh axis uses several NICs of a host at once."""
+        """Return whether a collective of a mesh axis uses several NICs of a host at once.
+
+        False for groups that lie unevenly on hosts.
+        """
         network, span = self.cluster.network, self.host_span(axis)
         if span is None or not isinstance(network, HostsNetwork):
             return False
@@ -130,14 +136,19 @@ class PlacedMeshes:
         return whole or (num_chips,)
 
     def path(self, src: int, dst: int, route: int = 0) -> tuple[Link, ...]:
-        """Return the links that a message from rank `src` to rank `dst` takes, each named by its chip.
+        """Return the links that a message from rank `src` to rank `dst` takes, in order; () on one chip.
 
-        Dimension-ordered and in the shorter direction on a torus; out port and in port on a switch; both NICs
-        between hosts; up to the lowest common switch and down again in a tree; across its own package first in a
-        full mesh. Where both directions of a torus are equally long, it goes forwards, on `route` 1 backwards.
+        Dimension-ordered and in the shorter direction on a torus; out port and in port on a switch and inside a
+        host; both NICs between hosts; up to the lowest common switch and down again in a tree; across its own
+        package first in a full mesh.
 
-        Where collectives use all NICs of a host at once, a message between hosts takes its share of them all, of
-        the links "nics-out" and "nics-in" of a host; on `RING_ROUTE` and those of trees it takes these alone.
+        Where a mesh has collectives that use all NICs of a host at once (`has_rails`), a message between hosts
+        loads both its own NICs and the links "nics-out" and "nics-in", which stand for all NICs of a host.
+
+        Args:
+            route: 0 for a message; 1 for one that goes backwards where both ways round a torus are equally long;
+                `RING_ROUTE`, `TREE_OF_2_ROUTE` or `TREE_OF_3_ROUTE` for collectives on all NICs, which load
+                "nics-out" and "nics-in" alone.
         """
         network = self.cluster.network
         if self.placement is not None:

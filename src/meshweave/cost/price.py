@@ -65,18 +65,19 @@ class Price:
 def price(
     work: Work, machine: Machine, *, shares_links: bool = False, endpoints: tuple[int, int] | None = None
 ) -> Price:
-    """Return the price of one op.
+    """Return the price of one op on an otherwise idle machine.
 
     Args:
-        endpoints: the ranks (sender, receiver) of a message, whose price then has the slowest links between them.
-            Without endpoints, and for a step of a collective, it has the constants of the mesh axis.
-        shares_links: whether the caller simulates the sharing of links itself. In a permute over h hops of a ring
-            each link carries h messages. By default the amount is h times the message. With `shares_links` it is
-            the message alone, and the rate a share of 1 / h; groups of an axis then have their links whole.
+        endpoints: the ranks (sender, receiver) of a message, whose price then has the slowest links between
+            them. Without, and for a step of a collective, it has the constants of the mesh axis.
+        shares_links: whether the caller simulates the sharing of links itself. In a permute over h hops of a
+            ring each link carries h messages. By default the amount is h times the message. With `shares_links`
+            it is the message, and the rate a share of 1 / h; groups of an axis then have their links whole.
 
     Raises:
-        UnsupportedError: the machine has no meshes, no count is known for a call, or a product is outside a table
-            that allows no other.
+        UnsupportedError: the machine has no meshes; a call has neither FLOPs nor a known kind of work; a product
+            is outside the ranges of the chip's table of products, and no constants may price it; or there is no
+            such library of dispatch.
         LayoutError: a mesh does not fit the network, or no mesh has the axis.
     """
     if isinstance(work, Compute):

@@ -34,7 +34,12 @@ def item_bytes(dtype: str) -> int:
 
 
 class TableInterpolation:
-    """A table of measured products with its model, ready for lookups."""
+    """A table of measured products, ready for lookups.
+
+    Args:
+        table: the measured products, in `dtype`.
+        constants: what their times are compared with; None for a roofline of the best rates in the table.
+    """
 
     def __init__(self, table: ProductTable, constants: ProductModel | None, dtype: str) -> None:
         self.table, self.constants, self.dtype = table, constants, dtype
@@ -86,7 +91,10 @@ def _covariance(a: Array, b: Array) -> Array:
 
 @lru_cache(maxsize=8)
 def interpolation(table: ProductTable, constants: ProductModel | None, dtype: str) -> TableInterpolation:
-    """Return the interpolation of a table; equal arguments return the same object."""
+    """Return the interpolation of a table; equal arguments return the same object.
+
+    `constants` price what the table is compared with; None takes the best rates in the table.
+    """
     return TableInterpolation(table, constants, dtype)
 
 
@@ -94,9 +102,11 @@ def interpolation(table: ProductTable, constants: ProductModel | None, dtype: st
 def table_s(
     table: ProductTable, constants: ProductModel | None, dtype: str, m: int, n: int, k: int, outside: str
 ) -> float | None:
-    """Return the seconds of a product by a table.
+    """Return the seconds of a product by a table, from `interpolation`.
 
-    None outside its ranges, where `outside` is "model" and there are constants for that.
+    Args:
+        outside: what a product outside the ranges of the table is: "model" for None, if there are `constants` to
+            price it; "error" for an error.
 
     Raises:
         UnsupportedError: the product is outside the ranges, and `outside` is "error" or `constants` is None.

@@ -93,7 +93,10 @@ def product_seconds(
 
 
 def slowed(seconds: Array, slowdown: float) -> Array:
-    """Return kernel seconds with the slowdown of the clock (by heat and power) that so long a kernel causes."""
+    """Return the seconds of a kernel whose clock falls with heat and power as it runs.
+
+    That is t (1 + slowdown ln(1 + t / 0.1 ms)) for a kernel of t `seconds` at the full clock.
+    """
     result: Array = seconds * (1 + slowdown * np.log1p(seconds / _SLOW_AFTER_S))
     return result
 

@@ -54,7 +54,7 @@ class RankRates:
     def of(cls, cluster: Cluster, dtype: str = "") -> RankRates:
         """Return the rates of a cluster whose ranks are its chips in order, for products in `dtype`.
 
-        A chip whose products are priced by shape has the rate and the launch of its constants here.
+        A chip with constants of products in `dtype` has their FLOP rate here, and their launch besides its own.
         """
         machine = Machine(cluster, (Mesh.of("all", (cluster.num_chips,), ("x",)),), logical=True)
         chip, network, axis = cluster.chip, cluster.network, machine.axis("")

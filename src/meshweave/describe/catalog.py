@@ -23,12 +23,12 @@ def models() -> tuple[str, ...]:
 
 
 def kernels_names() -> tuple[str, ...]:
-    """Return the catalog names of chips whose kernels have constants, sorted."""
+    """Return the catalog names of constants of kernels (such as "h100-sxm5-80gb"), sorted."""
     return _names("kernels")
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Return the catalog names of GPUs in detail, sorted."""
+    """Return the catalog names of the GPUs that `meshweave simulate-gpu` simulates, sorted."""
     return _names("gpus")
 
 

@@ -37,12 +37,12 @@ MAX_JUDGED = 1000
 
 
 def whole_float_to_int(value: object) -> object:
-    """Return a float that is a whole number as an int: files write large counts as `32e9`."""
+    """Return a whole float as an int (files write large counts as `32e9`); anything else as it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def require_printable(value: str) -> str:
-    """Return a name unchanged. Raises ValueError for control characters: names go into one-line messages."""
+    """Return a name unchanged. Raises ValueError if a character is not printable: messages have one line."""
     if not value.isprintable():
         raise ValueError("not printable")
     return value
@@ -98,7 +98,7 @@ def _line(problem: Problem) -> str:
 
 
 def format_value(value: object) -> str:
-    """Return the text of a wrong value for an error message."""
+    """Return a wrong value as text for an error: "a table", "a list", or its repr cut to 60 characters."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list | tuple):
@@ -127,7 +127,7 @@ def read_text(path: str | Path, limit: Limit = FILE_BYTES) -> str:
 
     Raises:
         DescriptionError: the file is missing, unreadable, too large or binary, a directory, a device or a pipe,
-            or the command that reads it is to write over it.
+            or the file that the running command is to write.
     """
     file = Path(path)
     try:
@@ -150,10 +150,11 @@ def read_text(path: str | Path, limit: Limit = FILE_BYTES) -> str:
 
 
 def read_stdin(limit: Limit = FILE_BYTES) -> str:
-    """Return what stdin gives until it ends.
+    """Return what stdin gives until it ends, as text (UTF-8) of at most `limit.most` bytes.
 
     Raises:
-        DescriptionError: it is too large, binary, or cannot be read.
+        DescriptionError: it is too large, binary, cannot be read, or is the file that the running command is to
+            write.
     """
     refuse_input(0, "stdin")
     binary = getattr(sys.stdin, "buffer", None)
@@ -177,8 +178,8 @@ def parse_table(text: str, file: str | Path, kind: str) -> dict[str, Any]:
     """Return the table that `text` contains; `kind` is `toml` or `json`.
 
     Raises:
-        DescriptionError: the text is no table of this kind, or over a limit of size; `file` is what the error
-            names.
+        DescriptionError: the text is empty or no table of this kind, a key stands twice, or it is over a limit
+            of `base.limits`: bytes, values, nesting, parts of a dotted key. `file` is what the error names.
     """
     if not text.strip():
         fail(file, "", f"is empty; give a {kind.upper()} description")
@@ -256,7 +257,7 @@ def check_table(model: type[_M], data: Any, file: str | Path, at: tuple[str | in
     """Return `data` as an instance of `model`. `at` is the key path of `data` in the file.
 
     Raises:
-        DescriptionError: `data` does not fit the model; the error lists the problems, as `fail_with_all` does.
+        DescriptionError: `data` does not fit the model; the error lists at most `MAX_PROBLEMS` of the problems.
     """
     checked, problems = validate_table(model, data, at)
     if checked is None:
@@ -267,10 +268,10 @@ def check_table(model: type[_M], data: Any, file: str | Path, at: tuple[str | in
 def validate_table(
     model: type[_M], data: Any, at: tuple[str | int, ...] = ()
 ) -> tuple[_M | None, list[Problem]]:
-    """Return `data` as an instance of `model` and no problems, or None and the problems in it.
+    """Return (`data` as an instance of `model`, []), or (None, the problems in it).
 
-    Of these, at most `MAX_JUDGED` are looked at. A misspelt key is both unknown and missing: it counts once, as
-    the unknown key. `at` is the key path of `data` in its file.
+    At most the first `MAX_JUDGED` errors of pydantic count. A misspelt key is both unknown and missing: it
+    counts once, as the unknown key. `at` is the key path of `data` in its file.
     """
     try:
         return model.model_validate(data), []

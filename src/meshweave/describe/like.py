@@ -13,8 +13,8 @@ from meshweave.describe.files import fail, format_value, parse_table
 def table_like(kind: str, data: dict[str, Any], file: str | Path) -> dict[str, Any]:
     """Return a table merged over the catalog entry that its key `like` names: its keys win, lists are replaced.
 
-    A network of another kind than the entry's takes nothing from it. Without the key `like` the table is
-    unchanged.
+    The result has no key `like`, and nothing of the entry's `usual_for`. A network of another kind than the
+    entry's takes nothing from it. Without the key `like` the table is returned as it is.
 
     Args:
         kind: of the catalog, such as "clusters".

@@ -73,7 +73,7 @@ def runs_on(
     is_routed: bool | None = False,
     fitted: bool = False,
 ) -> tuple[RunScore, ...]:
-    """Return the runs on a chip that judge predictions; with `fitted` those that software was fitted on.
+    """Return the saved runs on a chip on which no constant was fitted; with `fitted` those on which some were.
 
     Args:
         stack: the stack that they were predicted with; "" for all.
@@ -96,6 +96,7 @@ def error_of_runs_like(
     """Return in words how far predictions were off for published runs on a chip, of models not fitted on.
 
     Runs of `stack` alone count where there are some; else those of all stacks, each predicted with its own.
+    Where there are none, the words say so.
 
     Args:
         stack: the stack whose runs count; "" for all.

@@ -97,7 +97,7 @@ class BestFirst:
     def run(self, parts: Iterable[Any]) -> None:
         """Search all parts, one after the other; the result is in `rows`.
 
-        Ctrl-C ends the search and leaves the best so far; it is raised while there is none.
+        Ctrl-C ends the search and leaves the best so far, else `early`; where there is neither it is raised.
         """
         try:
             for part in parts:
@@ -122,7 +122,8 @@ class BestFirst:
     def answer_early(self, parts: Iterable[Any]) -> None:
         """Price one config of `parts`, for an answer if `run` is interrupted before it prices any; sets `early`.
 
-        The parts are tried in order. Of the first branches of a part, the one with the least bound is tried first.
+        Parts are tried in their order, and of a part the first few branches in the order of their bounds, until
+        a config is found that the entry admits. Without one `early` stays None.
         """
         for part in parts:
             children = islice(self._entry.branches(self._problem, part, math.inf) or (), _FIRST)

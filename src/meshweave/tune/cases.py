@@ -98,7 +98,7 @@ class SimulatedCase:
         return f"chip ({', '.join(map(str, mesh.coords(rank)))})"
 
     def timeline(self, rank: int, title: str, note: str = "") -> RankTimeline:
-        """Return the lanes of one rank, for a picture with this title and note."""
+        """Return the ops of one rank by lane, for a picture with this title and note."""
         return rank_timeline(self.run, rank, title, note)
 
     def link_classes(self) -> list[LinkClass]:
@@ -110,7 +110,7 @@ class SimulatedCase:
         return busiest_links(self.run, count)
 
     def mean_parts(self) -> dict[str, float]:
-        """Return the seconds of each part of a rank's time, averaged over all ranks."""
+        """Return the seconds of each part of a rank's time (`compute_s`, `wait_s`, ...), averaged over ranks."""
         return mean_parts(self.run)
 
     def to_json(self, num_links: int) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def program_case(
         cluster: as for `load_cluster`; where it does not give the number of chips, these are as many as the
             program has ranks.
         logical: lay meshes on a torus that does not carry them, over links of several hops.
-        lowered_to: the lowering that the program goes through first; "none" for none.
+        lowered_to: what collectives are first written as: "rings" of permutes, "chains" of messages; or "none".
 
     Raises:
         MeshweaveError: the program is not consistent or has no mesh, or the cluster is unknown or cannot
@@ -231,11 +231,13 @@ def plan_cases(
     """Return products of a plan as cases to be simulated, by algorithm and pass.
 
     Args:
-        cluster: name or file of a cluster; None for the plan's own.
+        cluster: name or file of a cluster; None for the plan's own. Without ":N" behind it, it gets as many
+            chips as the mesh has ranks, where it comes in that size.
         passes, algorithms: None for all.
         mesh_shape: another mesh for all algorithms, with slices tuned for it. Where no algorithms are named,
             those without such a mesh are left out.
-        logical, lowered_to: as of `program_case`.
+        logical: lay meshes on a torus that does not carry them, over links of several hops.
+        lowered_to: what collectives are first written as: "rings" of permutes, "chains" of messages; or "none".
 
     Raises:
         DescriptionError: the plan has no such layer, pass or algorithm, or the catalog no such cluster.

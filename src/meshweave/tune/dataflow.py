@@ -42,7 +42,9 @@ def block_products(
     mesh_shape: tuple[int, ...],
     dtype: str,
 ) -> list[Matmul2dProblem]:
-    """Return the products of a block on a mesh: three passes per layer, layer by layer.
+    """Return the products of a block on a mesh, layer by layer: forward, backward data, backward weight of each.
+
+    `dataflows` has one entry for each layer.
 
     Raises:
         LayoutError: a size, the mesh or the dtype fits no `Matmul2dProblem`.

@@ -78,6 +78,7 @@ def explain(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -> P
     about as long as planning did.
 
     Raises:
+        DescriptionError: it is the plan of a step, and not of products.
         UnsupportedError: a product has no price, such as one outside a table of measured products.
     """
     best, others = plan.best, plan.candidates[1:]
@@ -143,7 +144,10 @@ def mesh_shapes(candidate: Candidate, cluster: Cluster) -> list[tuple[int, ...]]
 
 
 def mesh_curve(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -> dict[str, MeshCurve]:
-    """Return by algorithm the time of one block on each mesh shape of the cluster on which it can be tuned."""
+    """Return by algorithm a list of (mesh shape, seconds of the products of one block at their best configs).
+
+    It has every mesh shape of the whole cluster that the algorithm can use, but those that cannot be tuned.
+    """
     shapes = {c.algorithm: mesh_shapes(c, cluster) for c in plan.candidates}
     total, done = sum(map(len, shapes.values())), 0
     out: dict[str, MeshCurve] = {}
@@ -164,7 +168,10 @@ def mesh_curve(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -
 
 
 def slice_curve(plan: Plan, candidate: Candidate, cluster: Cluster) -> dict[str, dict[str, SliceCurve]]:
-    """Return by layer and pass the least time for each slice count, on the mesh of a candidate."""
+    """Return {layer: {pass: [(slice count, least seconds of all configs with it)]}} on the mesh of a candidate.
+
+    Slice counts ascend.
+    """
     entry, shape = PRODUCTS_2D[candidate.entry_name], candidate.mesh_shape
     machine = mesh_machine(cluster, shape, AXES[: len(shape)], MESH)
     out: dict[str, dict[str, SliceCurve]] = {}
@@ -205,7 +212,7 @@ def timelines(
 
     They run at the planned mesh shape where it has at most `MAX_RANKS` ranks, and otherwise at the nearest
     shape of `REDUCED_RANKS` (or about as many), each rank with a local product of the planned size. A product
-    that cannot be reduced so is left out.
+    that cannot be reduced so, or not be simulated, is left out.
     """
     wanted = [(layer, item) for layer in layers for item in layer.passes if item.name in passes]
     out = []
@@ -247,9 +254,15 @@ def same_local_product(
 ) -> Matmul2dProblem:
     """Return the problem on a mesh of another shape in which each rank multiplies matrices of the size it did.
 
-    A dim shrinks with the mesh axes over which it is sharded in both matrices that have it. One that the
-    matrices shard over different axes, or that one of them does not shard, is gathered, and keeps its size.
-    Raises LayoutError as Matmul2dProblem does.
+    A dim grows or shrinks with the mesh axes over which it is sharded in both matrices that have it, rounded
+    down. One that the matrices shard over different axes, or that one of them does not shard, is gathered, and
+    keeps its size.
+
+    Args:
+        placements: those of "a", "b" and "c" on the mesh.
+
+    Raises:
+        LayoutError: the sizes or the shape fit no `Matmul2dProblem`.
     """
     letters = {
         "a": ("k", "m") if problem.dataflow == "rs" else ("m", "k"),

@@ -49,7 +49,10 @@ def fused_choices(problem: UniversalProblem, cluster: Cluster) -> Iterator[Fused
     """Yield each fused algorithm that takes a product, with tiles of several sizes, simulated on `cluster`.
 
     On a mesh of several axes the product consists of rings (`ring_problems`), which are simulated side by
-    side.
+    side. Layouts that make no rings, or that no algorithm takes, yield nothing.
+
+    Raises:
+        LayoutError: the cluster has too few chips.
     """
     rings = ring_problems(problem)
     if not rings:
@@ -107,7 +110,11 @@ def faster_than(problem: UniversalProblem, program: Program, cluster: Cluster) -
 
 
 def side_by_side(programs: Sequence[Program]) -> Program:
-    """Return one program that runs several, each on ranks of its own; a single one is returned unchanged."""
+    """Return one program that runs several at once, each on ranks of its own; a single one is returned as it is.
+
+    Meshes, tensors and buffers get the number of their program, from 0, behind their names: `A_0`. Of what the
+    programs declare to compute, products alone are kept.
+    """
     first = programs[0]
     if len(programs) == 1:
         return first

@@ -41,12 +41,12 @@ class MeshSearchSpace:
         self._prices: dict[Hashable, OpPrices] = {}
 
     def shapes(self, entry: Matmul2d) -> list[Shape]:
-        """Return the mesh shapes that algorithm and cluster allow; flat ones only where there are no others."""
+        """Return the mesh shapes that algorithm and cluster allow; with a side of 1 only if no others are."""
         both = formed_shapes(entry, self.cluster)
         return [shape for shape in both if min(shape) > 1] or both
 
     def machine(self, shape: Shape) -> Machine:
-        """Return the cluster with a mesh of this shape laid on it."""
+        """Return the cluster with a mesh of this shape laid on all of its chips."""
         if shape not in self._machines:
             self._machines[shape] = mesh_machine(self.cluster, shape, AXES[: len(shape)], MESH)
         return self._machines[shape]
@@ -104,7 +104,8 @@ class BlockOnMesh:
     def total_ps(self, limit_ps: int | None) -> int | None:
         """Return the picoseconds of all products at their best configs; None if they exceed `limit_ps`.
 
-        Each product's part is made more exact in two rounds, until the sum is exact or over the limit.
+        `limit_ps` None is no limit. Each product's part is made more exact in two rounds, until the sum is exact
+        or over the limit.
         """
         total, parts = self.lower_bound_ps(), dict(self._lower_bounds)
         for exact in (False, True):

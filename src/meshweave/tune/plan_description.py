@@ -25,7 +25,11 @@ _OF_THE_PLAN = ("model", "cluster", "batch", "sequence", "dtype", "overlap")
 
 
 def describe(model: Transformer, cluster: Cluster, problem: StepProblem | None = None) -> DescriptionRecord:
-    """Return the description of the model and cluster, and for a step the problem, that a plan is made for."""
+    """Return the description that a plan file holds: model, cluster, and the settings of a step's problem.
+
+    Args:
+        problem: of a plan of a step; None for a plan of products, which has no settings.
+    """
     settings = {} if problem is None else _settings(problem)
     return DescriptionRecord(model=model_table(model), cluster=cluster_table(cluster), settings=settings)
 
@@ -80,7 +84,8 @@ def planned_problem(plan: Plan, cluster: Cluster | None = None) -> StepProblem:
     """Return the problem of the plan of a step, on its own cluster or on `cluster`.
 
     Raises:
-        DescriptionError: the description is wrong, or the catalog has no such model or cluster.
+        DescriptionError: it is a plan of products, the description is wrong, or the catalog has no such model or
+            cluster.
     """
     settings = dict(plan.description.settings) if plan.description else {}
     if "product_dtype" in settings:  # as files of before have it
@@ -108,7 +113,7 @@ def _made(model: Transformer, cluster: Cluster, plan: Plan, settings: dict[str, 
 
 
 def planned_stack(plan: Plan) -> SoftwareStack:
-    """Return the software stack that a plan is priced for.
+    """Return the software stack that a plan is priced for; "ideal" where its description names none.
 
     Raises:
         DescriptionError: no stack has its name, or the table of its attributes is wrong.
@@ -141,7 +146,10 @@ def planned_stack(plan: Plan) -> SoftwareStack:
 
 
 def catalog_differences(plan: Plan) -> tuple[str, ...]:
-    """Return a sentence for each description of a plan that differs from the catalog's entry of its name."""
+    """Return a sentence if the plan's model is not the catalog's of its name, and one if its cluster is not.
+
+    () for a plan of an older format, which has no description.
+    """
     if plan.description is None:
         return ()
     sentences = []

@@ -34,11 +34,14 @@ class OpPrices(dict[Work, int]):
         return price_ps
 
     def timed(self, skeleton: Skeleton) -> TimedSkeleton:
-        """Return a skeleton whose tasks have durations at these prices."""
+        """Return a skeleton with durations of its tasks, in picoseconds, at these prices."""
         return TimedSkeleton(skeleton, self.__getitem__, self.machine)
 
     def may_bound(self, floor: Skeleton) -> bool:
-        """Return whether `floor` is a lower bound here (with send buffers: has no broadcasts or reduces)."""
+        """Return whether a skeleton made as a lower bound of a config's time is one on this machine.
+
+        Where sends have buffers (`Cluster.send_buffer_bytes`) one with broadcasts or reduces is none.
+        """
         if not self.machine.cluster.send_buffer_bytes:
             return True
         works = (task.work for _, task in floor.counted_tasks())
@@ -113,13 +116,13 @@ class ConfigSearch:
         return self._order[0][0]
 
     def best(self) -> tuple[int, int]:
-        """Return (picoseconds, number of the config) of the fastest config; of equals the first."""
+        """Return (picoseconds, index in `configs`) of the fastest config; of equals the first."""
         if self._best is None:
             self._best = self.ranked(1)[0]
         return self._best
 
     def ranked(self, count: int) -> list[tuple[int, int]]:
-        """Return (picoseconds, number of the config) of the `count` fastest configs, or of all there are."""
+        """Return (picoseconds, index in `configs`) of the `count` fastest configs, or of all there are."""
         fastest: list[tuple[int, int]] = []
         for floor in self._order:
             if len(fastest) == count and floor > fastest[-1]:

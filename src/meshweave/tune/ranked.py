@@ -44,18 +44,20 @@ class RankedConfig:
 
     @cached_property
     def program(self) -> Program:
-        """Return the program of the config."""
+        """Return the program that the algorithm writes for the config."""
         return self.algorithm.program(self.problem, self.config)
 
     @cached_property
     def traffic_bytes(self) -> dict[str, int]:
         """Return the logical bytes that the first rank moves, by mesh axis ("tp.row") or mesh ("tp").
 
-        "" has those of messages and one-sided ops. What counts of each op is said at `Algorithm.traffic`.
+        "" has those of messages and one-sided ops. What is received counts in an all-gather, broadcast, recv,
+        get and permute; what is sent in a reduce-scatter, reduce, put, accumulate and all-to-all; both halves of
+        an all-reduce.
         """
         return self.algorithm.traffic(self.problem, self.config, self.program.ranks[0])
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Return the most bytes that the first rank holds at once."""
+        """Return the most bytes that the first rank holds at once, operands and results included."""
         return self.algorithm.peak_bytes(self.problem, self.config, self.program.ranks[0])

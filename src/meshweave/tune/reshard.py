@@ -133,10 +133,12 @@ def compare_reshards(
 
 
 def plan_candidate(problem: ReshardProblem, cluster: Cluster, strategy: str, order: str) -> ReshardCandidate:
-    """Return the plan of one strategy and order.
+    """Return the plan of one strategy and order, not simulated.
 
     Raises:
-        UnsupportedError: it has more messages than a program may have.
+        LayoutError: the cluster has fewer chips than there are ranks.
+        UnsupportedError: there is no such strategy or order, the order needs a library that is not installed, or
+            the plan has more messages than a program may have.
     """
     plan = plan_reshard(problem, HostTopology.of(cluster), strategy=strategy, order=order)
     at_least = sum(

@@ -26,7 +26,7 @@ ProductSizes = tuple[int, int, int, str]
 
 
 def sizes_of(problem: Matmul2dProblem) -> ProductSizes:
-    """Return the sizes and dataflow of a problem, which do not depend on its mesh."""
+    """Return (M, N, K, dataflow) of a problem, which do not depend on its mesh."""
     return problem.m, problem.n, problem.k, problem.dataflow
 
 
@@ -51,8 +51,9 @@ def planned_names(requested: Sequence[str]) -> tuple[str, ...]:
 def unrolled_entry(name: str, counts: Mapping[ProductSizes, int]) -> Matmul2d:
     """Return the algorithm called `name` in `UNROLLED`, with the slice counts of `counts`.
 
-    It keeps what its base may choose besides the count. A count fits it wherever it fits MeshSlice, for both
-    cut the same dim of the same product. Its candidates raise KeyError for a product that `counts` lacks.
+    Its configs for a product are those of its base, but with the count of that product. A count fits it wherever
+    it fits MeshSlice, for both cut the same dim of the same product. Its candidates raise KeyError for a product
+    that `counts` lacks.
     """
     base = PRODUCTS_2D[UNROLLED[name]]
 

@@ -30,13 +30,12 @@ def chunk_bounds(size: int, parts: int, index: int) -> Interval:
 
 
 def even_bounds(size: int, parts: int) -> list[int]:
-    """Return the `parts` + 1 bounds that cut `size` elements into parts that differ by one element at most."""
+    """Return the `parts` + 1 ascending bounds, from 0 to `size`, of parts that differ by one element at most."""
     return [size * number // parts for number in range(parts + 1)]
 
 
 def blocked_intervals(first: int, block: int, stride: int, start: int, stop: int) -> list[Interval]:
-    """Return the elements of [start, stop) that lie in a block [first + t stride, first + t stride + block), t any
-    integer.
+    """Return the parts of [start, stop) in blocks [first + t stride, first + t stride + block), t any integer.
 
     The blocks at either end may be cut. Needs 0 <= block <= stride.
     """
@@ -115,7 +114,7 @@ def num_common(left: Sequence[Interval], right: Sequence[Interval]) -> int:
 
 
 def flattened_box(sizes: Sequence[int], dims: Sequence[Intervals]) -> Intervals:
-    """Return the row-major flat indices of a box: `dims` has its indices, `sizes` the extent of each dim."""
+    """Return the row-major flat indices of a box in a tensor of `sizes`: `dims` has its indices by dim."""
     inner: Intervals = ((0, 1),)
     stride = 1
     for size, outer in zip(reversed(sizes), reversed(dims), strict=True):

@@ -166,7 +166,8 @@ class Layout:
     def shard_keys(self) -> list[tuple[int, ...]]:
         """Return for each rank, in the order of the mesh, its coordinates along the axes that shard the tensor.
 
-        Coordinates along the other axes are 0, so that ranks with equal keys hold the same elements.
+        Coordinates along the other axes are 0, so that ranks with equal keys hold the same indices: replicas, or
+        terms of one reduction (`Partial`).
         """
         sizes = [
             range(size) if isinstance(placement, (Shard, Tile, StridedShard)) else (0,) * size
@@ -175,13 +176,19 @@ class Layout:
         return list(product(*sizes))
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Return the shape of the shard of `rank` of a tensor of global `shape`. Raises as `intervals` does."""
+        """Return the shape of what `rank` holds of a tensor of global `shape`.
+
+        Raises:
+            LayoutError: a placement or fold does not fit `shape`.
+            KeyError: the rank is not in the mesh.
+        """
         return tuple(map(num_indices, self.intervals(shape, rank)))
 
     def has_equal_shards(self, shape: Sequence[int]) -> bool:
         """Return whether each placement divides its dim evenly, so that all shards have one shape.
 
-        False as well for placements for which that is not computed (`Tile`, `StridedShard`).
+        False as well for placements for which that is not computed (`Tile`, `StridedShard`), and where `shape`
+        lacks a dim that is sharded.
 
         Raises:
             LayoutError: `shape` is not that of the folds.
@@ -200,7 +207,11 @@ class Layout:
     def indices(self, shape: Sequence[int], rank: int) -> tuple[NDArray[np.int64], ...]:
         """Return the global indices of the elements that `rank` holds, one array per dim, in local order.
 
-        `shape` is the global one. Raises as `intervals`.
+        `shape` is the global one.
+
+        Raises:
+            LayoutError: a placement or fold does not fit `shape`.
+            KeyError: the rank is not in the mesh.
         """
         return tuple(
             np.concatenate([np.arange(start, stop) for start, stop in dim] or [np.arange(0)])

@@ -104,7 +104,12 @@ class Mesh:
         return self.ranks[index]
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` in coordinate `axis` only, in the order of that coordinate."""
+        """Return the global ranks that differ from `rank` in coordinate `axis` only, ordered by it.
+
+        Raises:
+            LayoutError: there is no such axis.
+            KeyError: `rank` is not in the mesh.
+        """
         position = self.axis(axis)
         stride = math.prod(self.shape[position + 1 :])
         coords = self.coords(rank)
@@ -113,7 +118,7 @@ class Mesh:
         return self.ranks[first : first + stride * self.shape[position] : stride]
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """Yield every group of `axis` once."""
+        """Yield every group of `axis` once: its global ranks in the order of that coordinate."""
         position = self.axis(axis)
         stride = math.prod(self.shape[position + 1 :])
         length = stride * self.shape[position]

@@ -9,7 +9,9 @@ from meshweave.base.errors import LayoutError
 
 
 def nearest_mesh_shape(planned: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape nearest in proportion to the planned one; with all sides over 1 if there is one.
+    """Return the one of `shapes` whose ratios of sides are nearest to those of `planned`, whatever its size.
+
+    All have as many sides. Shapes with a side of 1 count only where there are no others.
 
     Raises:
         LayoutError: `shapes` is empty.

@@ -51,7 +51,7 @@ def layout_of_spec(spec: str, mesh: Mesh) -> Layout:
 def spec_of(layout: Layout, num_dims: int) -> str:
     """Return the spec string of a layout of shards and replicas, for a tensor of `num_dims` dims.
 
-    Raises LayoutError for other placements, for a dim that the tensor lacks and for a mesh axis above 9.
+    Raises LayoutError for other placements, for a dim that the tensor lacks and for shards on mesh axes above 9.
     """
     axes: list[str] = [""] * num_dims
     for axis, placement in enumerate(layout.placements):

@@ -126,7 +126,12 @@ class Chip:
         )
 
     def flops_per_s(self, dtype: str, call: str = "") -> float:
-        """Return the FLOP/s of work in `dtype`: that of GEMMs, or that of the kind `call` if it has its own."""
+        """Return the FLOP/s of work in `dtype` ("" for any) and of the kind `call` ("" for GEMMs).
+
+        A kind in `call_flops_per_s` has that rate in every dtype. All other work has the rate of GEMMs: that of
+        `dtype_flops_per_s`, else `effective_flops_per_s`, but at most the peak of a dtype that is not the
+        fastest.
+        """
         for known, rate in self.call_flops_per_s:
             if known == call:
                 return rate
@@ -140,7 +145,7 @@ class Chip:
         return min(self.effective_flops_per_s, peaks[dtype]) if is_slower else self.effective_flops_per_s
 
     def with_flops_per_s(self, rate: float) -> Chip:
-        """Return the chip with one FLOP rate for all dtypes, all kinds of work and all shapes."""
+        """Return the chip with one FLOP rate for all dtypes, kinds of work and shapes; its peaks stay."""
         by_dtype = tuple((dtype, rate) for dtype, _ in self.peak_flops_per_s)
         return replace(
             self, effective_flops_per_s=rate, dtype_flops_per_s=by_dtype, call_flops_per_s=(), kernels=None

@@ -90,9 +90,11 @@ class ChipFile(FileModel):
     )
 
     def chip(self, source: str, folder: Path | None = None) -> Chip:
-        """Return the chip that this table describes; `source` stands in if the table names none.
+        """Return the chip that this table describes.
 
-        `folder` is where files of kernels and GPUs are found from.
+        Args:
+            source: stands in if the table names none.
+            folder: where files of kernels and GPUs are found from; None for the working directory.
 
         Raises:
             DescriptionError: a file that the table names does not exist or is wrong, or a value is out of

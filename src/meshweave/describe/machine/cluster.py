@@ -134,7 +134,11 @@ def _split(name: str) -> tuple[str, str | None]:
 
 
 def described(cluster: Cluster | str | Path) -> Cluster:
-    """Return `cluster` itself, or the cluster that it names for `load_cluster`, which may raise."""
+    """Return a `Cluster` as it is; load any other with `load_cluster`: a catalog name, a file, or words.
+
+    Raises:
+        DescriptionError: nothing has that name, or the description is wrong.
+    """
     return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
 
 

@@ -40,11 +40,13 @@ def is_phrase(text: str) -> bool:
 
 
 def phrase_table(phrase: str) -> tuple[dict[str, Any], int]:
-    """Return the table of a cluster file that a phrase means, and the number of chips in the phrase.
+    """Return the table of a cluster file that a phrase means, and the number of chips to give its cluster.
+
+    The table itself has the number of chips of the usual host unless the phrase says how many share a host.
 
     Raises:
-        DescriptionError: the phrase has no such form, its numbers do not fit, or the catalog has no usual host of
-            the chip.
+        DescriptionError: the phrase has no such form, its numbers do not fit, or the catalog has no usual host
+            of the chip.
     """
     first, *others = (part.strip() for part in phrase.split(","))
     stated, of_hosts = _CHIPS.fullmatch(first), _OF_HOSTS.fullmatch(first)
@@ -90,6 +92,8 @@ def _hosts(phrase: str, chips: int, per_host: int, usual: dict[str, Any]) -> dic
 
 def usual_host(chip: str) -> tuple[str, dict[str, Any]]:
     """Return the catalog name and the table of the cluster whose `usual_for` lists a chip's name.
+
+    Names are compared by letters and digits alone, in any case. A key `like` of the table is already merged.
 
     Raises:
         DescriptionError: no entry is usual for it; the error names those that there are.

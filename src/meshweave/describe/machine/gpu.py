@@ -124,9 +124,10 @@ def is_catalog_gpu(name: str) -> bool:
 
 
 def gpu_reference(name_or_path: str | GpuFile, folder: Path | None = None) -> str:
-    """Return a name of a GPU that holds in any folder: its catalog name, the path of its file, or its JSON.
+    """Return a name of a GPU for `load_gpu` that holds in any folder.
 
-    A file is found from `folder`.
+    It is the catalog name, the absolute path of its file, or for a `GpuFile` its whole description as JSON. A
+    file is found from `folder`; None is the working directory.
 
     Raises:
         DescriptionError: there is no such entry or file, or the description is wrong.

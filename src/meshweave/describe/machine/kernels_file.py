@@ -204,7 +204,7 @@ class KernelsFile(FileModel):
 
 
 def load_kernels(name_or_path: str, folder: Path | None = None) -> ChipKernels:
-    """Return the kernels of a catalog name or of a TOML or JSON file.
+    """Return the constants of a chip's kernels by a catalog name or from a TOML or JSON file.
 
     A file is found from `folder`; None is the working directory.
 
@@ -225,7 +225,11 @@ def _from_catalog(name: str) -> ChipKernels:
 
 
 def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) -> ChipKernels:
-    """Return the kernels that a table describes; `file` and `folder` are as for `kernels_of`.
+    """Return the constants that the table of a kernels file describes, its key `like` merged.
+
+    Args:
+        file: what errors name.
+        folder: where files of measured products are found from; None for those of the catalog.
 
     Raises:
         DescriptionError: the description is wrong; the error names `file` and lists the problems.
@@ -237,11 +241,12 @@ def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) ->
 
 
 def kernels_of(top: KernelsFile, file: str | Path, folder: Path | None) -> ChipKernels:
-    """Return the kernels of a checked table.
+    """Return the constants of a checked kernels file.
 
     Args:
         file: what errors name.
-        folder: where files of measured products are found from; None for those of the catalog.
+        folder: where files of measured products are found from. None, or a name of the catalog that the folder
+            lacks, takes those of the catalog.
 
     Raises:
         DescriptionError: a dtype is unknown, a value is out of range, or a file that the table names does not

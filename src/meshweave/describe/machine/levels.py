@@ -39,10 +39,10 @@ def level_sizes(network: Network) -> tuple[int, ...] | None:
 
 
 def with_outer_links(network: Network, factor: float) -> Network:
-    """Return a network whose outermost links are `factor` times as fast.
+    """Return a network whose outermost links and their constants of collectives have `factor` times the rate.
 
-    Those are the NICs between hosts, the links between packages, the top of a tree, and all links of a single
-    host, of a single package and of other networks.
+    Latencies stay. Outermost are the NICs between hosts, the links between packages, the top of a tree, and all
+    links of a single host, of a single package and of other networks.
     """
 
     def faster(axis: NetworkAxis) -> NetworkAxis:
@@ -64,8 +64,9 @@ def with_outer_links(network: Network, factor: float) -> Network:
 def link_levels(cluster: Cluster) -> tuple[tuple[str, Callable[[float], Cluster]], ...]:
     """Return (name, function that scales the rate) of the levels of links of a cluster, outermost first.
 
-    The function takes a factor and returns the changed cluster. Hosts have two levels, NICs and links inside;
-    of other networks only the outermost is returned. Measured collectives inside a host change their rates too.
+    The function takes a factor and returns the cluster with these links at so many times their rate. Several
+    hosts of several chips have two levels, NICs and links inside; of other networks only the outermost is
+    returned. With links inside a host the measured collectives there change their rates, too.
     """
     network = cluster.network
 

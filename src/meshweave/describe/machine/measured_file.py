@@ -80,7 +80,7 @@ class MeasuredKernel:
 
 
 def product_dtypes(group: str) -> tuple[str, str]:
-    """Return the dtype of the operands and of C for the group of a measured product."""
+    """Return the dtypes of the operands and of C, of a `group` such as "bfloat16" or "bfloat16 to float32"."""
     dtype, _, out_dtype = group.partition(_TO)
     return dtype, out_dtype or dtype
 
@@ -109,7 +109,12 @@ def shipped_measured(name: str) -> MeasuredKernels:
 
 
 def parse_measured(text: str, file: str | Path) -> MeasuredKernels:
-    """Return the kernels in the text of a file. Raises DescriptionError as `read_measured` does."""
+    """Return the kernels in the text of a file.
+
+    Raises:
+        DescriptionError: the text is no such table, has no rows or too many, or a row is wrong; the error names
+            `file`, and line and column of the first wrong row.
+    """
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]

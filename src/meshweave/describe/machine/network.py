@@ -104,12 +104,13 @@ class TorusNetwork:
     def axis(
         self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
     ) -> NetworkAxis:
-        """Return the links that mesh axis `i` of `num_dims` runs over.
+        """Return the links that mesh axis `i` of `num_dims` runs over: the slowest torus axis under it.
 
-        `shape` None takes the first mesh of so many axes that the torus carries.
+        `shape` None takes the first mesh of so many axes that the torus carries. Of a reconfigurable torus mesh
+        axis `i` is torus axis `i`. `shared` changes nothing: groups share no links here.
 
         Raises:
-            LayoutError: the torus cannot carry that mesh.
+            LayoutError: the torus cannot carry that mesh, or the mesh has no axis `i`.
         """
         check_axis(i, num_dims, shape, self.num_chips)
         if self.shape is None:
@@ -125,9 +126,9 @@ class TorusNetwork:
     def with_chips(self, chips: int) -> TorusNetwork | HostsNetwork:
         """Return the torus with another number of chips; several tori, as hosts, where one is too small.
 
-        Chips of one torus are then joined by one of its axes, both directions of it together, and each has a
-        link of its own to the others. Within one torus any number is a part of it; `check_sold` knows which
-        sizes are sold.
+        Such a host has the links of the first torus axis inside, both directions of it as one, and `slices` as
+        the NIC of each chip. Within one torus any number is a part of it; `check_sold` knows which sizes are
+        sold.
 
         Raises:
             DescriptionError: the shape is fixed, or neither one torus nor several equal ones have so many chips.
@@ -245,10 +246,11 @@ class HostsNetwork(AnyShapeNetwork):
     ) -> NetworkAxis:
         """Return `intra` if every group of mesh axis `i` stays within a host, else `nic`.
 
-        Without a shape, the last of several mesh axes is taken to be the one within a host. A group that
-        takes every n-th rank leaves a host beside n - 1 others: with `shared` each has its share of the NICs
-        (ATP, equation 3), else a NIC. Where a host has the end of one such block and the beginning of the next,
-        both leave it.
+        Without a shape, the last of several mesh axes is taken to be the one within a host. With `shared` the
+        rate of a NIC is divided by the flows on it: a group that takes every n-th rank leaves a host beside n -
+        1 others (ATP, equation 3); where a host holds the end of one block of such groups and the beginning of
+        the next it has both blocks' groups; and each direction of a ring counts. All of these share the host's
+        NICs evenly.
 
         Raises:
             LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
@@ -317,7 +319,8 @@ class FullMeshNetwork(AnyShapeNetwork):
     ) -> NetworkAxis:
         """Return `inner` if every group of mesh axis `i` stays within a package, else `link`.
 
-        A ring of chips in order uses each link once, so that one link sets its pace.
+        Without a shape it is `link` where there are several packages. A ring of chips in order uses each link
+        once, so that one link sets its pace.
 
         Raises:
             LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.

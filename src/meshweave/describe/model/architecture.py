@@ -69,7 +69,11 @@ class NotPriced:
 
 
 def positions_not_priced(positions: int, *, learned: bool) -> NotPriced:
-    """Return the note that sequences beyond `positions` tokens are longer than a model is made for."""
+    """Return the note for sequences of more than `positions` tokens, which the model has no positions for.
+
+    Args:
+        learned: whether its position embeddings are learned, which the words of the note depend on.
+    """
     what = "learns" if learned else "is made for"
     return NotPriced(
         f"the model {what} {positions:,} positions: a longer sequence is priced as if it had more",

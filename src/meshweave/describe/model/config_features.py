@@ -159,7 +159,9 @@ def wrong_types(data: Mapping[str, Any]) -> Iterator[Problem]:
 def refusal(data: Mapping[str, Any], *, is_known: bool) -> str | None:
     """Return why a config is not of a supported causal decoder, beginning with its key; None if it is.
 
-    Families that are known to be causal may have `is_decoder = false`, as gpt_neox has.
+    Args:
+        is_known: whether the config's `model_type` is a family known to be causal, which may have
+            `is_decoder = false`, as gpt_neox has.
     """
     for key, value in data.items():
         if _EXPERTS.match(key) and (most := _most(value)) > 1:
@@ -188,7 +190,7 @@ def _most(value: object) -> float:
 
 
 def other_layers(data: Mapping[str, Any]) -> str | None:
-    """Return which layers are not attention, in words with their key; None if all are attention."""
+    """Return why a config with layers that are not attention is refused, from its key on; None for others."""
     kinds = layer_kinds(data)
     for key, names in kinds.items():
         other = next((name for name in names if name not in KINDS_OF_ATTENTION), None)
@@ -219,7 +221,10 @@ def window_of(data: Mapping[str, Any]) -> int | None:
 
 
 def windowed_layers_of(data: Mapping[str, Any]) -> int | None:
-    """Return the number of layers that have the window; None where all have it, or none."""
+    """Return the number of layers that have the window, by the config's list of kinds of layers.
+
+    None where all layers have it, or none, or the config has no such list.
+    """
     kinds = next(iter(layer_kinds(data).values()), [])
     windowed = sum(name in KINDS_OF_WINDOWS for name in kinds)
     return windowed if window_of(data) is not None and 0 < windowed < len(kinds) else None

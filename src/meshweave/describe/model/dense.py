@@ -62,8 +62,10 @@ def dense_layer(
 ) -> LayerGraph:
     """Return a layer of attention and a feed-forward part, each after a norm and added to the residual.
 
-    Tensors are called as in `algorithms.block.BlockProblem`, modules as in Llama. Columns of W_qkv are ordered
-    by groups of heads, within a group queries, keys, values; gate and input columns of a gated W_1 alternate.
+    Its edges are X (input), NA, QKV, A, O, M (residual after attention), NF, Y, H, F and Z (output); by `form`
+    QKVN, ON and FN join them, or M and NF are left out. Weights are WQKV, WO, W1_ and W2_, modules those of
+    Llama. Columns of WQKV are ordered by groups of heads, within a group queries, keys, values; gate and input
+    columns of a gated W1_ alternate.
 
     Args:
         width: features of a head.
@@ -117,7 +119,7 @@ def dense_layer(
 
 @lru_cache(maxsize=256)
 def dense_head(hidden: int, vocabulary: int, norm: NormKind) -> LayerGraph:
-    """Return the layer after all others: the last norm, and the product to logits."""
+    """Return the head as a graph: a norm of Z, then the product with WV (hidden, vocabulary) to LOGITS."""
     residual, words = Features("hidden", hidden), Features("vocabulary", vocabulary)
     return LayerGraph(
         (

@@ -73,7 +73,7 @@ class DispatchCopies(LayerNode):
 
     @property
     def reads_back(self) -> tuple[str, ...]:
-        """Return the edge of choices: the gradient of a token is the sum of those of its copies."""
+        """Return the edge of chosen experts, by which the gradients of a token's copies are added up."""
         return self.ins[1:]
 
 
@@ -121,12 +121,12 @@ class Experts(LayerNode):
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Return the kept result of the first product and operand of the second, of all copies of a token."""
+        """Return one row: what the first product makes and the second one reads, of all copies of a token."""
         return (Kept("experts", self.out, self.chosen * (self.columns + 1) * self.inner),)
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return features per token by which moved bytes are counted: "ffn" the inner ones of all its experts."""
+        """Return {"ffn": the inner features of all experts of a token}; see `LayerNode.counts`."""
         return {"ffn": self.chosen * self.inner}
 
 
@@ -152,7 +152,7 @@ class CombineCopies(LayerNode):
 
     @property
     def reads_back(self) -> tuple[str, ...]:
-        """Return the edge of choices, which its gradient reads."""
+        """Return the edge of chosen experts, by which the gradient of a token goes to its copies."""
         return self.ins[1:]
 
 

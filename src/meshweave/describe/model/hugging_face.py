@@ -103,9 +103,10 @@ def model_name(file: str | Path) -> str:
 def head_problems(
     hidden: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, kv_key: str
 ) -> Iterator[Problem]:
-    """Yield the errors in the head sizes of a model, whose groups and heads need whole sizes.
+    """Yield the errors in the sizes of a model's heads.
 
-    `kv_key` is the key of `num_kv_heads` in the file. None: as many as `num_heads`, or `hidden` / `num_heads`.
+    `num_kv_heads` must divide `num_heads`, and `num_heads` must divide `hidden` where `head_dim` is None. None
+    stands for as many as `num_heads`. `kv_key` is the key of `num_kv_heads` in the file.
     """
     if num_heads % (num_kv_heads or num_heads):
         yield Problem(kv_key, f"{num_kv_heads} does not divide the {num_heads} heads; give a divisor")

@@ -68,12 +68,12 @@ class LatentAttention(Attention):
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Return what is kept for the gradient, without joint queries and keys: they are no one tensor here."""
+        """Return what `Attention.kept` has but for "joint": queries and keys are no one tensor here."""
         return tuple(row for row in super().kept if row.kind != "joint")
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return features per token by which moved bytes are counted: "heads" all values', "keys" all keys'."""
+        """Return {"heads": features of all values, "keys": of all keys} of a token; see `LayerNode.counts`."""
         return {"heads": self.makes.size, "keys": self.heads * (self.own + self.shared)}
 
 

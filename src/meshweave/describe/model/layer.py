@@ -96,10 +96,11 @@ class LayerGraph(Shown):
 
     @cached_property
     def homes(self) -> dict[str, str]:
-        """Return, by edge, the sum (its output edge) whose buffer holds that edge: one of the sum's terms.
+        """Return {term: sum}, both as edges: the one term of each sum that is written to the buffer of that sum.
 
-        A term qualifies if the sum alone reads it, and the gradient of its maker does not. Of those the first
-        that may be partial sums (`LayerNode.makes_terms`) is taken, else the first.
+        A term may be it if the sum alone reads it, and the gradient of its maker does not. Of those the first
+        that may be partial sums (`LayerNode.makes_terms`) is taken, else the first. A sum without such a term
+        has none.
         """
         made = {node.out: node for node in self.nodes}
         homes: dict[str, str] = {}
@@ -113,7 +114,10 @@ class LayerGraph(Shown):
 
     @cached_property
     def jointly_reduced(self) -> frozenset[str]:
-        """Return the edges of partial sums that a rank adds up before one reduction of their total."""
+        """Return the edges that are partial sums on ranks and terms of one sum.
+
+        A rank adds up its own terms first, so that one reduction over ranks does for all of them.
+        """
         open_edges = {
             node.out for node in self.nodes if node.makes_terms and len(self.readers(node.out)) == 1
         }
@@ -122,7 +126,7 @@ class LayerGraph(Shown):
 
     @cached_property
     def variants(self) -> dict[str, int]:
-        """Return for every node, by its output edge, the number of its settings among nodes of its type.
+        """Return for every node, by its output edge, a number that tells its settings from others' of its type.
 
         Nodes of one type with equal settings (`LayerNode.behaviour`) have the same number, from 0.
         """
@@ -192,9 +196,9 @@ class LayerGraph(Shown):
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Return features per token, summed over nodes, by which software stacks count the bytes that they move.
+        """Return the sums over all nodes of `LayerNode.counts`, in features per token.
 
-        Keys are "residual", "heads", "keys" and "ffn".
+        Keys are "residual" (the features of the layer's input, once), "heads", "keys" and "ffn".
         """
         sums = Counter({"residual": self.features[self.input].size})
         for node in self.nodes:
@@ -208,11 +212,12 @@ class LayerGraph(Shown):
 
     @cached_property
     def selective_edges(self) -> tuple[tuple[str, int, bool], ...]:
-        """Return (edge, features kept of a token, whether a gradient reads it) for selective checkpointing by op.
+        """Return (edge, features kept of a token, whether a gradient reads it) for selective checkpointing.
 
-        Kept are the layer's input, outputs that the backward of their own node reads (attention), and the output
-        of every second linear module, from the first. Modules of a fused matrix (q, k, v; gate, up) count one by
-        one, so an edge can occur more than once. Linears of experts are left out.
+        Software that checkpoints op by op (torchtitan) keeps the layer's input, outputs that the backward of
+        their own node reads (attention), and the output of every second linear module, from the first; it
+        computes all else again. Modules of a fused matrix (q, k, v; gate, up) count one by one, so an edge can
+        occur more than once. Linears of experts are left out.
         """
         whole = [self.input, *(node.out for node in self.nodes if node.out in node.reads_back)]
         products = [(node.out, size) for node in self.linears for _, size in node.modules][::2]
@@ -221,10 +226,11 @@ class LayerGraph(Shown):
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """Return the place of every edge.
+        """Return by edge the kind that says how ranks of a layer divide it.
 
-        Edges of the residual, of latents and of choices are "operand" if a product reads them, else "residual".
-        Copies of tokens are "experts". Any other edge has the group of its maker.
+        Edges of the residual, of latents and of chosen experts are "operand" if a product reads them, which a
+        strategy may keep gathered, else "residual". Copies of tokens are "experts". Any other edge has the group
+        of its maker, "attention" or "feed_forward", and is divided by heads or inner features.
         """
         groups: dict[str, Place] = {node.out: node.group for node in self.nodes}
         for edge, features in self.features.items():

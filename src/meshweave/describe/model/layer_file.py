@@ -38,7 +38,7 @@ class LayersFile(FileModel):
 
 
 def layers_table(runs: Runs) -> list[dict[str, Any]]:
-    """Return the tables of a model file from which these layers are read again."""
+    """Return the tables under the key `runs` of a model file from which these layers are read again."""
     return [{"count": count, "nodes": [_node_table(node) for node in graph.nodes]} for count, graph in runs]
 
 

@@ -51,7 +51,7 @@ def activation_bytes(model: Transformer, workload: Workload, recompute: Recomput
 
     For e = 2, a d = g d = h and f = 4 h, that is `s b h (34 + 5 a s / h)`, equation 1 of Korthikanti et al.
     "selective" recomputes all that grows with s squared: `34 s b h`; "full" keeps the input of the block:
-    `2 s b h` (table 2 there).
+    `2 s b h` (table 2 there). Of several kinds of layers it is the first.
     """
     e, layer = dtype_bytes(workload.dtype), model.layer
     if recompute == "full":
@@ -63,7 +63,7 @@ def activation_bytes(model: Transformer, workload: Workload, recompute: Recomput
 
 
 def layers_activation_bytes(model: Transformer, workload: Workload, recompute: Recompute = "none") -> int:
-    """Return the sum of `activation_bytes` over the layers of all kinds."""
+    """Return the bytes that the forward pass of all layers stores, on all chips (see `activation_bytes`)."""
     return sum(count * activation_bytes(kind, workload, recompute) for count, kind in model.kinds)
 
 
@@ -78,7 +78,7 @@ def step_flops(
     Korthikanti et al.
 
     Args:
-        pairs: the pairs of tokens that count.
+        pairs: the pairs of tokens that count: "causal" for those that mask and window leave, or "all".
         recompute: what is computed again, and counts too: attention (equation 8 there), or all of a block's
             forward part (Narayanan et al., SC '21, equation 3).
     """

@@ -92,7 +92,7 @@ class ArchitectureFile(FileModel):
     others: list[Words] = Field([], description="what else defines the model, a list of strings")
 
     def architecture(self) -> Architecture:
-        """Return what this table describes."""
+        """Return the architecture that this table describes."""
         return Architecture(**{**self.model_dump(), "others": tuple(self.others)})
 
 

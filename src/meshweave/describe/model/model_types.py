@@ -38,7 +38,12 @@ class KnownModelType:
 
 @lru_cache(maxsize=1)
 def model_type_table() -> dict[str, Any]:
-    """Return the catalog's table of model families, by `model_type`."""
+    """Return what the catalog has on model families.
+
+    Under "known", "routed" and "windows" it has by `model_type` the facts of `KnownModelType`, the defaults of
+    configs with experts, and `WindowRule`s; under "not_causal" the names of families without a causal language
+    model.
+    """
     text = (files("meshweave") / "catalog" / "model_types.json").read_text(encoding="utf-8")
     table: dict[str, Any] = json.loads(text)
     return table

@@ -150,7 +150,7 @@ class LayerNode(ABC):
 
     @property
     def input_gradient(self) -> str:
-        """Return the name of its term in the gradient of its input; "" for the default name."""
+        """Return the name of the tensor of its term in the gradient of its input; "" for the default name."""
         return ""
 
     @property
@@ -160,7 +160,7 @@ class LayerNode(ABC):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return features per token by which stacks count the bytes they move: "heads", "keys" and "ffn"."""
+        """Return the features of a token that stacks count memory traffic by: of "heads", "keys" and "ffn"."""
         return {}
 
     def attention_flops(self, pairs: int) -> int:
@@ -251,7 +251,7 @@ class Linear(LayerNode):
 
     @property
     def enters(self) -> bool:
-        """Return whether its operand is the residual or a latent; False for heads and inner features."""
+        """Return whether its operand is the residual or a latent, as Megatron's column-parallel ones have."""
         return self.operand.dim in ("hidden", *WITH_TOKENS)
 
     @property
@@ -313,7 +313,7 @@ class Attention(LayerNode):
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Return what may be kept besides edges, for callers to choose by kind."""
+        """Return all that software may keep besides edges; callers choose by `Kept.kind`."""
         kinds: tuple[KeptKind, KeptKind] = ("scores", "dropped scores")
         scores = (Kept(kind, self.out, self.heads, by_keys=True) for kind in kinds)
         mask = Kept("score mask", self.out, self.heads, 1, by_keys=True)
@@ -322,7 +322,7 @@ class Attention(LayerNode):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return features per token by which moved bytes are counted: "heads" all queries', "keys" all keys'."""
+        """Return {"heads": features of all queries, "keys": of all keys} of a token; see `LayerNode.counts`."""
         return {"heads": self.makes.size, "keys": self.groups * self.width}
 
     def num_pairs(self, sequence: int) -> int:
@@ -331,7 +331,7 @@ class Attention(LayerNode):
         return reach * (reach + 1) // 2 + (sequence - reach) * reach
 
     def mean_keys(self, sequence: int) -> int:
-        """Return the keys per query that attention of a sequence is priced for (Dao 2023, section 4.1)."""
+        """Return the mean number of keys that a query attends to, rounded up (Dao 2023, section 4.1)."""
         if self.window is None or self.window >= sequence:
             return sequence // 2 + 1
         return -(-self.num_pairs(sequence) // sequence)
@@ -365,7 +365,7 @@ class Activation(LayerNode):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return features per token by which moved bytes are counted: "ffn" the inner ones."""
+        """Return {"ffn": the inner features}; see `LayerNode.counts`."""
         return {"ffn": self.inner}
 
     @property

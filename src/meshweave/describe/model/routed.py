@@ -104,7 +104,8 @@ def composed_layer(
 ) -> LayerGraph:
     """Return a layer of attention and a feed-forward part, each after a norm and added to the residual.
 
-    Edges and tensors are called as in `dense_layer`.
+    Edges are X (input), M (residual after attention) and Z (output), and between them those of `dense_layer`, or
+    of latent attention and of experts.
     """
     first = _latent(hidden, heads, norm) if isinstance(heads, LatentHeads) else _grouped(hidden, heads, norm)
     if isinstance(feed_forward, FeedForward):

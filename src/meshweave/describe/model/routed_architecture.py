@@ -107,10 +107,10 @@ _JITTER = ("router_jitter_noise", "input_jitter_noise")
 
 
 def routing_of(data: Mapping[str, Any]) -> TokenRouting | None:
-    """Return how the model of a config routes tokens; None for a family of which that is not known.
+    """Return how the model of a config routes tokens to experts; None for a family that is not in `RULES`.
 
     Raises:
-        DescriptionError: a key that holds a number has another value.
+        DescriptionError: the value of a key that takes a number is no number.
     """
     family = model_type_of(data)
     rule = RULES.get(family)

@@ -83,7 +83,11 @@ class Transformer:
 
     @property
     def kinds(self) -> tuple[tuple[int, Transformer], ...]:
-        """Return for each kind of layer the number of layers, and a model whose layers are all of that kind."""
+        """Return for each kind of layer (number of layers, the model with all its layers of that kind).
+
+        Kinds are in the order of their first layers; without `layers`, those with the attention window come
+        first.
+        """
         if self.layers:
             counts: Counter[LayerGraph] = Counter()
             for count, graph in self.layers:
@@ -129,7 +133,10 @@ class Transformer:
         )
 
     def fc_layers(self) -> tuple[FcLayer, ...]:
-        """Return the fully connected layers of one block; a gated FFN's two input matrices are one layer."""
+        """Return the fully connected layers of one block (of several kinds the first) but those of experts.
+
+        The projections to queries, keys and values are one layer, and so are a gated FFN's two input matrices.
+        """
         return tuple(FcLayer(node.name, node.operand.size, node.result.size) for node in self.layer.linears)
 
     def not_priced_at(self, sequence: int) -> tuple[str, ...]:
@@ -158,7 +165,7 @@ class Transformer:
 
     @property
     def runs(self) -> tuple[tuple[int, LayerGraph], ...]:
-        """Return runs of equal layers in their order, (count, layer); without `layers`, kinds in no order."""
+        """Return (count, layer) of each run of equal layers in order; without `layers` of each kind."""
         return self.layers or tuple((count, kind.layer) for count, kind in self.kinds)
 
     @property

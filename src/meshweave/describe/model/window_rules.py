@@ -76,8 +76,8 @@ def window_rule(name: str) -> WindowRule | None:
 def with_layer_kinds(data: dict[str, Any], count: int, file: str) -> dict[str, Any]:
     """Return a config of `count` layers with `layer_types`, where its family has a rule and it has a window.
 
-    Of one that names the kinds of more layers the first `count` are kept; one with more layers than a step is
-    priced of is returned as it is.
+    Of a config that names the kinds of more layers the first `count` are kept. One without a rule, without a
+    window, or of more layers than `base.limits.STEP_LAYERS` is returned as it is.
 
     Raises:
         DescriptionError: the config names the kinds of fewer layers.

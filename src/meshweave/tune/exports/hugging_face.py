@@ -141,9 +141,10 @@ _CONFIGS = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def config_of(model: Transformer) -> tuple[dict[str, Any], set[str]]:
-    """Return the `config.json` of a model, and the fields of the model that it holds.
+    """Return the `config.json` of a model, and the names of the fields (`model_words.defining`) that it says.
 
-    Both are empty for a family with key names of its own. A model of no family has the config of a Llama.
+    Both are empty for a family whose keys have other names than Llama's. A model of no family has the config of
+    a Llama. What the model does not state is in neither.
     """
     own = model.architecture
     if own.model_type not in ("", *_CONFIGS):

@@ -25,18 +25,18 @@ _PORT = 29500
 
 
 def launch_file(export: Export, launcher: str, cluster: Cluster) -> str:
-    """Return a file that starts one process a chip on all hosts of the cluster of a plan.
+    """Return the text of a file that starts one process a chip on all hosts of a cluster.
 
-    What trains is $TRAIN, a script or `-m` module with the arguments of its own (its model, its data); without it
-    the shell exits with a line that says so. Arguments or a file of settings of the export are added.
+    What trains is $TRAIN, a script or `-m` module with the arguments of its own (its model, its data); without
+    it the shell exits with a line that says so. Arguments or a file of settings of the export are added.
 
     Args:
-        launcher: one of `LAUNCHERS`: a shell script to run on each host ("torchrun"), one for sbatch ("slurm"), or
-            a manifest of a Kubernetes JobSet ("jobset"), in JSON, whose empty image and TRAIN are to be filled in.
+        launcher: one of `LAUNCHERS`: a shell script to run on each host ("torchrun"), one for sbatch ("slurm"),
+            or a manifest of a Kubernetes JobSet in JSON ("jobset"), whose image and TRAIN are to be filled in.
 
     Raises:
-        UnsupportedError: there is no such launcher, the settings are started otherwise, or the cluster is not
-            described by hosts.
+        UnsupportedError: there is no such launcher, the target of the export is not started by one (axolotl,
+            maxtext and hf), or the cluster's network has no hosts.
     """
     require_known(launcher, LAUNCHERS, "there is no launcher", UnsupportedError, "there are")
     if export.target in _STARTED_OTHERWISE:

@@ -30,7 +30,7 @@ _BESIDE = ("multi-token-prediction", "priced in the dtype")
 
 
 def add_dispatch(row: PlannedRow, settings: dict[str, Any], flags: list[str], target: str) -> set[str]:
-    """Add the arguments of expert parallelism and of the dispatcher; return the names of settings they hold.
+    """Add the arguments of expert parallelism and of the dispatcher.
 
     Nothing is added for a model without experts.
 
@@ -39,8 +39,11 @@ def add_dispatch(row: PlannedRow, settings: dict[str, Any], flags: list[str], ta
         flags: options without values, which are added to.
         target: the name of the software, for errors.
 
+    Returns:
+        The names of the priced step's settings (`PlannedRow.settings`) that the arguments hold.
+
     Raises:
-        UnsupportedError: Megatron Core does not run routed layers so.
+        UnsupportedError: tensor ranks keep whole sequences, or Megatron Core has no such dispatcher.
     """
     if not row.model.is_routed:
         return set()
@@ -66,10 +69,13 @@ def add_routed_model(
 ) -> set[str]:
     """Add the arguments of layers with experts, of those without and of latent attention.
 
-    `settings`, `flags` and `left_out` are added to, as by `megatron_lm.add_degrees`.
+    Args:
+        settings: options with values, which are added to.
+        flags: options without values, which are added to.
+        left_out: sentences on what the arguments do not say, which are added to.
 
     Returns:
-        The fields of the model that the arguments hold.
+        The names of the model's fields that the arguments hold.
 
     Raises:
         UnsupportedError: Megatron-LM has no argument for what the model computes; the error names all of it.

@@ -39,8 +39,9 @@ def to_megatron_lm(row: PlannedRow) -> Export:
 def environment_of(row: PlannedRow) -> dict[str, str]:
     """Return the environment variables that Megatron-LM demands for a row on Hopper and older chips.
 
-    With tensor or context parallelism, one hardware queue lets the host order products and communication;
-    Megatron-FSDP (ZeRO 2 and 3) wants several.
+    With tensor or context parallelism, one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) lets the host order
+    products and communication; Megatron-FSDP (ZeRO 2 and 3) wants several, and {} is returned. The plan's chip
+    is not looked at.
     """
     shares = row.tensor > 1 or row.degrees.context > 1
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if shares and row.degrees.zero < 2 else {}
@@ -49,13 +50,16 @@ def environment_of(row: PlannedRow) -> dict[str, str]:
 def add_degrees(
     row: PlannedRow, settings: dict[str, Any], flags: list[str], left_out: list[str], target: str
 ) -> set[str]:
-    """Add Megatron Core's arguments for a row; return the names of the step's settings that they hold.
+    """Add Megatron Core's arguments for the degrees, schedule, dtype and optimizer of a row.
 
     Args:
         settings: options with values, which are added to.
         flags: options without values, which are added to.
         left_out: sentences on what the arguments do not say, which are added to.
         target: the name of the software, for sentences and errors.
+
+    Returns:
+        The names of the priced step's settings (`PlannedRow.settings`) that the arguments hold.
 
     Raises:
         UnsupportedError: Megatron Core has no such strategy or schedule.

@@ -19,7 +19,10 @@ _OF_ROTARY = ("rotary_base", "rotary_share")
 
 
 def defining(model: Transformer) -> dict[str, Any]:
-    """Return the fields that define a model, by name: sizes and architecture."""
+    """Return the fields that define a model, by name: those of `Transformer` and of its `Architecture`.
+
+    Name, source, config and what is not priced are left out. `layers` is in words: the types of the nodes.
+    """
     sizes = {item.name: getattr(model, item.name) for item in fields(model)}
     own = {item.name: getattr(model.architecture, item.name) for item in fields(model.architecture)}
     sizes["layers"] = ", ".join(
@@ -29,10 +32,13 @@ def defining(model: Transformer) -> dict[str, Any]:
 
 
 def model_left_out(model: Transformer, told: Collection[str], target: str) -> list[str]:
-    """Return a sentence on the fields that define a model and that an export does not hold, and one on those that
-    the model does not state; neither where there are none.
+    """Return a sentence on what defines the model and is not told, and one on what the model does not state.
 
-    `told` are the fields that the export holds, `target` is the other software.
+    Either is left out where there is nothing to say.
+
+    Args:
+        told: names of the fields (see `defining`) that the export holds.
+        target: the other software.
     """
     values = defining(model)
     untold = [
@@ -82,5 +88,10 @@ def step_left_out(row: PlannedRow, told: Collection[str], target: str) -> list[s
 
 
 def order_sentence(order: Collection[str], theirs: str) -> str:
-    """Return a sentence on an order of ranks that other software lacks; `theirs` is a clause on its order."""
+    """Return a sentence on an order of ranks that other software lacks.
+
+    Args:
+        order: names of the degrees, innermost first.
+        theirs: a clause on the order that it has.
+    """
     return f"The order of ranks is {', '.join(order)}, innermost first; {theirs}."

@@ -59,7 +59,10 @@ class PlannedRow:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the priced step's settings that differ from the defaults, by name."""
+        """Return the attributes of the plan's `StepProblem` that are not the defaults, by name, as JSON values.
+
+        {} for a plan of an older format.
+        """
         return self.plan.description.settings if self.plan.description else {}
 
     @property
@@ -84,7 +87,7 @@ class PlannedRow:
 
     @property
     def accumulated(self) -> int:
-        """Return the number of micro-batches of a replica in a step."""
+        """Return the number of micro-batches that each replica runs in a step."""
         return self.plan.batch // (self.degrees.micro_batch * self.degrees.data)
 
     @property
@@ -148,6 +151,9 @@ class PlannedRow:
             )
 
     def require_dense(self, target: str) -> None:
-        """Raise UnsupportedError if experts have ranks of their own, for software without expert degrees."""
+        """Raise UnsupportedError if a degree of experts (`expert`, `expert_tensor`) is above 1.
+
+        A model with experts passes if all ranks have all of them. For software without expert parallelism.
+        """
         if self.degrees.expert > 1 or self.degrees.expert_tensor > 1:
             raise UnsupportedError(f"the settings of {target} written here have no degrees of experts")

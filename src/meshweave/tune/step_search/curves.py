@@ -65,7 +65,10 @@ def step_curves(
     memory_bytes: int,
     progress: Progress = no_progress,
 ) -> tuple[StepCurve, ...]:
-    """Return the curves of some configurations; points that cannot be laid out are left out.
+    """Return three curves: over chips, over the batch, and over the rate of the outermost links.
+
+    Each has a line for each of `choices`, in order. Chips and batch vary with the number of replicas, and of
+    their micro-batches; nothing else of a configuration changes. Points that cannot be laid out are left out.
 
     Args:
         memory_bytes: the most bytes that a chip may hold.

@@ -119,9 +119,15 @@ def plan(
 
 
 def space_options(fixed: dict[str, Any], stack: SoftwareStack) -> SpaceOptions:
-    """Return the options of a search for a stack; `fixed` has values, or lists of values, by name.
+    """Return the options of a search for a stack.
 
-    Raises UnsupportedError and DescriptionError as `SpaceOptions.of_stack` does.
+    Args:
+        fixed: a value, or a list of values, of each option of `plan` that is fixed, by name (`tp`, `zero`, ...).
+        stack: what it executes is searched for all that is not fixed.
+
+    Raises:
+        UnsupportedError: a strategy or schedule is unknown, or the stack does not execute what is fixed.
+        DescriptionError: a value is wrong.
     """
     chosen: dict[str, Any] = {}
     for name, value in fixed.items():
@@ -145,7 +151,16 @@ def plan_step(
     margin: float = MARGIN,
     progress: Progress = no_progress,
 ) -> Plan:
-    """Return the plan of a step problem; arguments as of `plan`.
+    """Return the plan of a step problem.
+
+    Args:
+        options: what is searched; None for all that the problem's stack executes.
+        memory_bytes: the memory of a chip, of which `reserve` stays free; None for what its description says.
+        num_exact: rows of the ranking that no other configuration is faster than.
+        sensitivity: whether to price the ranking with links at twice and at half their rate, too.
+        margin: the share of its time (0 to below 1) by which a strategy that no published run has must be faster
+            than all that published runs have, to be chosen.
+        progress: called with the numbers of layouts looked at so far, and of all.
 
     Raises:
         DescriptionError: a size or option is wrong.
@@ -274,7 +289,10 @@ def parallelism_of(record: StepRecord) -> Parallelism:
 
 
 def link_sensitivity(ranking: StepRanking) -> tuple[SensitivityRecord, ...]:
-    """Return the times of the ranked configurations with each of `link_levels` at twice and at half its rate."""
+    """Return the times of the ranked configurations with each of `link_levels` at twice and at half its rate.
+
+    Levels are in their order, outermost first; of each, the double rate comes first.
+    """
     problem = ranking.space.problem
     records = []
     for name, with_rate in link_levels(problem.cluster):

@@ -219,7 +219,10 @@ def choice_text(choice: object) -> str:
 
 
 def order_text(fields: dict[str, object]) -> str:
-    """Return in words the order of the degrees above 1; "" if it is the default."""
+    """Return in words the order of the degrees above 1, innermost first; "" if it is the default.
+
+    `fields` are those of a `Parallelism`, by name.
+    """
     sizes = {name: fields[name] for name in ("data", "pipeline", "context", "tensor")}
     order = [name for name in fields["order"] if sizes[name] != 1]  # type: ignore[attr-defined]
     usual = [name for name in ("tensor", "context", "data", "pipeline") if sizes[name] != 1]
@@ -227,7 +230,7 @@ def order_text(fields: dict[str, object]) -> str:
 
 
 def part_name(part: str, *degrees: DegreesRecord) -> str:
-    """Return what a part of a step is called, for configurations with these degrees.
+    """Return in words what a part of a step (a field of `StepParts`) is called, where these are the degrees.
 
     The part "tensor" includes the exchange of tokens with experts, and is named after it where some `degrees`
     have it; with one tensor rank in all of them it is that exchange alone.
@@ -300,13 +303,16 @@ def _value_text(value: object) -> str:
 
 
 def losses(record: StepRecord) -> Sequence[tuple[str, float]]:
-    """Return (part, share of the step's time from 0 to 1) for all parts but computing, the largest first."""
+    """Return (field of `StepParts`, share of the step from 0 to 1) for all but "compute", the largest first."""
     lost = ((name, seconds / record.step_s) for name, seconds in record.parts_s.items() if name != "compute")
     return sorted(lost, key=lambda item: -item[1])
 
 
 def advice(steps: StepsRecord) -> str:
-    """Return one sentence: the largest part of the step besides computing, and what would lessen it."""
+    """Return one sentence: the largest part of the step besides computing, and what would lessen it.
+
+    Below 2 % of the step it says that faster kernels alone would help.
+    """
     name, share = next(iter(losses(steps.best)), ("", 0.0))
     if share < _LEAST_SHARE:
         rate = steps.best.mfu * steps.best.step_s / max(steps.best.parts_s.get("compute", 0.0), 1e-12)

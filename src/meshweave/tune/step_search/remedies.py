@@ -17,9 +17,11 @@ _MOST_TIMES = 64
 
 
 def remedies_text(ranking: StepRanking) -> str:
-    """Return in words the bytes of the smallest configuration, and what would make it fit; "" if there is none.
+    """Return in words the bytes of states (weights, gradients, optimizer) and what would make the step fit.
 
-    Each remedy is a configuration whose memory was counted. Fewer chips, or longer sequences, may do too.
+    That is for the smallest configuration found; "" where the ranking has none. What would fit is more chips, or
+    shorter sequences, of which the memory was counted, or more memory. Fewer chips, or longer sequences, may do,
+    too.
     """
     if ranking.smallest is None:
         return ""

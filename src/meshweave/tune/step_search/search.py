@@ -119,7 +119,7 @@ class StepSearch(BestFirst):
         return self._tree.takes(config, memory_of(self._tree.space.problem, config).total)
 
     def is_preferred(self, part: StepPart) -> bool:
-        """Return whether the configurations of a part are published: see `published.is_published`."""
+        """Return whether configurations of a part have a strategy of published runs, or one tensor rank."""
         match part:
             case LayoutPart():
                 return is_published(part.layout)
