@@ -21,6 +21,7 @@ from meshweave.execute.numpy import run_numpy
 from meshweave.execute.torch.counters import completion_counters
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program.ops import Matmul, Put
+from meshweave.ir.program.parse import parse
 from meshweave.ir.program.release import Release
 from meshweave.lower import lower_one_sided, write_out_tiles
 from meshweave.lower.tiles import tiles
@@ -68,6 +69,33 @@ def test_tiles_compute_what_the_product_does(entry: FusedProduct[Tiles], data: s
         outputs = run_numpy(one, inputs, seed=data.draw(st.integers(0, 9), label="seed")).outputs
         for tensor, value in expected.items():
             np.testing.assert_array_equal(outputs[tensor], value)
+
+
+ADDING = """
+program("adds to what is there")
+q = mesh((4,), ("x",))
+X = tensor((16, 6), "float32")
+W = tensor((6, 3), "float32")
+Y = tensor((16, 3), "float32")
+x = input(X, q[S(0)])
+w = input(W, q[R])
+y = output(Y, q[S(0)])
+compute = lane()
+with q:
+    matmul(y, x, w, lane=compute)
+    matmul(y, x, w, accumulate=1, release=release(tile=(2, 2), update=True), lane=compute)
+"""
+
+
+def test_a_released_product_that_accumulates_adds_once() -> None:
+    """Written out it goes by scratch, to which nothing is added."""
+    program = parse(ADDING)
+    draw = np.random.default_rng(3)
+    shapes = {"X": (16, 6), "W": (6, 3)}
+    inputs = {name: draw.integers(-4, 5, shape).astype("float32") for name, shape in shapes.items()}
+    for one in (program, write_out_tiles(program, 2), lower_one_sided(program)):
+        outputs = run_numpy(one, inputs, seed=1).outputs
+        np.testing.assert_array_equal(outputs["Y"], 2 * inputs["X"] @ inputs["W"])
 
 
 def test_a_region_counts_the_tiles_of_each_lane_that_writes_to_it() -> None:

@@ -132,8 +132,8 @@ def _as_messages(
             return _deliver(rank, src, out, isinstance(op, Accumulate) or _updates(op), op)
         case Matmul(out=out):
             stage = _staging_view(program, rank, out, staging)
-            product = replace(op, out=stage, release=None)
-            return [(rank, product), *_deliver(rank, stage, out, _updates(op), op)]
+            product = replace(op, out=stage, release=None, accumulate=0)
+            return [(rank, product), *_deliver(rank, stage, out, bool(op.accumulate) or _updates(op), op)]
     raise ProgramError("cannot be lowered to send and recv", op=bound.label, rank=rank)
 
 

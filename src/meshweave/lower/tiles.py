@@ -117,13 +117,13 @@ def _tiles_of(op: Op, rank: int, places: _Places, machine_tiles: int) -> Iterato
         if not release.update and op.out.rank is None:
             yield tile
             continue
-        place = places.of(tile.out, rank)
-        yield replace(tile, out=place, release=None, name="")
+        place, adds = places.of(tile.out, rank), release.update or bool(op.accumulate)
+        yield replace(tile, out=place, release=None, accumulate=0, name="")
         delivered = {"out": tile.out, "src": place, "lane": places.lane, "name": op.name}
         if op.out.rank is None:
             yield Copy(release=Release(update=True), **delivered)  # type: ignore[arg-type]
         else:
-            yield Put(release=Release(update=release.update), **delivered)  # type: ignore[arg-type]
+            yield Put(release=Release(update=adds), **delivered)  # type: ignore[arg-type]
 
 
 def _is_box(op: Matmul | Put) -> bool:
