@@ -30,7 +30,7 @@ def every_pair(mesh: tuple[int, int], kinds: int, transport: str, step: int, tim
 
 @pytest.mark.gloo
 def test_pairs_of_placements_with_partial_sums_on_four_ranks() -> None:
-    every_pair((2, 2), 4, "messages", 61, 200)
+    every_pair((2, 2), 4, "messages", 101, 200)
 
 
 @pytest.mark.slow

@@ -65,6 +65,7 @@ def test_trainer_trains_evaluates_and_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow  # Dynamo takes 15 s a rank
 def test_a_compiled_model_takes_batches_of_several_sizes(tmp_path: Path) -> None:
     for answers in _launched([("compiled", "plain", "data_parallel")], 2, tmp_path):
         _check("compiled plain data_parallel", answers["compiled plain data_parallel"])
