@@ -10,7 +10,7 @@ def product_sites(problem: BlockProblem) -> list[ProductSite]:
     """Return the products of a layer."""
     sites = []
     for node in problem.layer.linears:
-        inner = node.result if node.enters else node.operand
+        inner = node.result if node.reads_residual else node.operand
         is_attention = node.group == "attention"
-        sites.append(ProductSite(node.enters, is_attention, problem.hidden, inner.count, inner.unit))
+        sites.append(ProductSite(node.reads_residual, is_attention, problem.hidden, inner.count, inner.unit))
     return sites

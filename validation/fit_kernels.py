@@ -28,7 +28,7 @@ from fit_stacks import sustaining
 from meshweave.calibrate.cluster_toml import kernels_toml
 from meshweave.calibrate.kernel_fit import Hardware, fit_products
 from meshweave.cost.product_table import TableInterpolation, item_bytes
-from meshweave.describe.catalog import kernels_names
+from meshweave.describe.catalog import kernel_constants_names
 from meshweave.describe.machine.kernels import ChipKernels, ProductTable
 from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave.describe.machine.measured_file import (
@@ -200,7 +200,7 @@ def joined(device: str, fits: list[ChipKernels]) -> ChipKernels:
         (streaming.launch_s, streaming.memory_bytes_per_s) if streaming else None,
         switch_reduces=not device.startswith("A100"),  # NVLink SHARP came with the switch of H100
     )
-    if device.lower() not in kernels_names():
+    if device.lower() not in kernel_constants_names():
         return kernels
     fitted = load_kernels(device.lower())  # what validation/fit_stacks.py fitted stays
     shares = {dtype: fitted.sustained_of(dtype) for dtype, _ in products}

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from meshweave.base.errors import UnsupportedError
-from meshweave.cost.exchange import arriving_elements, exchange_bytes, library_of, share_with
+from meshweave.cost.exchange import elements_after_dispatch, exchange_bytes, library_of, share_with
 from meshweave.ir.work import CopyExchange
 
 
@@ -49,5 +49,5 @@ def test_an_unknown_library_is_refused_by_name() -> None:
 
 def test_what_arrives_is_one_copy_a_token_and_rank() -> None:
     work = exchange("hybridep", ranks=8)
-    assert arriving_elements(work) == round(exchange_bytes(work, 8, 1).arriving) // 2
-    assert arriving_elements(work) < 8 * work.tokens * work.part_bytes // 2
+    assert elements_after_dispatch(work) == round(exchange_bytes(work, 8, 1).arriving) // 2
+    assert elements_after_dispatch(work) < 8 * work.tokens * work.part_bytes // 2

@@ -18,7 +18,7 @@ from meshweave.cost.compute import call_s, engine_amount, shape_s
 from meshweave.cost.product_table import interpolation, table_s
 from meshweave.cost.products import product_s, product_seconds
 from meshweave.cost.rates import RankRates
-from meshweave.describe.catalog import kernels_names
+from meshweave.describe.catalog import kernel_constants_names
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.machine.kernels import (
     TILE_MENUS,
@@ -255,7 +255,7 @@ def test_constants_out_of_range_are_refused() -> None:
 
 
 def test_chips_of_the_catalog() -> None:
-    for name in kernels_names():
+    for name in kernel_constants_names():
         kernels = load_kernels(name)
         assert kernels.source and (kernels.products or kernels.collectives)
         is_timed_by_links = name.startswith(("tpu", "h800")) or "-pcie-" in name

@@ -38,7 +38,7 @@ def test_weights_and_what_is_kept_are_sums_over_nodes() -> None:
     sizes = [node.operand.size * node.result.size for node in LAYER.nodes if isinstance(node, Linear)]
     assert LAYER.num_weights == sum(sizes) == 8 * (16 + 2 * 8) + 16 * 8 + 8 * 24 + 12 * 8
     assert LAYER.kept_edges == ("X", "NA", "QKV", "A", "M", "NF", "Y", "H")
-    assert LAYER.homes == {"O": "M", "F": "Z"} and not LAYER.jointly_reduced
+    assert LAYER.sum_of_term == {"O": "M", "F": "Z"} and not LAYER.jointly_reduced
     (attention,) = (node for node in LAYER.nodes if isinstance(node, Attention))
     for window in (1, 3, 5, 9):
         pairs = sum(min(query + 1, window) for query in range(7))

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from meshweave.algorithms.step import load_stack
 from meshweave.base.errors import DescriptionError
 from meshweave.cli.app import app
-from meshweave.describe.catalog import clusters, kernels_names, models
+from meshweave.describe.catalog import clusters, kernel_constants_names, models
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster, cluster_from, load_cluster
 from meshweave.describe.machine.cluster_table import cluster_table
@@ -173,7 +173,7 @@ def test_the_catalog_survives_its_tables() -> None:
         model = load_model(name)
         assert transformer_from(through_json(model_table(model)), "plan") == model
     own = load_cluster("dgx-h100")
-    for name in kernels_names():
+    for name in kernel_constants_names():
         other = replace(own, chip=replace(own.chip, kernels=load_kernels(name)))
         assert cluster_from(through_json(cluster_table(other)), "plan") == other
 

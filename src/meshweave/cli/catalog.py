@@ -10,7 +10,7 @@ import typer
 from meshweave.base.errors import DescriptionError, did_you_mean, printable
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import JSON_HELP, print_json
-from meshweave.describe.catalog import catalog_text, clusters, gpu_names, kernels_names, models
+from meshweave.describe.catalog import catalog_text, clusters, gpu_names, kernel_constants_names, models
 from meshweave.describe.like import table_like
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.gpu import GpuFile, load_gpu
@@ -84,7 +84,7 @@ def catalog(
 
 
 def _names(kind: str) -> tuple[str, ...]:
-    return dict(zip(KINDS, (models, clusters, kernels_names, gpu_names), strict=True))[kind]()
+    return dict(zip(KINDS, (models, clusters, kernel_constants_names, gpu_names), strict=True))[kind]()
 
 
 def _entry(kind: str, name: str) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _print_models(console: Console) -> None:
 
 def _print_kernels(console: Console) -> None:
     rows = []
-    for name in kernels_names():
+    for name in kernel_constants_names():
         kernels = load_kernels(name)
         lists = (", ".join(key for key, _ in of) for of in (kernels.products, kernels.attention))
         rows.append((name, *lists, ", ".join(kind for kind, _ in kernels.collectives)))

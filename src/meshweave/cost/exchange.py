@@ -154,7 +154,7 @@ def exchange_bytes(work: CopyExchange, per_host: int, hosts: int) -> ExchangeByt
     return ExchangeBytes(own, arriving * work.num_ranks, own * work.load * of_host * (hosts - 1))
 
 
-def arriving_elements(work: CopyExchange) -> int:
+def elements_after_dispatch(work: CopyExchange) -> int:
     """Return how many elements the most loaded rank has after an exchange with one copy of a token a rank.
 
     The copies of its own tokens that it keeps are included. An element is two bytes, whatever the dtype.

@@ -22,7 +22,7 @@ def models() -> tuple[str, ...]:
     return _names("models")
 
 
-def kernels_names() -> tuple[str, ...]:
+def kernel_constants_names() -> tuple[str, ...]:
     """Return the catalog names of constants of kernels (such as "h100-sxm5-80gb"), sorted."""
     return _names("kernels")
 

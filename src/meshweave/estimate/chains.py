@@ -91,7 +91,7 @@ def grid_of(skeleton: Skeleton) -> dict[str, int]:
     }
 
 
-def core_ps(skeleton: Skeleton, cost_ps: Callable[[Work], int], machine: Machine | None = None) -> int:
+def makespan_ps(skeleton: Skeleton, cost_ps: Callable[[Work], int], machine: Machine | None = None) -> int:
     """Return the picoseconds from the start of a skeleton to the end of its last rank, computed by the core.
 
     Args:
@@ -112,7 +112,7 @@ def skeleton_code(
 ) -> NDArray[np.int64]:
     """Return a skeleton and the picoseconds of its ops as the integers that the core's `skeleton_ps` takes.
 
-    `cost_ps` and `machine` are those of `core_ps`; csrc/skeleton.cpp reads the integers.
+    `cost_ps` and `machine` are those of `makespan_ps`; csrc/skeleton.cpp reads the integers.
     """
     return np.array(_CodeWriter(skeleton, cost_ps, machine).code(), dtype=np.int64)
 

@@ -15,7 +15,7 @@ from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import Price, price
-from meshweave.estimate.chains import core_ps, hop_ps, is_buffered
+from meshweave.estimate.chains import hop_ps, is_buffered, makespan_ps
 from meshweave.ir.skeleton import Skeleton
 from meshweave.ir.work import Compute, Transfer, Work
 
@@ -85,7 +85,7 @@ class TimedSkeleton:
 
     def total_ps(self) -> int:
         """Return the picoseconds until the last rank ends, exact. Raises ProgramError if over 106 days."""
-        return core_ps(self._skeleton, self._cost_ps, self._machine)
+        return makespan_ps(self._skeleton, self._cost_ps, self._machine)
 
 
 def skeleton_ps(skeleton: Skeleton, cost_ps: CostPs, machine: Machine | None = None) -> int:

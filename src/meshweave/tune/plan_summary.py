@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from meshweave.algorithms.step.executed import divided_twice, uneven_sequence
+from meshweave.algorithms.step.executed import sequence_refusal, zero_refusal
 from meshweave.algorithms.step.problem import Parallelism
 from meshweave.algorithms.step.stacks import IDEAL, fitted_as, is_executed_here
 from meshweave.base.units import format_bytes, format_s
@@ -96,7 +96,7 @@ def step_lines(plan: Planned, steps: StepsRecord, price: float | None) -> Iterat
     yield f"           {_numbers(steps.best, steps, price)}"
     if is_executed_here(steps.stack):
         best = Parallelism(**dict(steps.best.degrees))
-        for refusal in filter(None, (uneven_sequence(best, plan.sequence), divided_twice(best))):
+        for refusal in filter(None, (sequence_refusal(best, plan.sequence), zero_refusal(best))):
             yield f"           {refusal}"
     if reason := steps.reason_above(steps.best.mfu) or _above_published(plan, steps):
         yield f"           {reason}"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshweave.algorithms.step import Parallelism
-from meshweave.algorithms.step.executed import layer_roles, splits_rows, uneven_sequence
+from meshweave.algorithms.step.executed import layer_roles, sequence_refusal, splits_rows
 from meshweave.algorithms.step.space import tensor_strategies
 from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError
 
@@ -56,6 +56,6 @@ def test_rules_are_those_of_modules_with_a_models_own_code(name: str) -> None:
             except LayoutError as error:
                 assert "a multiple" in str(error)
                 is_taken = False
-            assert is_taken == (uneven_sequence(choice, sequence) == ""), (choice, sequence)
+            assert is_taken == (sequence_refusal(choice, sequence) == ""), (choice, sequence)
             refused.add(is_taken)
     assert refused == ({True, False} if name == "megatron_sp" else refused)

@@ -69,7 +69,7 @@ def test_programs_that_are_written_are_not_kept_for_each_size() -> None:
     strategy: Any = SimpleNamespace(mesh=mesh, roles=roles, config=BlockConfig())
     sizes = range(1, PARTS_KEPT + 9)
     sized = [ProductPrograms(site, strategy, 2, 2 * length, torch.float32) for length in sizes]
-    assert all(each.talks == (True, True) for each in sized)
+    assert all(each.communicates == (True, True) for each in sized)
     written = [weakref.ref(each.parts) for each in sized]
     gc.collect()
     assert 0 < sum(each() is not None for each in written) <= PARTS_KEPT

@@ -22,7 +22,7 @@ from meshweave.algorithms.block import BlockAlgorithm
 from meshweave.algorithms.block.roles import DATA_ROLES, RING
 from meshweave.algorithms.block.two_d import IncludedProducts
 from meshweave.algorithms.step import Parallelism
-from meshweave.algorithms.step.executed import divided_twice
+from meshweave.algorithms.step.executed import zero_refusal
 from meshweave.algorithms.step.space import tensor_strategies
 from meshweave.algorithms.step.strategies import StrategyAround
 from meshweave.algorithms.table import STRATEGIES
@@ -97,7 +97,7 @@ def test_what_plans_are_told_of_parts_of_parts_is_what_modules_refuse(name: str)
         range(len(DATA_ROLES)), ((2, 2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1))
     ):
         data, *tensor = sizes
-        said = divided_twice(Parallelism(data=data, tensor=(tensor[0], tensor[1]), zero=zero, strategy=name))
+        said = zero_refusal(Parallelism(data=data, tensor=(tensor[0], tensor[1]), zero=zero, strategy=name))
         refused = False
         try:
             ranks = strategies_of(around(STRATEGIES.named(name), zero, False), sizes)

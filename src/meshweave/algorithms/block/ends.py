@@ -73,14 +73,14 @@ class EndsWriter(LayerWriter):
 
     def _declare_outputs(self) -> None:
         real, one = self.problem.statistics_dtype, (Side("", 1),)
-        self.stored[LOSS] = self.writer.new(LOSS.lower(), LOSS, one, self.roles.nowhere, real, "output")
+        self.stored[LOSS] = self.writer.new(LOSS.lower(), LOSS, one, self.roles.replicated, real, "output")
 
     def _before(self) -> None:
         """Write the embedding: each rank looks up the rows that it has, and they are summed."""
         writer = self.writer
         table = self._gathered(TABLE, self._head, self.roles.weight(False))
         natural = product(self.roles.operand(False), table.dims, ("inner",))
-        landed, out = self.landing("X", self._residual_sides(), natural, self.roles.residual)
+        landed, out = self.result_buffers("X", self._residual_sides(), natural, self.roles.residual)
         ins = (self.stored[TOKENS_IN], self.stored[IDS_IN], table)
         writer.call("embed", (landed,), ins, "elementwise", (writer.elements(landed),))
         writer.move(landed, out.dims, "moved", into=out)
@@ -125,7 +125,7 @@ class EndsWriter(LayerWriter):
         arriving: Stored = writer.move(stored["DX"], gradient_dims(self.roles.product(False)), "all")
         out = stored[f"D{TABLE}"]
         natural = product(self.roles.operand(False), arriving.dims, TOKENS)
-        landed, _ = self.landing(out.tensor, out.sides, natural, out.dims)
+        landed, _ = self.result_buffers(out.tensor, out.sides, natural, out.dims)
         writer.cut()
         writer.zero(landed)
         ins = (stored[TOKENS_IN], stored[IDS_IN], arriving, landed)

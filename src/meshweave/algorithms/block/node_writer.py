@@ -67,7 +67,7 @@ class NodeWriter(BlockTensors):
         name = at.layer.gradient(edge) if at.is_first_reader(edge) else at.contribution(edge)
         return self.new(name, like.sides, like.dims)
 
-    def contributed(self, at: NodePlace[LayerNode], edge: str) -> None:
+    def sum_contributions(self, at: NodePlace[LayerNode], edge: str) -> None:
         """Write the sum of all contributions to the gradient of an edge; do nothing before the last of them."""
         if at.is_first_reader(edge):
             out, (*others, _) = self.stored[at.layer.gradient(edge)], at.layer.contributions(edge)
@@ -118,10 +118,10 @@ class NodeWriter(BlockTensors):
             return result
         weight = self.weight(at)
         operand = self.moved_once(
-            operand, self.roles.operand(at.node.enters), "all", f"{at.operand} gathered"
+            operand, self.roles.operand(at.node.reads_residual), "all", f"{at.operand} gathered"
         )
-        natural = product(operand.dims, weight.dims, (_contracted(at.node.enters),))
-        landed, result = self.landing(out, sides, natural, final)
+        natural = product(operand.dims, weight.dims, (_contracted(at.node.reads_residual),))
+        landed, result = self.result_buffers(out, sides, natural, final)
         self.writer.matmul(landed, operand, weight)
         if at.node.out in at.layer.graph.jointly_reduced and not self.writer.is_by_sites:
             self.unmoved[at.out] = landed
@@ -148,21 +148,23 @@ class NodeWriter(BlockTensors):
         if self._is_2d(at):
             out = self.contribution(at, edge)
             self.writer.product_2d(self.roles.product_2d, "ls", out, arriving, self._weight_as_kept(at))
-            self.contributed(at, edge)
+            self.sum_contributions(at, edge)
             arrived = arriving
             self.then(lambda: self._weight_gradient_2d(weight_name, first, arrived))
             self.end_site()
             return
-        dims = gradient_dims(self.roles.product(node.enters))
+        dims = gradient_dims(self.roles.product(node.reads_residual))
         arriving = self.moved_once(arriving, dims, "all", f"{at.arriving} gathered {dims}")
         if self.roles.keeps_gathered:
             operand = self.stored[f"{at.operand} gathered"]
         else:
-            operand = self.moved_once(first, self.roles.operand(node.enters), "again", f"{at.operand} again")
+            operand = self.moved_once(
+                first, self.roles.operand(node.reads_residual), "again", f"{at.operand} again"
+            )
         weight = self.weight(at)
-        natural = product(arriving.dims, weight.dims, (_contracted(not node.enters),))
+        natural = product(arriving.dims, weight.dims, (_contracted(not node.reads_residual),))
         out = self.contribution(at, edge)
-        landed, out = self.landing(out.tensor, first.sides, natural, first.dims)
+        landed, out = self.result_buffers(out.tensor, first.sides, natural, first.dims)
         self.writer.matmul(landed, arriving, weight, transpose_b=True)
         if self._waits(at, edge):
             self.unmoved[at.contribution(edge)] = landed
@@ -171,7 +173,7 @@ class NodeWriter(BlockTensors):
                 if name in self.unmoved:
                     self.writer.add(landed, self.unmoved[name])
             self.writer.move(landed, first.dims, "moved", into=out)
-            self.contributed(at, edge)
+            self.sum_contributions(at, edge)
         self.then(lambda: self._weight_gradient(weight_name, operand, arriving))
         self.end_site()
 
@@ -234,7 +236,7 @@ class NodeWriter(BlockTensors):
         """Write the product for the gradient of a weight, summed over chunks, and its reduction over ranks."""
         out = self.stored[f"D{weight}"]
         natural = product(rows.dims, columns.dims, TOKENS)
-        landed, _ = self.landing(out.tensor, out.sides, natural, out.dims)
+        landed, _ = self.result_buffers(out.tensor, out.sides, natural, out.dims)
         self.writer.matmul(landed, rows, columns, transpose_a=True, sums_chunks=True)
         self.reduce(landed, out)
 
@@ -242,7 +244,7 @@ class NodeWriter(BlockTensors):
         """Write the same as a 2D product on the last two mesh axes, and its reduction over others."""
         out = self.stored[f"D{weight}"]
         natural = (*product(rows.dims[:-2], columns.dims[:-2], TOKENS), *out.dims[-2:])
-        landed, _ = self.landing(out.tensor, out.sides, natural, out.dims)
+        landed, _ = self.result_buffers(out.tensor, out.sides, natural, out.dims)
         self.writer.product_2d(self.roles.product_2d, "rs", landed, rows, columns)
         self.reduce(landed, out)
 
@@ -272,7 +274,7 @@ class NodeWriter(BlockTensors):
         natural: AxisDims = tuple(dim if dim in own else "partial" for dim in arriving.dims)
         self.reduce(replace(out, dims=natural), out)
 
-    def leave_terms(self, landed: Stored, out: Stored) -> None:
+    def leave_partial_sums(self, landed: Stored, out: Stored) -> None:
         """Do nothing; a subclass records that `landed` has partial sums of a weight's gradient `out`."""
 
     def reduce(self, landed: Stored, out: Stored) -> None:

@@ -143,7 +143,7 @@ def parts_of_writer(
     writer.cut()
     back = _again(first, recompute) + tuple(writer.statements[len(first) :])
     scratch = {name for name in read_first(back) if writer.buffers[name].kind == "scratch"}
-    back = makers_of(scratch, first, "the backward part reads") + back
+    back = calls_writing(scratch, first, "the backward part reads") + back
     for landed in layers.unsummed.values():
         layout = layout_of(mesh, landed.sides, landed.dims)
         writer.buffers[landed.buffer] = replace(writer.buffers[landed.buffer], layout=layout)
@@ -189,7 +189,9 @@ def _multiplies(ops: Iterable[Op]) -> bool:
     )
 
 
-def makers_of(scratch: set[str], statements: tuple[Statement, ...], readers: str) -> tuple[Statement, ...]:
+def calls_writing(
+    scratch: set[str], statements: tuple[Statement, ...], readers: str
+) -> tuple[Statement, ...]:
     """Return the calls among `statements`, none inside loops, that write one of the `scratch` buffers.
 
     `readers` begins the message of an error, as "the backward part reads".
@@ -251,7 +253,7 @@ def _part(
         elif kind == "output" and is_backward != (buffer.tensor or "").startswith(BACKWARD):
             kind = "temp"
         buffers.append(replace(buffer, kind=kind))
-    meanings = reaching(meanings, buffers)
+    meanings = equations_between(meanings, buffers)
     needed = {buffer.tensor for buffer in buffers} | {
         tensor for meaning in meanings for tensor in (meaning.out, *sources_of(meaning))
     }
@@ -271,7 +273,7 @@ def _part(
     )
 
 
-def reaching(meanings: list[Meaning], buffers: Iterable[Buffer]) -> list[Meaning]:
+def equations_between(meanings: list[Meaning], buffers: Iterable[Buffer]) -> list[Meaning]:
     """Return the equations that lead from the input buffers of a program to the tensors of its other buffers.
 
     An equation `Same` of an input and a tensor that is no input is turned round: the tensor equals the

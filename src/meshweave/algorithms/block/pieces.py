@@ -45,7 +45,7 @@ class LayersPiece(LayerWriter):
         self.writer.cut()
         self.unsummed[out.tensor] = landed
 
-    def leave_terms(self, landed: Stored, out: Stored) -> None:
+    def leave_partial_sums(self, landed: Stored, out: Stored) -> None:
         """Record that `landed` has partial sums of a weight's gradient `out`, for the caller to reduce."""
         self.unsummed[out.tensor] = landed
 

@@ -89,7 +89,7 @@ class LayerPlace:
 
     def home(self, edge: str) -> str:
         """Return the name of the tensor whose buffer holds an edge: its own, or a sum made in place of it."""
-        return self._edges[self.graph.homes.get(edge, edge)]
+        return self._edges[self.graph.sum_of_term.get(edge, edge)]
 
     def gradient(self, edge: str) -> str:
         """Return the tensor name of the gradient with respect to an edge; for a term of a sum, the sum's."""

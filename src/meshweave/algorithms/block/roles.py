@@ -251,7 +251,7 @@ class Roles:
         return bool(self.product_2d)
 
     @cached_property
-    def nowhere(self) -> AxisDims:
+    def replicated(self) -> AxisDims:
         """Return the layout of what every rank has whole: "" for each mesh axis."""
         return tuple("" for _ in self.axes)
 

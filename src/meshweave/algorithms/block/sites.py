@@ -83,7 +83,7 @@ class ProductSite:
             return here
         return tuple(h if is_here else dim for dim, h, is_here in zip(left, here, self.gathers, strict=True))
 
-    def beside_buckets(self, roles: Roles, shape: tuple[int, ...]) -> ProductSite:
+    def with_own_gathers(self, roles: Roles, shape: tuple[int, ...]) -> ProductSite:
         """Return the site with `gathers` set, for a caller that gathers many weights at once along some axes.
 
         A product gathers its weight itself along axes whose role has `products_gather`; the caller does along

@@ -135,7 +135,7 @@ class SizedSkeleton:
         return -(-batch // self.batch_parts)
 
     @cached_property
-    def for_weights(self) -> frozenset[int]:
+    def weight_gradient_tasks(self) -> frozenset[int]:
         """Return the indices of the backward tasks that gradients of weights depend on, and DX does not."""
         begin = next((at for at, task in enumerate(self.tasks) if task.access.is_backward), 0)
         numbers = self._leading_to("weight_grad") - self._leading_to("input_grad")
@@ -154,12 +154,13 @@ class SizedSkeleton:
 
         Args:
             config: of it `slices` and `packets` of 2D products count, and nothing else.
-            part: "" for all; "input_grad" leaves out the tasks of `for_weights`, "weight_grad" has these alone.
+            part: "" for all; "input_grad" leaves out the tasks of `weight_gradient_tasks`, "weight_grad" has
+                these alone.
         """
         steps: list[FlatTask] = []
         last: list[tuple[int, ...]] = []  # of each task of this skeleton, the steps that end it
         for number, task in enumerate(self.tasks):
-            if part and (number in self.for_weights) != (part == "weight_grad"):
+            if part and (number in self.weight_gradient_tasks) != (part == "weight_grad"):
                 last.append(())
                 continue
             if isinstance(task, SizedTask):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from meshweave.algorithms.block.parts import BlockParts, makers_of, reaching, read_first
+from meshweave.algorithms.block.parts import BlockParts, calls_writing, equations_between, read_first
 from meshweave.algorithms.block.writer import NEXT_SITE
 from meshweave.base.errors import UnsupportedError
 from meshweave.ir.program import Lane, On, Program, Statement
@@ -52,7 +52,7 @@ def split_backward(parts: BlockParts) -> SplitBackward:
     first, second = _cut(on.body, wanted, outputs - wanted)
     made = {view.buffer for op in ops_of(first) for view in op.writes}
     scratch = {name for name in read_first(second) if whole.buffer_of[name].kind == "scratch"} & made
-    second = (*makers_of(scratch, first, "gradients of weights read"), *second)
+    second = (*calls_writing(scratch, first, "gradients of weights read"), *second)
     passed = tuple(name for name in read_first(second) if name in made)
     if changed := {view.buffer for op in ops_of(second) for view in op.writes} & set(passed):
         raise UnsupportedError(f"gradients of weights change {min(changed)}, which the residual's has left")
@@ -123,7 +123,7 @@ def _program(
         elif kind == "output":
             kind = "temp"
         buffers.append(replace(buffer, kind=kind))
-    meanings = reaching(list(whole.computes), buffers)
+    meanings = equations_between(list(whole.computes), buffers)
     needed = {buffer.tensor for buffer in buffers}
     needed |= {tensor for meaning in meanings for tensor in (meaning.out, *sources_of(meaning))}
     lanes = {op.lane for op in ops_of(statements)}

@@ -89,11 +89,11 @@ class BlockTensors:
         if weight.kind == "matrix":
             return self.roles.weight(weight.sides[0].dim in ("hidden", *WITH_TOKENS))
         if weight.kind in ("whole", "experts"):
-            return self.roles.nowhere
+            return self.roles.replicated
         if weight.sides[-1].dim == "hidden":
             return self.roles.gain
         if weight.sides[-1].dim in ("", *WITH_TOKENS):
-            return self.roles.nowhere
+            return self.roles.replicated
         return tuple("inner" if dim == "inner" else "" for dim in self.roles.core(group == "attention"))
 
     def _declare(self) -> None:
@@ -123,7 +123,7 @@ class BlockTensors:
             POSITIONS.lower(),
             POSITIONS,
             positions,
-            self.roles.nowhere,
+            self.roles.replicated,
             self.problem.statistics_dtype,
             "input",
         )
@@ -161,7 +161,7 @@ class BlockTensors:
 
         It is gathered for each use, or with `roles.keeps_weights` once.
         """
-        return self._gathered(at.node.weight, at.layer, self.roles.weight(at.node.enters))
+        return self._gathered(at.node.weight, at.layer, self.roles.weight(at.node.reads_residual))
 
     def _gathered(self, weight: str, layer: LayerPlace, used: AxisDims) -> Stored:
         tensor = layer.own(weight)
@@ -178,7 +178,9 @@ class BlockTensors:
             kept, self.writer.scratch(out, min(2, self.problem.layers)), used, WEIGHTS
         )
 
-    def landing(self, tensor: str, sides: Sides, natural: AxisDims, final: AxisDims) -> tuple[Stored, Stored]:
+    def result_buffers(
+        self, tensor: str, sides: Sides, natural: AxisDims, final: AxisDims
+    ) -> tuple[Stored, Stored]:
         """Return the buffers of the result of a product: before communication, and after it.
 
         They are one buffer in two layouts if the communication is all-reduces alone, which are in place.

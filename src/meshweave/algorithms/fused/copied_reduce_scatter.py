@@ -16,7 +16,7 @@ from meshweave.algorithms.fused.product import (
     Tiles,
     declarations,
     each_region,
-    end_of_sums,
+    gather_or_copy,
     rank_of,
 )
 from meshweave.algorithms.universal.problem import UniversalProblem
@@ -56,5 +56,5 @@ with tp:
         {others}local(terms[{own}, :], a=a[{own}, :])), release={config.release(update=False)}, lane=compute)
     for s in range({count - 1}):
         add(terms[{own}, :], arrived[{parts.size} * s:{parts.size} * s + {parts.extent("tp.x")}, :], lane=compute)
-    {end_of_sums(problem, parts, f"terms[{own}, :]")}
+    {gather_or_copy(problem, parts, f"terms[{own}, :]")}
 """

@@ -14,7 +14,7 @@ from meshweave.algorithms.fused.product import (
     Tiles,
     declarations,
     each_region,
-    end_of_sums,
+    gather_or_copy,
     rank_of,
 )
 from meshweave.algorithms.universal.problem import UniversalProblem
@@ -48,5 +48,5 @@ with tp:
         {remote_map(first)},
         {each_region(remote_map(owner), count - 2)}local(acc, a=a[{parts.range("tp.x")}, :])),
         release={config.release(update=True)}, lane=compute)
-    {end_of_sums(problem, parts, "acc")}
+    {gather_or_copy(problem, parts, "acc")}
 """

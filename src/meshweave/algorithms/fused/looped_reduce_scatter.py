@@ -13,7 +13,7 @@ from meshweave.algorithms.fused.product import (
     Parts,
     UntiledProduct,
     declarations,
-    end_of_sums,
+    gather_or_copy,
 )
 from meshweave.algorithms.universal.problem import UniversalProblem
 
@@ -47,5 +47,5 @@ with tp:
         matmul(sum((s + 1) % 2)[:{parts.extent(next_part)}, :], a[{parts.range(next_part)}, :], b, lane=compute)
         add(sum((s + 1) % 2)[:{parts.extent(next_part)}, :], arrived(s % 2)[:{parts.extent(next_part)}, :],
             lane=compute)
-    {end_of_sums(problem, parts, last)}
+    {gather_or_copy(problem, parts, last)}
 """

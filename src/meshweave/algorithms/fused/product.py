@@ -198,7 +198,7 @@ def each_region(region: str, count: int) -> str:
     return f"*({region} for s in range({count})), " if count > 0 else ""
 
 
-def end_of_sums(problem: UniversalProblem, parts: Parts, reduced: str) -> str:
+def gather_or_copy(problem: UniversalProblem, parts: Parts, reduced: str) -> str:
     """Return the op after a reduce-scatter: an all-gather if C is replicated, else a copy to C.
 
     `reduced` is the view of the rank's reduced part, `parts` are the parts of the rows of C.

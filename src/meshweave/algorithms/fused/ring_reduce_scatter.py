@@ -17,7 +17,7 @@ from meshweave.algorithms.fused.product import (
     Tiles,
     declarations,
     each_region,
-    end_of_sums,
+    gather_or_copy,
     rank_of,
 )
 from meshweave.algorithms.universal.problem import UniversalProblem
@@ -58,5 +58,5 @@ with tp:
     product(a, b, (
         remote_map(at({following}, acc[{first}]), a=a[{first}]),
         {dma_maps}local(acc[{own}], a=a[{own}])), release={config.release(update=True)}, lane=compute)
-    {end_of_sums(problem, parts, f"acc[{parts.range('tp.x')}, :]")}
+    {gather_or_copy(problem, parts, f"acc[{parts.range('tp.x')}, :]")}
 """

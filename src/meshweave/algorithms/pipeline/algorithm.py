@@ -70,7 +70,7 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
     """A schedule of the stages of a pipeline: subclasses write `schedule`, and may refuse problems.
 
     Actions are computing alone: transfers follow from them, and programs, times and memory from both. Module
-    `one_f_one_b` has `alternating` and `several_stages`, which write and refuse what most variants of 1F1B share.
+    `one_f_one_b` has `alternating` and `refusal_of_several_stages`, which most variants of 1F1B share.
     A planner of training steps asks further methods, which follow from the schedule unless a closed form is known.
 
     Attributes:

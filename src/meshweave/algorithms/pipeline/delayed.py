@@ -17,7 +17,7 @@ from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig, network_of
 from meshweave.algorithms.pipeline.eager import num_eager
-from meshweave.algorithms.pipeline.one_f_one_b import alternating, several_stages
+from meshweave.algorithms.pipeline.one_f_one_b import alternating, refusal_of_several_stages
 from meshweave.algorithms.pipeline.problem import PipelineProblem
 from meshweave.algorithms.pipeline.timing import step_ticks, times_on
 from meshweave.describe.machine.cluster import Cluster
@@ -37,7 +37,7 @@ class DelayedWeights(PipelineAlgorithm):
 
     def refusal(self, problem: PipelineProblem) -> str | None:
         """Return why the stages do not fit, if a pipeline rank holds several; else None."""
-        return several_stages(problem)
+        return refusal_of_several_stages(problem)
 
     def candidates(
         self, problem: PipelineProblem, cluster: Cluster | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
-from meshweave.algorithms.pipeline.one_f_one_b import alternating, several_stages
+from meshweave.algorithms.pipeline.one_f_one_b import alternating, refusal_of_several_stages
 from meshweave.algorithms.pipeline.problem import PipelineProblem
 
 
@@ -24,7 +24,7 @@ class EagerOneForwardOneBackward(PipelineAlgorithm):
 
     def refusal(self, problem: PipelineProblem) -> str | None:
         """Return why the stages do not fit, if a pipeline rank holds several; else None."""
-        return several_stages(problem)
+        return refusal_of_several_stages(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
         """Return 1F1B in which stage i of P runs min(M, 2 (P - i) - 1) of M forwards before its first backward."""

@@ -30,7 +30,7 @@ class OneForwardOneBackward(PipelineAlgorithm):
 
     def refusal(self, problem: PipelineProblem) -> str | None:
         """Return why the stages do not fit, if a pipeline rank holds several; else None."""
-        return several_stages(problem)
+        return refusal_of_several_stages(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
         """Return the schedule in which stage i of P runs P - i forwards, then backwards and forwards in turn."""
@@ -64,7 +64,7 @@ _MANY_RANKS = 16
 """So many ranks are timed faster slot by slot than by their graph."""
 
 
-def several_stages(problem: PipelineProblem) -> str | None:
+def refusal_of_several_stages(problem: PipelineProblem) -> str | None:
     """Return why a schedule of one stage per pipeline rank does not fit; None if it does."""
     if problem.num_ranks < problem.num_stages:
         return f"it has one stage on each pipeline rank, not {problem.num_stages} on {problem.num_ranks}"

@@ -123,7 +123,7 @@ class PricedTasks:
                 elif work.num_ranks > 1:
                     self.collectives += times
             else:
-                self._durations.append(times * compute_ps(problem, adapted_compute(work, products, part)))
+                self._durations.append(times * compute_ps(problem, priced_work(work, products, part)))
                 self._products |= {place} if work.kind == "matmul" else set()
                 self.kernels += times
         self.computing_ps = sum(self._durations)
@@ -219,7 +219,7 @@ def compute_ps(problem: StepProblem, work: Compute) -> int:
     return ticks
 
 
-def adapted_compute(work: Compute, products: ProductDtypes | None, part: ProductPart = "forward") -> Compute:
+def priced_work(work: Compute, products: ProductDtypes | None, part: ProductPart = "forward") -> Compute:
     """Return the work of an op as a step prices it.
 
     Products, and calls of experts, get the dtype that `products` has for their part, if it has one. Attention
@@ -298,7 +298,7 @@ def without_gradients(skeleton: Skeleton) -> Skeleton:
 
 
 def adapted_skeleton(skeleton: Skeleton, products: ProductDtypes | None) -> Skeleton:
-    """Return a skeleton whose ops that compute have the work that `adapted_compute` returns for them.
+    """Return a skeleton whose ops that compute have the work that `priced_work` returns for them.
 
     Without `products` the work inside of 2D products is not changed.
 
@@ -313,7 +313,7 @@ def adapted_skeleton(skeleton: Skeleton, products: ProductDtypes | None) -> Skel
     def changed(task: Task | Part) -> Task | Part:
         if isinstance(task, Task):
             work = task.work
-            return replace(task, work=adapted_compute(work, products)) if isinstance(work, Compute) else task
+            return replace(task, work=priced_work(work, products)) if isinstance(work, Compute) else task
         inner = task.skeleton if products is None else adapted_skeleton(task.skeleton, products)
         return replace(task, skeleton=inner)
 

@@ -69,7 +69,7 @@ def layer_block(problem: StepProblem, parallelism: Parallelism) -> LayerBlock:
     return _block(problem, parallelism, 0, problem.products)
 
 
-def wide_block(problem: StepProblem, parallelism: Parallelism, vocabulary: int) -> LayerBlock:
+def unquantized_block(problem: StepProblem, parallelism: Parallelism, vocabulary: int) -> LayerBlock:
     """Return the layer with all products in the problem's `dtype`, also where its `precision` is a lower one.
 
     Embedding, head and loss are priced so. `vocabulary` is their number of words; 0 for a layer without them.

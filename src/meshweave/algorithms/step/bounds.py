@@ -16,7 +16,7 @@ from copy import copy
 
 from meshweave.algorithms.block import BlockAlgorithm
 from meshweave.algorithms.block.nodes import Kernel, kernels_of
-from meshweave.algorithms.step.block_tasks import adapted_compute, compute_ps
+from meshweave.algorithms.step.block_tasks import compute_ps, priced_work
 from meshweave.algorithms.step.block_time import block_of
 from meshweave.algorithms.step.layers import bare_layer_s, ends_time, layer_time, least_added_s
 from meshweave.algorithms.step.orders import DegreeSizes, place_on_levels
@@ -190,8 +190,8 @@ class LayerBounds:
     def _compute_ps(self, work: Compute) -> int:
         products = self._problem.products
         if products is None or len(set(products)) == 1:
-            return compute_ps(self._problem, adapted_compute(work, products))
-        return min(compute_ps(self._problem, adapted_compute(work, products, part)) for part in PRODUCT_PARTS)
+            return compute_ps(self._problem, priced_work(work, products))
+        return min(compute_ps(self._problem, priced_work(work, products, part)) for part in PRODUCT_PARTS)
 
 
 def _sliced(work: Compute, dim: int, count: int) -> Compute:

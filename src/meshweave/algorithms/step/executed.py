@@ -25,7 +25,7 @@ def check_executed(problem: StepProblem, parallelism: Parallelism) -> None:
     """
     check_parallelism(problem.stack, parallelism)
     check_laid_out(problem, parallelism)
-    if refusal := divided_twice(parallelism):
+    if refusal := zero_refusal(parallelism):
         raise UnsupportedError(refusal)
     if problem.model.is_routed and splits_rows(*layer_roles(parallelism)):
         raise UnsupportedError(
@@ -42,7 +42,7 @@ def splits_rows(roles: Roles, mesh: tuple[int, ...]) -> bool:
     return roles.is_flat or num_parts(roles.residual, mesh, ("hidden",)) > 1
 
 
-def divided_twice(parallelism: Parallelism) -> str:
+def zero_refusal(parallelism: Parallelism) -> str:
     """Return in one line why ZeRO cannot shard the weights over data ranks; "" where it can, or shards nothing.
 
     Included 2D products take weights that are sharded over the rows of their mesh. The runtime does not shard such
@@ -57,7 +57,7 @@ def divided_twice(parallelism: Parallelism) -> str:
     )
 
 
-def uneven_sequence(parallelism: Parallelism, sequence: int) -> str:
+def sequence_refusal(parallelism: Parallelism, sequence: int) -> str:
     """Return in one line why layers with a model's own code do not take a sequence; "" where they do.
 
     Where a rank has fewer tokens of the residual than in attention, all ranks must have equal shares of them.

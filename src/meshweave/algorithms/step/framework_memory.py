@@ -47,7 +47,7 @@ from meshweave.algorithms.step.memory import (
     tables_parameters,
 )
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
-from meshweave.algorithms.step.routing import load_of
+from meshweave.algorithms.step.routing import expert_load
 from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.describe.model.nodes import KeptKind
 
@@ -80,7 +80,7 @@ def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute:
 
 def _of_experts(problem: StepProblem, parallelism: Parallelism, amount: int, is_whole: bool) -> int:
     """Return what the most loaded rank has of copies of tokens; `is_whole`: each rank of an expert has all."""
-    load = load_of(problem, parallelism)
+    load = expert_load(problem, parallelism)
     return math.ceil(amount * load * (parallelism.expert_tensor if is_whole else 1))
 
 
@@ -290,7 +290,7 @@ def _working_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
     if layer.num_experts > 1:  # gradients of copies, before and after, and inside of experts
         inside = sum(row.elements for row in layer.kept({"experts"}))
         both = sum(layer.features[edge].size for edge, place in layer.places.items() if place == "experts")
-        moved = tokens * e * (inside + both * parallelism.expert_tensor) * load_of(problem, parallelism)
+        moved = tokens * e * (inside + both * parallelism.expert_tensor) * expert_load(problem, parallelism)
         working += math.ceil(moved / num_parts("residual"))
     if num_parts("operand_in") < num_parts("residual"):
         working += -(-tokens * e * problem.model.hidden // num_parts("operand_in"))

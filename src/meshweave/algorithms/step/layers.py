@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.step.block_tasks import PartTime, compute_ps
-from meshweave.algorithms.step.block_time import LayerBlock, layer_block, layer_key, wide_block
+from meshweave.algorithms.step.block_time import LayerBlock, layer_block, layer_key, unquantized_block
 from meshweave.algorithms.step.host import IssueCounts
 from meshweave.algorithms.step.host_time import issued_s, stalls_s, unfused_of
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
@@ -205,7 +205,7 @@ def _ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, 
     vocabulary = problem.model.vocab_size
     if not vocabulary:
         return none, none
-    split, plain = (wide_block(problem, parallelism, each).split for each in (vocabulary, 0))
+    split, plain = (unquantized_block(problem, parallelism, each).split for each in (vocabulary, 0))
     if split is None or plain is None:
         return None
     logits_s = eager_logits_s(problem, parallelism, problem.stack.logit_bytes[1])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from meshweave.algorithms.step.memory import ShardedParameters
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
-from meshweave.algorithms.step.routing import load_of
+from meshweave.algorithms.step.routing import expert_load
 from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.describe.model.experts import Experts
 
@@ -55,7 +55,11 @@ def _sizes(problem: StepProblem, parallelism: Parallelism) -> Iterator[tuple[flo
         inner *= size
     for node in problem.model.layer.linears:
         operand, result = node.operand.size, node.result.size
-        yield (operand / residual, result / inner) if node.enters else (operand / inner, result / residual)
+        yield (
+            (operand / residual, result / inner)
+            if node.reads_residual
+            else (operand / inner, result / residual)
+        )
     if not problem.stack.grouped_experts:
         yield from _expert_sizes(problem, parallelism)
 
@@ -63,7 +67,7 @@ def _sizes(problem: StepProblem, parallelism: Parallelism) -> Iterator[tuple[flo
 def _expert_sizes(problem: StepProblem, parallelism: Parallelism) -> Iterator[tuple[float, float]]:
     """Yield the same of both products of the experts of a token; those of grouped kernels include their casts."""
     p = parallelism
-    copies = load_of(problem, p) / (p.context * p.tensor_size)
+    copies = expert_load(problem, p) / (p.context * p.tensor_size)
     for node in problem.model.layer.nodes:
         if isinstance(node, Experts):
             hidden, inner = (

@@ -55,7 +55,7 @@ def _drawn_by(problem: StepProblem, p: Parallelism) -> tuple[int, int, int, int,
     return layer.num_experts, p.expert, chosen, tokens, problem.imbalance
 
 
-def load_of(problem: StepProblem, parallelism: Parallelism) -> float:
+def expert_load(problem: StepProblem, parallelism: Parallelism) -> float:
     """Return the expected copies of tokens on the busiest expert rank over the average; 1 without experts."""
     ranks = expert_ranks(problem, parallelism)
     return ranks.load if ranks is not None else 1.0

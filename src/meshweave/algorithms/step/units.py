@@ -151,9 +151,9 @@ class Unit:
 
     def software_flops(self, part: PartKind) -> int:
         """Return the work that the software adds to a part, as FLOPs at the rate of the chip."""
-        forward, backward, for_weights = self.extra_flops
-        whole = {"forward": forward, "backward": backward, "weight_grad": for_weights}
-        return whole.get(part, backward - for_weights)
+        forward, backward, weight_gradient_tasks = self.extra_flops
+        whole = {"forward": forward, "backward": backward, "weight_grad": weight_gradient_tasks}
+        return whole.get(part, backward - weight_gradient_tasks)
 
     @cached_property
     def split(self) -> SplitBackward:

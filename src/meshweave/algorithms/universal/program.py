@@ -23,7 +23,7 @@ from meshweave.algorithms.universal.issue_order import (
 )
 from meshweave.algorithms.universal.panels import OwnedBlock, ProductStep, Span
 from meshweave.algorithms.universal.problem import OPERANDS, Operand, UniversalProblem
-from meshweave.algorithms.universal.reduction import merges_replicas, owned_share, partial_sums, replicas_of
+from meshweave.algorithms.universal.reduction import merges_replicas, partial_sums, replicas_of, share_to_sum
 from meshweave.algorithms.universal.schedule import IssueOrder
 from meshweave.algorithms.universal.slicing import Slicing
 from meshweave.describe.layout.meshes import ProgramMeshes
@@ -220,7 +220,7 @@ class _UniversalProgramBuilder:
     def _sum_share(self, rank: int) -> Iterator[list[Op]]:
         """Sum a rank's share of its block of C over all replicas, each of which has computed a term of it (the
         paper's reduce_replicas)."""
-        rows, columns = owned_share(self.slicing, rank)
+        rows, columns = share_to_sum(self.slicing, rank)
         shape = rows[1] - rows[0], columns[1] - columns[0]
         if 0 in shape:
             return
@@ -231,7 +231,7 @@ class _UniversalProgramBuilder:
     def _fetch_shares(self, rank: int) -> Iterator[list[Op]]:
         """Fetch from each replica of C the share that it owns (the paper's broadcast_replica)."""
         for replica in self._other_replicas(rank):
-            share = _view("c", *owned_share(self.slicing, replica))
+            share = _view("c", *share_to_sum(self.slicing, replica))
             if share.num_elements:
                 yield [Get(out=share, src=replace(share, rank=replica), lane=GET)]
 

@@ -120,7 +120,7 @@ def replicas_of(slicing: Slicing, rank: int) -> tuple[int, ...]:
     return tuple(holder for holder in c.holders[c.block_of[rank]] if group_of[holder] == group_of[rank])
 
 
-def owned_share(slicing: Slicing, rank: int) -> tuple[Span, Span]:
+def share_to_sum(slicing: Slicing, rank: int) -> tuple[Span, Span]:
     """Return which part of its shard of C a rank sums over its replicas, which then copy it.
 
     It is (rows, columns), each [start, stop) in the shard: a cut along the longer dim of C, and the other dim

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from meshweave.algorithms.universal.panels import OwnedBlock
 from meshweave.algorithms.universal.problem import OPERANDS
-from meshweave.algorithms.universal.reduction import owned_share, partial_sums, replicas_of
+from meshweave.algorithms.universal.reduction import partial_sums, replicas_of, share_to_sum
 from meshweave.algorithms.universal.slicing import Slicing, split_counts
 from meshweave.base.units import dtype_bytes
 from meshweave.ir.volume import PhaseVolume, RankVolume, Volume
@@ -56,10 +56,10 @@ def _merge_replicas(phase: PhaseVolume, slicing: Slicing, rank: int, element_byt
         if holder == rank:
             continue
         if slicing.config.stationary == "c":
-            share = OwnedBlock(holder, *owned_share(slicing, rank))
+            share = OwnedBlock(holder, *share_to_sum(slicing, rank))
             _fetch(phase, rank, (share,), element_bytes)
             phase[rank].local_bytes += element_bytes * share.num_elements
-        _fetch(phase, rank, (OwnedBlock(holder, *owned_share(slicing, holder)),), element_bytes)
+        _fetch(phase, rank, (OwnedBlock(holder, *share_to_sum(slicing, holder)),), element_bytes)
 
 
 def _fetch(

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from meshweave.base.errors import DescriptionError
 from meshweave.base.units import DTYPES
-from meshweave.describe.catalog import catalog_text, kernels_names
+from meshweave.describe.catalog import catalog_text, kernel_constants_names
 from meshweave.describe.files import (
     Count,
     Duration,
@@ -211,7 +211,7 @@ def load_kernels(name_or_path: str, folder: Path | None = None) -> ChipKernels:
     Raises:
         DescriptionError: there is no such entry or file, or the description is wrong.
     """
-    if name_or_path not in kernels_names() and is_path(name_or_path):
+    if name_or_path not in kernel_constants_names() and is_path(name_or_path):
         path = (folder or Path()) / name_or_path
         return replace(kernels_from(load_table(path), path, path.parent), reference=str(path.resolve()))
     return _from_catalog(name_or_path)

@@ -95,7 +95,7 @@ class LayerGraph(Shown):
         return self._readers[edge]
 
     @cached_property
-    def homes(self) -> dict[str, str]:
+    def sum_of_term(self) -> dict[str, str]:
         """Return {term: sum}, both as edges: the one term of each sum that is written to the buffer of that sum.
 
         A term may be it if the sum alone reads it, and the gradient of its maker does not. Of those the first

@@ -250,7 +250,7 @@ class Linear(LayerNode):
         return self.result
 
     @property
-    def enters(self) -> bool:
+    def reads_residual(self) -> bool:
         """Return whether its operand is the residual or a latent, as Megatron's column-parallel ones have."""
         return self.operand.dim in ("hidden", *WITH_TOKENS)
 

@@ -196,5 +196,5 @@ def program_bytes(program: Program) -> int:
 
 def description_bytes(program: Program) -> int:
     """Return about how many bytes Python's objects for a program take on the rank with most ops as written."""
-    num_ops = Counter(rank for _, ranks in program.placed_ops() for rank in ranks)
+    num_ops = Counter(rank for _, ranks in program.ops_with_ranks() for rank in ranks)
     return BYTES_PER_PROGRAM + BYTES_PER_OP * max(num_ops.values(), default=0)

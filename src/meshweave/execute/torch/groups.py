@@ -27,7 +27,7 @@ def assign_channels(program: Program, *, shared: bool = True) -> dict[str, int]:
     other down. Without `shared` each lane has its own.
     """
     reach: dict[str, _RankPairs] = {}
-    for op, ranks in program.placed_ops():
+    for op, ranks in program.ops_with_ranks():
         if isinstance(op, (Send, Recv)):
             reach.setdefault(op.lane, _RankPairs()).add_messages(program, op, ranks)
         elif isinstance(op, (Permute, Collective)):

@@ -15,7 +15,7 @@ from meshweave._core import prove
 from meshweave.base.errors import MeshweaveError
 from meshweave.base.limits import PROOF_ELEMENTS, PROOF_WORK
 from meshweave.ir.analysis.native_labels import label_columns
-from meshweave.ir.analysis.proof import most_summands, num_buffer_elements, undeclared
+from meshweave.ir.analysis.proof import most_summands, num_buffer_elements, trust_notes
 from meshweave.ir.columns.proof import ProofColumns
 from meshweave.ir.program import Program
 
@@ -59,7 +59,7 @@ class CoreProof:
         elif verdict is Verdict.UNLABELLED:
             self.skipped = (f"index labels: the program {PROOF_WORK.refusal()}",)
         else:
-            self.skipped = undeclared(program)
+            self.skipped = trust_notes(program)
 
 
 def proof_columns(program: Program, labels: bool) -> dict[str, NDArray[np.int64]]:

@@ -92,10 +92,10 @@ def prove_outputs(flow: Dataflow, order: Sequence[Event]) -> tuple[str, ...]:
             assert buffer.layout is not None
             for rank in program.mesh_of[buffer.mesh].ranks:
                 _check_output(algebra, interpreter, buffer, buffer.layout, rank)
-    return (*undeclared(program), *interpreter.notes)
+    return (*trust_notes(program), *interpreter.notes)
 
 
-def undeclared(program: Program) -> tuple[str, ...]:
+def trust_notes(program: Program) -> tuple[str, ...]:
     """Return sentences on what no meaning declares and so is not proved: outputs, and what calls make."""
     computed = {meaning.out for meaning in program.computes}
     outputs = [b.tensor for b in program.buffers if b.kind == "output" and b.tensor not in computed]

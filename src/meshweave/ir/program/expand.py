@@ -26,7 +26,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index, Var, evaluate
 from meshweave.ir.program.include import Include, include_error
 from meshweave.ir.program.ops import Fence, Op
-from meshweave.ir.program.renaming import RankMap, Renaming, fresh_name, placing_loops, region_of
+from meshweave.ir.program.renaming import RankMap, Renaming, fresh_name, must_unroll, region_of
 from meshweave.ir.program.statements import On, Repeat, Statement, When, ops_of, rewrite, statements_of
 from meshweave.ir.program.views import View
 from meshweave.ir.program.written import Buffer, WrittenProgram
@@ -105,7 +105,7 @@ class _Expansion:
                     out.append(
                         When(renaming.index(statement.condition), self._body(statement.body, values, loops))
                     )
-                case Repeat(var=var) if placing_loops(statement):
+                case Repeat(var=var) if must_unroll(statement):
                     for turn in range(_num_turns(statement, renaming)):
                         out += self._body(statement.body, {**values, var: turn}, loops)
                 case Repeat(var=var, count=count):
@@ -287,7 +287,7 @@ def placements(program: WrittenProgram, op: Include) -> Iterator[dict[int, int]]
     Raises:
         ProgramError: the ranks depend on a loop index, or do not fit.
     """
-    if not op.placing_names:
+    if not op.rank_variables:
         yield op.rank_map(program.mesh_of, {})
         return
     seen: set[tuple[tuple[int, int], ...]] = set()

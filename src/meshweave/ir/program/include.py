@@ -150,7 +150,7 @@ class Include(Collective):
         return (*reads, *((WRITE, view) for formal, view in self.buffers if kinds.get(formal) == "output"))
 
     @cached_property
-    def placing_names(self) -> frozenset[str]:
+    def rank_variables(self) -> frozenset[str]:
         """Return the loop indices and coordinates on which the choice of ranks depends."""
         return frozenset(
             name for _, submesh in self.meshes for index in submesh.indices for name in names_in(index)

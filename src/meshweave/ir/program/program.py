@@ -123,7 +123,7 @@ class Program(Shown, WrittenProgram):
         """
         return expand(self) if self.includes else self
 
-    def placed_ops(self) -> Iterator[tuple[Op, tuple[int, ...]]]:
+    def ops_with_ranks(self) -> Iterator[tuple[Op, tuple[int, ...]]]:
         """Yield (op, ranks) for every op as written: the global ranks that are in all `On` blocks around it.
 
         Conditions and loops do not count, and an include is one op, whose meshes do not count.
@@ -251,12 +251,12 @@ class Program(Shown, WrittenProgram):
         """Return the global ranks that run an include, as the keys of a dict.
 
         They are in the order of its sub-program's ranks. `env` has the values of the variables on which the
-        choice depends (`Include.placing_names`).
+        choice depends (`Include.rank_variables`).
 
         Raises ProgramError where the sub-meshes of the include do not fit its sub-program, or are outside of
         their meshes.
         """
-        key = (id(op), *(env.get(name) for name in op.placing_names))
+        key = (id(op), *(env.get(name) for name in op.rank_variables))
         if key not in self._include_ranks:
             try:
                 ranks = op.rank_map(self.mesh_of, env)

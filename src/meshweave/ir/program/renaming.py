@@ -233,12 +233,12 @@ def _within(inner: Selector, outer: Selector) -> Selector:
     return Blocked(outer.start + inner.first, inner.block, inner.stride, start, stop)
 
 
-def placing_loops(statement: Repeat) -> bool:
+def must_unroll(statement: Repeat) -> bool:
     """Return whether the ranks of an include in a loop depend on its index, so that it must be unrolled."""
 
     def depends(body: Iterable[Statement]) -> bool:
         for inner in body:
-            if isinstance(inner, Include) and statement.var in inner.placing_names:
+            if isinstance(inner, Include) and statement.var in inner.rank_variables:
                 return True
             if isinstance(inner, (On, When)) and depends(inner.body):
                 return True

@@ -290,7 +290,7 @@ class AnatomyReader:
             if call.path[len(prefix) :] in layer.linears or not is_matrix(call.module)
         }
         for name, part in list(layer.linears.items()):
-            if part.enters and name not in read:
+            if part.reads_residual and name not in read:
                 del layer.linears[name]
                 layer.rows.append(name)
                 self.residual.add(f"{prefix}{name}")
@@ -301,7 +301,7 @@ class AnatomyReader:
         calls = {path[len(prefix) :]: call for path, call in self.calls.items() if path.startswith(prefix)}
         taken: dict[str, str] = {}
         for name, part in list(layer.linears.items()):
-            if part.enters:
+            if part.reads_residual:
                 continue
             into, through = self._into(calls, prefix, name)
             if not into:
@@ -311,7 +311,7 @@ class AnatomyReader:
                     raise UnsupportedError(f"{prefix}{each} leads to both {taken[each]} and {name}")
                 taken[each] = name
             self._read_half(calls, prefix, layer, name, into, through)
-        idle = [name for name, part in layer.linears.items() if part.enters and name not in taken]
+        idle = [name for name, part in layer.linears.items() if part.reads_residual and name not in taken]
         if idle:
             raise UnsupportedError(
                 f"{prefix}{idle[0]} leads to no linear layer that leaves the inner features"
@@ -394,6 +394,6 @@ class AnatomyReader:
         for name, part in layer.linears.items():
             if name in layer.latent_out:
                 continue
-            key = (id(calls[name].operand), taken[name]) if part.enters else (id(name), "")
+            key = (id(calls[name].operand), taken[name]) if part.reads_residual else (id(name), "")
             groups.setdefault(key, []).append(name)
         layer.groups = [tuple(group) for group in groups.values()]

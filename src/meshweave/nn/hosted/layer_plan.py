@@ -153,7 +153,10 @@ class LayerReplacements:
     def _linear(self, path: str) -> HostedLinear:
         part = self.parts.linears[path]
         name, linear = self._module(path)
-        options: dict[str, Any] = {"place": "in" if part.enters else "out", "is_attention": part.is_attention}
+        options: dict[str, Any] = {
+            "place": "in" if part.reads_residual else "out",
+            "is_attention": part.is_attention,
+        }
         if part.is_attention:
             own = next(
                 each for each in self.parts.attention if path in each.columns.of or path == each.leaving
@@ -161,12 +164,12 @@ class LayerReplacements:
             if self.shares_heads:
                 units = self.units[own.path]
                 options["units"] = (
-                    attention_units(own.columns, path, units) if part.enters else FeatureUnits(units)
+                    attention_units(own.columns, path, units) if part.reads_residual else FeatureUnits(units)
                 )
-            elif part.enters:
+            elif part.reads_residual:
                 of_group = (own.columns.features[each] for each in self.group_of[path])
                 options["units"] = FeatureUnits(math.gcd(*of_group))
-        elif part.enters:
+        elif part.reads_residual:
             if part.leaving not in self.parts.features:
                 raise UnsupportedError(
                     f"{name}: what it computes comes back to the residual neither by softmax attention nor by a "

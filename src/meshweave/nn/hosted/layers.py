@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from meshweave.nn.hosted.parts import Anatomy
 from meshweave.nn.hosted.residual import Tokens
 from meshweave.nn.parallel.strategy import LayerStrategy
-from meshweave.nn.parallel.uses import ParameterUse, ThroughoutUse, run_with
+from meshweave.nn.parallel.uses import ParameterUse, ThroughoutUse, run_opened
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class HostedLayer:
         with nullcontext() if tokens.ids is not None else model.dropping():
             if not self.opens or model.strategy.is_alone or torch.compiler.is_compiling():
                 return run(*given, **named)
-            return run_with(
+            return run_opened(
                 self.use,
                 lambda: run(*given, **named),
                 frees=not model.strategy.roles.keeps_weights,
@@ -197,7 +197,7 @@ class OtherStage(nn.Module):  # type: ignore[misc]
         return passed(model, number, x, results)
 
 
-class NotHere(nn.Module):  # type: ignore[misc]
+class OtherStageModule(nn.Module):  # type: ignore[misc]
     """Stands where another stage of a pipeline has a table or a norm."""
 
     def __init__(self, tokens: Tokens) -> None:

@@ -22,7 +22,7 @@ from meshweave.nn.hosted.drops import RankDropout, sources_of
 from meshweave.nn.hosted.inputs import HostedArguments, returned, splits_rows, taken_by, with_own_signature
 from meshweave.nn.hosted.last_position import share_last_position
 from meshweave.nn.hosted.layer_plan import LayerReplacements
-from meshweave.nn.hosted.layers import HostedLayer, LayerSpan, NotHere, OtherStage, StopError
+from meshweave.nn.hosted.layers import HostedLayer, LayerSpan, OtherStage, OtherStageModule, StopError
 from meshweave.nn.hosted.linears import HostedLinear
 from meshweave.nn.hosted.own_modules import HostedEmbedding, OwnModule, OwnTable, hosted_norm
 from meshweave.nn.hosted.residual import Tokens, as_plain
@@ -154,7 +154,7 @@ class HostedModel(ParallelModel):
             owner, _, key = name.rpartition(".")
             whole = module.get_submodule(owner)._parameters[key]
             sides = tuple(Side("", int(size)) for size in whole.shape)
-            layout = ParameterLayout(sides, self.strategy.roles.nowhere)
+            layout = ParameterLayout(sides, self.strategy.roles.replicated)
             module.get_submodule(owner)._parameters[key] = layout.distribute(name, whole, self.strategy)
         for path, new in self._new.items():
             if path == names.head and self.tied is not None:
@@ -327,7 +327,7 @@ class HostedModel(ParallelModel):
         gone = ([] if first == 0 else before) + ([] if end == len(self.blocks) else after)
         for path in gone:
             owner, _, name = path.rpartition(".")
-            setattr(module.get_submodule(owner), name, NotHere(self.tokens))
+            setattr(module.get_submodule(owner), name, OtherStageModule(self.tokens))
 
 
 class HostedHead(ParallelLinear):

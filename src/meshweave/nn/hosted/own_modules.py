@@ -42,9 +42,9 @@ def kept_whole(strategy: LayerStrategy, whole: Tensor, dims: AxisDims) -> KeptPa
         whole: the parameter.
         dims: for each mesh axis, which dim it splits of what the parameter is computed with.
     """
-    nowhere = strategy.roles.nowhere
-    layout = ParameterLayout(tuple(Side("", int(size)) for size in whole.shape), nowhere)
-    return KeptParameter(strategy, layout, nowhere, terms(dims, _SPLITS))
+    replicated = strategy.roles.replicated
+    layout = ParameterLayout(tuple(Side("", int(size)) for size in whole.shape), replicated)
+    return KeptParameter(strategy, layout, replicated, terms(dims, _SPLITS))
 
 
 class OwnModule(nn.Module):  # type: ignore[misc]

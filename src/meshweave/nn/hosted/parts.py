@@ -34,7 +34,7 @@ class LinearPart:
 
     Attributes:
         path: its name in the layer.
-        enters: whether it makes inner features, and does not lead from them back to the residual.
+        reads_residual: whether it makes inner features, and does not lead from them back to the residual.
         is_attention: whether its inner features are those of heads, and not of a feed-forward part.
         parts, unit: of one that enters a feed-forward part: how many matrices lie side by side in its columns, and
             how many consecutive columns an inner feature has in each.
@@ -42,7 +42,7 @@ class LinearPart:
     """
 
     path: str
-    enters: bool
+    reads_residual: bool
     is_attention: bool
     parts: int = 1
     unit: int = 1

@@ -53,8 +53,8 @@ class HostedRouter(OwnModule):
         tokens, roles = self._tokens, self.layer_strategy.roles
         rows = tokens.rows_of(as_plain(logits), roles.residual)
         side = (Side("", int(logits.shape[1])),)
-        there = PlacedMove(self.layer_strategy, side, roles.residual, roles.nowhere)
-        back = PlacedMove(self.layer_strategy, side, roles.nowhere, roles.residual)
+        there = PlacedMove(self.layer_strategy, side, roles.residual, roles.replicated)
+        back = PlacedMove(self.layer_strategy, side, roles.replicated, roles.residual)
         whole = MovedRows.apply(rows, there, back, *tokens.sizes).flatten(0, 1)
         return (whole, *rest)
 

@@ -18,7 +18,7 @@ from meshweave.nn.parallel.parameters import fill, on_meta
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.structure import LayerMap, check_heads, check_layer, dropout_after
 from meshweave.nn.parallel.units import FeatureUnits
-from meshweave.nn.parallel.uses import ParameterUse, entries_of, run_with
+from meshweave.nn.parallel.uses import ParameterUse, entries_of, run_opened
 
 
 class ParallelBlock(nn.Module):  # type: ignore[misc]
@@ -115,7 +115,7 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
         """
         if not self.opens or self.layer_strategy.is_alone or torch.compiler.is_compiling():
             return self._computed(x, batch, sequence, rotary)
-        return run_with(
+        return run_opened(
             self.use,
             lambda: self._computed(x, batch, sequence, rotary),
             frees=not self.layer_strategy.roles.keeps_weights,

@@ -172,8 +172,8 @@ class ParameterBucket:
     @cached_property
     def gather(self) -> SizedMove:
         """Return the program that gathers it: from this rank's row to those of all along gathered axes."""
-        nowhere = self.strategy.roles.nowhere
-        return sized_move(MoveSite(self._sides, self._kept_dims, nowhere), self.strategy, self.dtype, True)
+        replicated = self.strategy.roles.replicated
+        return sized_move(MoveSite(self._sides, self._kept_dims, replicated), self.strategy, self.dtype, True)
 
     @property
     def is_in_place(self) -> bool:
@@ -349,8 +349,8 @@ class NumberedSum:
         self._num_terms = math.prod(
             size for size, dim in zip(strategy.mesh.shape, terms, strict=True) if dim == "partial"
         )
-        self._site = MoveSite((Side("", count + 1),), terms, strategy.roles.nowhere)
-        site = PlacedMove(strategy, (Side("", count),), terms, strategy.roles.nowhere, has_tokens=False)
+        self._site = MoveSite((Side("", count + 1),), terms, strategy.roles.replicated)
+        site = PlacedMove(strategy, (Side("", count),), terms, strategy.roles.replicated, has_tokens=False)
         self._traced = Mover(site)
 
     def __call__(self, values: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
             raise LayoutError(f"{name}: {inner} features do not fall into {self.real_units} units")
         site = ProductSite(place == "in", is_attention, hidden, count, inner // self.real_units, stored)
         is_given = stored is not None
-        self.site = site if is_given else site.beside_buckets(strategy.roles, strategy.mesh.shape)
+        self.site = site if is_given else site.with_own_gathers(strategy.roles, strategy.mesh.shape)
         self.layer_strategy = strategy
         self._lay_parameters(linear, name)
         self.is_local = strategy.is_alone or self.site.is_local(strategy.roles)

@@ -46,13 +46,13 @@ class VocabularyLoss:
         partial = terms(tuple(d if d in (*TOKENS, "inner") else "" for d in dims), ("inner",))
         self.greatest = Mover(PlacedMove(strategy, (), partial, self.token_dims, op="max"))
         self.sums = Mover(PlacedMove(strategy, (Side("", 2),), partial, self.token_dims))
-        nowhere = strategy.roles.nowhere
+        replicated = strategy.roles.replicated
         over_tokens = terms(self.token_dims, TOKENS)
         self.total = NumberedSum(strategy, 1, over_tokens)
         self.sum_beside: SumBeside | None = None
         vocabulary = (self.words,)
         self.whole = Mover(
-            PlacedMove(strategy, vocabulary, dims, nowhere), PlacedMove(strategy, vocabulary, nowhere, dims)
+            PlacedMove(strategy, vocabulary, dims, replicated), PlacedMove(strategy, vocabulary, replicated, dims)
         )
 
     def __call__(self, logits: Tensor, targets: Tensor, num_items: Tensor | float | None = None) -> Tensor:

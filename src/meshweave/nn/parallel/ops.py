@@ -108,7 +108,7 @@ def block_product(x: Tensor, weights: list[Tensor], number: int, batch: int, seq
 def _multiply(x: Tensor, weights: Sequence[Tensor], number: int, batch: int, sequence: int) -> list[Tensor]:
     """Return what `block_product` does."""
     product, sized = _sized(number, batch, sequence, x.dtype)
-    if not sized.talks[0] and not sized.kept:
+    if not sized.communicates[0] and not sized.kept:
         return [torch.nn.functional.linear(x, weight) for weight in weights]
     bound = sized.bound(False, x.device)
     target = bound.inputs["x"]
@@ -164,7 +164,7 @@ def _multiply_back(
 ) -> list[Tensor]:
     """Return what `block_product_back` does."""
     product, sized = _sized(number, batch, sequence, x.dtype)
-    if not sized.talks[1] and not kept:
+    if not sized.communicates[1] and not kept:
         return _local_gradients(arriving, x, weights)
     bound = sized.bound(True, x.device)
     _fill(bound.inputs["dy"].view(sized.result_shape), arriving, product, 2)
@@ -254,6 +254,6 @@ def multiply(x: Tensor, weights: Sequence[Tensor], number: int, batch: int, sequ
     if torch.compiler.is_compiling():
         return list(block_product(x, list(weights), number, batch, sequence)[: len(weights)])
     _, sized = _sized(number, batch, sequence, x.dtype)
-    if not sized.kept and sized.talks == (False, False):
+    if not sized.kept and sized.communicates == (False, False):
         return [torch.nn.functional.linear(x, weight) for weight in weights]
     return list(_EagerProduct.apply(number, batch, sequence, x, *weights)[: len(weights)])

@@ -21,7 +21,7 @@ from meshweave.algorithms.block.sides import layout_of
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Tile
 from meshweave.execute.torch import compat
-from meshweave.nn.parallel.put_gradients import lying_as
+from meshweave.nn.parallel.put_gradients import with_strides_of
 from meshweave.nn.parallel.strategy import LayerStrategy
 
 
@@ -168,7 +168,7 @@ class _LocalParts(torch.autograd.Function):  # type: ignore[misc]
         pairs = zip(ctx.parameters, grads, strict=True)
         return tuple(
             [
-                None if grad is None else compat.from_spec(lying_as(each, grad), compat.spec_of(each))
+                None if grad is None else compat.from_spec(with_strides_of(each, grad), compat.spec_of(each))
                 for each, grad in pairs
             ]
         )

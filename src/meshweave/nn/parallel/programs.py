@@ -28,7 +28,7 @@ PARTS_KEPT = 32
 
 def communicates(program: Program) -> bool:
     """Return whether any op of a program communicates with another rank."""
-    return any(op.kind not in COMPUTE_KINDS for op, _ in program.expanded.placed_ops())
+    return any(op.kind not in COMPUTE_KINDS for op, _ in program.expanded.ops_with_ranks())
 
 
 def bound_program(
@@ -89,7 +89,7 @@ class ProductPrograms:
         return _product_parts(self)
 
     @cached_property
-    def talks(self) -> tuple[bool, bool]:
+    def communicates(self) -> tuple[bool, bool]:
         """Return whether the forward program communicates, and whether the backward one does."""
         return communicates(self.parts.forward), communicates(self.parts.backward)
 

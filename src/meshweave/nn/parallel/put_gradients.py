@@ -46,12 +46,12 @@ def put_gradients(
             only_accumulated[at] and grad.is_cpu and grad.dtype == compat_gradients.gradient_dtype(parameter)
         )
         if puts and before is None:
-            new.append((parameter, compat.from_spec(lying_as(parameter, grad), spec)))
+            new.append((parameter, compat.from_spec(with_strides_of(parameter, grad), spec)))
         elif puts and isinstance(before, DTensor) and compat.spec_of(before) == spec:
             sums.append(before)
             added.append(grad)
         else:
-            left[at] = compat.from_spec(lying_as(parameter, grad), spec)
+            left[at] = compat.from_spec(with_strides_of(parameter, grad), spec)
     for parameter, gradient in new:
         parameter.grad = gradient
     if sums:
@@ -60,7 +60,7 @@ def put_gradients(
     return left
 
 
-def lying_as(parameter: DTensor, grad: Tensor) -> Tensor:
+def with_strides_of(parameter: DTensor, grad: Tensor) -> Tensor:
     """Return a local gradient with the strides of the parameter's local part, as autograd does for plain ones.
 
     Fused optimizers assume equal strides of both, and do not check them.

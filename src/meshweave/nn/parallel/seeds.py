@@ -36,7 +36,7 @@ def share_generators(strategy: LayerStrategy) -> None:
     sizes = [len(state) for state in states]
     axis = (Side("", sum(sizes)),)
     terms: AxisDims = tuple("partial" if size > 1 else "" for size in strategy.mesh.shape)
-    move = PlacedMove(strategy, axis, terms, strategy.roles.nowhere, has_tokens=False)
+    move = PlacedMove(strategy, axis, terms, strategy.roles.replicated, has_tokens=False)
     own = torch.cat(states).to(torch.float64)  # bytes, whose sums with zeros are exact
     if strategy.rank != strategy.mesh.ranks[0]:
         own.zero_()

@@ -35,7 +35,7 @@ class TiedWeight:
         self._use = embedding.use
         self.site = ProductSite(True, False, embedding.features, embedding.words)
         kept, self.wanted = embedding.kept["weight"], self.site.stored_dims(strategy.roles)
-        shared = self.site.beside_buckets(strategy.roles, strategy.mesh.shape)
+        shared = self.site.with_own_gathers(strategy.roles, strategy.mesh.shape)
         self.is_shared = kept.used == shared.stored_dims(strategy.roles)
         self.is_shared &= kept.terms == shared.gradient_terms(strategy.roles)
         self.movers: list[Mover] = []

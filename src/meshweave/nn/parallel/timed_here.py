@@ -88,7 +88,7 @@ def sum_over(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False)
     """
     device = torch.empty(0, device=strategy.device_mesh.device_type).device
     terms: AxisDims = tuple("partial" if size > 1 else "" for size in strategy.mesh.shape)
-    site = MoveSite((Side("", num_bytes // torch.float32.itemsize),), terms, strategy.roles.nowhere)
+    site = MoveSite((Side("", num_bytes // torch.float32.itemsize),), terms, strategy.roles.replicated)
     bound = SizedMove(site, strategy, torch.float32, is_whole).bound_apart(device)
     bound.inputs["x"].zero_()
     return lambda: bound.run(bound.inputs)

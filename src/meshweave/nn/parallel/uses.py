@@ -344,7 +344,7 @@ def _alone(parameter: Tensor, kept: KeptParameter) -> Tensor:
     return local
 
 
-def run_with(use: ParameterUse, run: Callable[[], Any], *, frees: bool, frees_now: bool) -> Any:
+def run_opened(use: ParameterUse, run: Callable[[], Any], *, frees: bool, frees_now: bool) -> Any:
     """Return what `run` returns, a tensor or several, with parameters open; if all are open, it just runs.
 
     Args:

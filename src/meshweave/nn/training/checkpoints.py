@@ -41,7 +41,7 @@ from meshweave.nn.training.manifest import (
     checked_step,
     file_name,
 )
-from meshweave.nn.training.pieces import Saved, ShardPieces, misfit, pieces_of, share_out
+from meshweave.nn.training.pieces import Saved, ShardPieces, assigned_boxes, misfit, pieces_of
 from meshweave.nn.training.rounds import AgreementRound, Rounds
 from meshweave.nn.training.together import FolderTogether
 
@@ -81,7 +81,7 @@ class Checkpoints:
         round_ = self._rounds.begin("all ranks to open the checkpoints")
         wrong = "" if type(keep) is int and keep > 0 else f"keep={keep!r} checkpoints, and one at least stays"
         if not wrong and self._is_first:
-            wrong = self._there.wrong_in(lambda: self.folder.mkdir(parents=True, exist_ok=True))
+            wrong = self._there.error_text_of(lambda: self.folder.mkdir(parents=True, exist_ok=True))
         self._rounds.agree(round_, "open checkpoints", {"wrong": wrong})
 
     @property
@@ -122,21 +122,21 @@ class Checkpoints:
             pieces = {name: pieces_of(name, value) for name, value in tensors.items()}
             words["tensors"] = [own.offer(name) for name, own in pieces.items() if own.tensors or own.dtype]
             if self._is_first:
-                words["wrong"] = self._there.wrong_in(lambda: self._begin(step))
+                words["wrong"] = self._there.error_text_of(lambda: self._begin(step))
         except CheckpointError as error:
             words = {"wrong": str(error)}
         try:
             said = self._rounds.agree(round_, topic, words)
-            whole, shares = share_out([each["tensors"] for each in said])
+            whole, shares = assigned_boxes([each["tensors"] for each in said])
         except CheckpointError as error:
             if self._is_first and not words.get("wrong"):
-                self._there.wrong_in(lambda: remove(self.folder / part_name(step)))
+                self._there.error_text_of(lambda: remove(self.folder / part_name(step)))
             raise CheckpointError(f"the checkpoint cannot be saved: {error}") from None
         _LOG.info("saving step %d into %s: %d tensors of this rank", step, self.folder, len(pieces))
         round_ = self._rounds.begin(f"the checkpoint of step {step}")
         self._saving = step, round_
         copies: list[Tensor] = []
-        wrong = self._there.wrong_in(
+        wrong = self._there.error_text_of(
             lambda: copies.extend(pieces[box.name].copied(box) for box in shares[self._rank])
         )
         self._writer = threading.Thread(
@@ -174,7 +174,7 @@ class Checkpoints:
                 own["bytes"], own["crc32"] = write_synced(part, file_name(self._rank), parts, round_.tick)
 
         try:
-            wrong = wrong or (self._there.wrong_in(write) if copies else "")
+            wrong = wrong or (self._there.error_text_of(write) if copies else "")
             round_.give({**own, "wrong": f"rank {self._rank}: {wrong}" if wrong else ""})
             copies.clear()  # the others may take long
             if self._is_first and (said := self._said_by_all(round_)) is not None:
@@ -184,9 +184,11 @@ class Checkpoints:
                     for rank, (each, boxes) in enumerate(zip(said, shares, strict=True))
                     if boxes and not wrong
                 }
-                wrong = wrong or self._there.wrong_in(lambda: self._finish(round_, step, whole, files, notes))
+                wrong = wrong or self._there.error_text_of(
+                    lambda: self._finish(round_, step, whole, files, notes)
+                )
                 if wrong:
-                    self._there.wrong_in(lambda: remove(self.folder / part_name(step)))
+                    self._there.error_text_of(lambda: remove(self.folder / part_name(step)))
                 round_.give({"wrong": wrong}, "result")
         except (RuntimeError, OSError):  # the store is gone; `wait` says so
             pass
@@ -215,7 +217,7 @@ class Checkpoints:
         make_whole(self.folder, Manifest(step, serial, self._parent, whole, files, notes))
         self._parent = serial
         round_.tick()
-        if left := self._there.wrong_in(lambda: remove_older(self.folder, self._keep)):
+        if left := self._there.error_text_of(lambda: remove_older(self.folder, self._keep)):
             warnings.warn(
                 f"step {step} is saved, and an older checkpoint cannot be removed: {left}", stacklevel=2
             )
@@ -380,7 +382,7 @@ class Checkpoints:
             with opened_folder(self._there.folder_if_unchanged(step, manifest)) as folder, torch.no_grad():
                 load_pieces(folder, manifest, pieces, round_.tick)
 
-        wrong = self._there.wrong_in(read)
+        wrong = self._there.error_text_of(read)
         if wrong:
             wrong = f"{self._there.named(step)} {wrong}; some of the tensors here have been read"
         self._rounds.agree(round_, f"have loaded step {step}", {"wrong": wrong})

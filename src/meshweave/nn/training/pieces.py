@@ -66,7 +66,7 @@ class ShardPieces:
         return WrittenTensor(str(dtype).removeprefix("torch."), self.shape)
 
     def offer(self, name: str) -> list[Any]:
-        """Return [name, dtype, shape, boxes], this rank's entry of a tensor for `share_out`.
+        """Return [name, dtype, shape, boxes], this rank's entry of a tensor for `assigned_boxes`.
 
         `dtype` is its name, `shape` that of the whole, and each box is [offsets, sizes].
         """
@@ -121,7 +121,7 @@ def pieces_of(name: str, value: Saved) -> ShardPieces:
     return pieces
 
 
-def share_out(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, WrittenTensor], list[list[SavedBox]]]:
+def assigned_boxes(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, WrittenTensor], list[list[SavedBox]]]:
     """Return (all tensors by name, for each rank the boxes that it writes).
 
     A box that several ranks have goes to the one of them that has fewest bytes to write so far.

@@ -20,7 +20,7 @@ class FolderTogether:
         self.folder, self._rounds = folder, rounds
         self._rank, self._num_ranks = rank, num_ranks
 
-    def wrong_in(self, act: Callable[[], object]) -> str:
+    def error_text_of(self, act: Callable[[], object]) -> str:
         """Call `act`, which works in the folder; return the text of any Exception that it raises, "" for none."""
         try:
             act()
@@ -75,7 +75,7 @@ class FolderTogether:
                 own = manifest or read_manifest(path)
                 check_bytes(folder, own, self._rank, self._num_ranks, round_.tick)
 
-        reason = self.wrong_in(check)
+        reason = self.error_text_of(check)
         said = self._rounds.agree(round_, f"check step {step}", {"reason": reason})
         reason = next((each["reason"] for each in said if each["reason"]), "")
         return f"{self.named(step)} {reason}" if reason else ""

@@ -14,7 +14,7 @@ from meshweave.cost.attention import attention_seconds
 from meshweave.cost.collectives import collective_seconds
 from meshweave.cost.product_table import TableInterpolation, item_bytes
 from meshweave.cost.products import product_seconds
-from meshweave.describe.catalog import kernels_names
+from meshweave.describe.catalog import kernel_constants_names
 from meshweave.describe.machine.kernels import ChipKernels, ProductTable
 from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave.describe.machine.measured_file import ATTENTION as ATTENTION
@@ -124,7 +124,7 @@ def scores_of(
 
 @lru_cache(maxsize=1)
 def _catalog() -> dict[str, ChipKernels]:
-    return {kernels.name: kernels for kernels in map(load_kernels, kernels_names())}
+    return {kernels.name: kernels for kernels in map(load_kernels, kernel_constants_names())}
 
 
 def catalog_kernels(device: str) -> ChipKernels | None:

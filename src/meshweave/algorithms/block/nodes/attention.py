@@ -130,7 +130,7 @@ class AttentionRecord(NodeRecord[Attention]):
             ins = arriving, writer.edge(at), writer.stored[at.out], sums
             shape = _shape(at, writer, sums)
             writer.writer.call(at.fn("attention_grad"), (out,), ins, "attention", shape, "input_grad")
-        writer.contributed(at, edge)
+        writer.sum_contributions(at, edge)
 
     def _ring(self, at: NodePlace[Attention], writer: NodeWriter) -> RingCore:
         axis, stored = writer.roles.ring_axis, writer.stored

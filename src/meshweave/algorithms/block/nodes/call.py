@@ -151,7 +151,7 @@ class CallRecord(NodeRecord[AnyNode]):
         ins, shape = (arriving, writer.edge(at)), self._shape(writer, arriving)
         grads = (*ins, *(writer.stored[name] for name in names))
         writer.writer.call(at.fn(f"{self.fn}_grad"), (out,), grads, self.work, shape, "input_grad")
-        writer.contributed(at, edge)
+        writer.sum_contributions(at, edge)
         fn = at.fn(f"{self.fn}_weight_grad")
         for name in names:
             writer.postpone(partial(writer.sum_tokens, name, arriving, fn, ins, self.work, shape))

@@ -25,7 +25,7 @@ from meshweave.algorithms.block.nodes.timed import TimedRecord, streamed
 from meshweave.algorithms.block.problem import BlockProblem, ExpertRanks
 from meshweave.algorithms.block.writer import COMPUTE
 from meshweave.base.units import dtype_bytes
-from meshweave.cost.exchange import arriving_elements, library_of
+from meshweave.cost.exchange import elements_after_dispatch, library_of
 from meshweave.describe.model.experts import CombineCopies, DispatchCopies, Experts, Router, SharedGate
 from meshweave.ir.work import Compute, CopyExchange, Transfer, Work, matmul_work
 
@@ -85,7 +85,9 @@ def _exchanged(
         works.append((MESH_OF_EXPERTS, exchange))
         if router.experts > ranks.expert:
             rows = round(copies * ranks.load)
-            works.append(streamed(problem, rows + (rows if sends_copies else arriving_elements(exchange))))
+            works.append(
+                streamed(problem, rows + (rows if sends_copies else elements_after_dispatch(exchange)))
+            )
     if ranks.tensor > 1:
         name = "all_gather" if kind == "dispatch" else "reduce_scatter"
         part = round(copies * ranks.load) * item

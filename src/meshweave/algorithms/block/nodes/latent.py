@@ -75,7 +75,7 @@ class LatentAttentionRecord(AttentionRecord):
         shared = writer.contribution(at, at.node.ins[2])
         writer.writer.call("attention_grad", (queries, keys, shared), reads, "attention", shape, "input_grad")
         for edge in at.node.ins:
-            writer.contributed(at, edge)
+            writer.sum_contributions(at, edge)
 
     def _ins(self, at: NodePlace[LatentAttention], writer: NodeWriter) -> tuple[Stored, Stored, Stored]:
         name = f"{at.layer.home(at.node.ins[2])} gathered"

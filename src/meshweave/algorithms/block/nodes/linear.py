@@ -76,7 +76,7 @@ class LinearRecord(NodeRecord[Linear]):
     def kernels(self, at: NodePlace[Linear], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
         """Yield the three products on the first rank: forward, gradient of the operand, gradient of the weight."""
         node, dtype = at.node, sizes.problem.dtype
-        tokens, weight = sizes.tokens(roles.operand(node.enters)), roles.weight(node.enters)
+        tokens, weight = sizes.tokens(roles.operand(node.reads_residual)), roles.weight(node.reads_residual)
         k, n = sizes.features(node.operand, weight), sizes.features(node.result, weight)
         yield Kernel(matmul_work(tokens, n, k, dtype), "forward", sliced=2)
         yield Kernel(matmul_work(tokens, k, n, dtype), "backward", sliced=1)

@@ -121,7 +121,7 @@ class NormRecord(NodeRecord[Norm]):
             writer.then(gain_gradient)
             fn, ins = "normalize_grad", (*read, sums, gain)  # type: ignore[assignment]
         writer.writer.call(at.fn(fn), (out,), ins, "norm", shape, "input_grad")
-        writer.contributed(at, edge)
+        writer.sum_contributions(at, edge)
         if not writer.roles.two_step_norms:
             writer.then(gain_gradient)
 

@@ -80,7 +80,7 @@ class TimedRecord(NodeRecord[AnyNode]):
         rows = next((stored for stored in outs if stored.has_tokens), arriving)
         self._write(at, writer, "backward", (rows, arriving), outs)
         for edge in at.node.ins:
-            writer.contributed(at, edge)
+            writer.sum_contributions(at, edge)
         writer.end_site()
 
     def _write(
@@ -108,7 +108,7 @@ class TimedRecord(NodeRecord[AnyNode]):
             own = ("", *(side.dim for side in gradient.sides))
             natural: AxisDims = tuple(dim if dim in own else "partial" for dim in ins[-1].dims)
             is_whole = gradient.sides[0].dim != "expert"
-            writer.leave_terms(replace(gradient, dims=natural) if is_whole else gradient, gradient)
+            writer.leave_partial_sums(replace(gradient, dims=natural) if is_whole else gradient, gradient)
 
 
 def with_load(problem: BlockProblem, load: float) -> BlockProblem:

@@ -307,7 +307,7 @@ class _RingProgramBuilder:
             out=got,
             src=sent,
             shift=shift,
-            step=launch_group(self.ring, step - steps.start, len(steps)),
+            step=step_mark(self.ring, step - steps.start, len(steps)),
             lane=axis + direction.suffix,
             name=f"step{step}_{self.ring.moving.operand}{direction.suffix}",
         )
@@ -345,7 +345,7 @@ class _RingProgramBuilder:
         return local_extent(self.ring.problem, self.ring.placements, moving.operand, 1 - moving.dim)
 
 
-def launch_group(ring: RingProduct, index: int, count: int) -> CollectiveStep | None:
+def step_mark(ring: RingProduct, index: int, count: int) -> CollectiveStep | None:
     """Return the `step` of a permute that is number `index` of `count` ring steps launched together.
 
     The first, number 0, pays for the launch. None in a ring of one direction, where every step is a launch of

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from meshweave.algorithms.matmul2d.common.extents import largest_extent
 from meshweave.algorithms.matmul2d.common.problem import MESH, MovingMatrix
-from meshweave.algorithms.matmul2d.common.ring import RingDirection, RingProduct, launch_group
+from meshweave.algorithms.matmul2d.common.ring import RingDirection, RingProduct, step_mark
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout, chunk_bounds
 from meshweave.ir.skeleton import Phase, Skeleton, Task
@@ -140,10 +140,10 @@ class _RingTasks:
     def steps(self, count: int, direction: RingDirection, after: Waits = ()) -> tuple[Task, ...]:
         """Return the ring steps of an iteration in a direction. The last is "steps"; the first pays the launch."""
         lane, name = self.ring.moving.axis + direction.suffix, f"steps{direction.suffix}"
-        first = replace(self.move, step=launch_group(self.ring, 0, count))
+        first = replace(self.move, step=step_mark(self.ring, 0, count))
         if count == 1:
             return (Task(name, lane, first, after),)
-        later = replace(self.move, step=launch_group(self.ring, 1, count))
+        later = replace(self.move, step=step_mark(self.ring, 1, count))
         return Task(f"first_{name}", lane, first, after), Task(name, lane, later, (), count - 1)
 
     def adds(self, count: int, direction: RingDirection) -> Task:
