@@ -120,6 +120,7 @@ class BoundProgram:
         if not self._running.acquire(blocking=False):  # before its inputs are written over
             raise UnsupportedError(BUSY)
         try:
+            self.context.lane_threads.check_free()  # before this is a call, which others do not make
             return self._run(inputs)
         finally:
             self._running.release()

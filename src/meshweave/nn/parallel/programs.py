@@ -50,8 +50,11 @@ def bound_program(
         calls: by name, the functions that its `Call` ops run; None for none.
         meets: as for `bind`.
         memory: returns tensors for some of a program's buffers, by name; None where `bind` allocates all.
+
+    Raises UnsupportedError where a run in the context is under way, as in another thread.
     """
     context, ranks = strategy.context(device), strategy.mesh.ranks
+    context.lane_threads.check_free()  # before the caller writes its inputs over
     cached = context.programs.get(ranks, key)
     if cached is None:
         made = program()
