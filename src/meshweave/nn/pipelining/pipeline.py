@@ -7,6 +7,7 @@ resharded. Skip connections lead over stages.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineConfig
 from meshweave.algorithms.pipeline.problem import PipelineProblem
-from meshweave.base.errors import BindError, LayoutError
+from meshweave.base.errors import BindError, LayoutError, UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
@@ -169,7 +170,7 @@ class Pipeline:
         self._rank = context.rank or 0
         self._memory = SavedMemory() if options.count_memory else None
         self._bound: dict[bool, BoundPipeline] = {}
-        self._is_compared = False
+        self._is_compared, self._running = False, threading.Lock()
         self.trace: Trace | None = None
 
     # --- steps -------------------------------------------------------------------------------------------------
@@ -191,6 +192,7 @@ class Pipeline:
         Raises:
             LayoutError: there is no `loss_fn`; a batch or target is missing, or has other rows than the first
                 one; a stage has other outputs or trained parameters; ranks that must give the same do not.
+            UnsupportedError: another step of this pipeline runs in another thread, or called this one.
             BindError, RankLostError, DeadlineError: other ranks refuse, are missing or late.
         """
         if self._options.loss_fn is None and self._is_last:
@@ -207,6 +209,16 @@ class Pipeline:
         return outputs, loss
 
     def _run(
+        self, batch: Batch, target: Tensor | None, *, trains: bool, wants_outputs: bool
+    ) -> tuple[Tensor | None, Any]:
+        if not self._running.acquire(blocking=False):  # before what it was given, and gradients, are replaced
+            raise UnsupportedError("a step of this pipeline already runs")
+        try:
+            return self._stepped(batch, target, trains=trains, wants_outputs=wants_outputs)
+        finally:
+            self._running.release()
+
+    def _stepped(
         self, batch: Batch, target: Tensor | None, *, trains: bool, wants_outputs: bool
     ) -> tuple[Tensor | None, Any]:
         bound = self.prepare(batch, target, trains=trains)
@@ -226,6 +238,8 @@ class Pipeline:
             self.trace = bound.bound.run()
             if bound.tied is not None:
                 bound.tied.sum_gradients()
+            for number, gradients in bound.gradients.items() if trains else ():
+                gradients.check_kept(self._stages[number], number)
         except BaseException:
             for gradients in bound.gradients.values() if trains else ():
                 gradients.abandon()
