@@ -303,10 +303,23 @@ def given_wrongly(check: Check) -> None:
         pipeline.step(batch, target) if options["loss_fn"] is mse and given is None else None
         pipeline.step(given, wanted)
 
+    pipeline = mw.pipeline(
+        dict(enumerate(_linears(2))),
+        "gpipe",
+        micro_batches=3,
+        loss_fn=mse,
+        ranks=(rank,),
+        context=_context(check),
+    )
+    pipeline.step(batch, target)
     for count in (0, -2, 2.0, True):
         check.refused(f"count {count}", "LayoutError", "from 1 on", partial(step, micro_batches=count))
     check.refused("recompute", "LayoutError", "recompute names stage 2", lambda: step(recompute=[2]))
     check.refused("outputs", "LayoutError", "outputs names stage 5", lambda: step(outputs={5: [batch]}))
+    with torch.inference_mode():
+        words = "step has no gradients in inference mode"
+        check.refused("inference", "UnsupportedError", words, step)
+        check.refused("later", "UnsupportedError", words, lambda: pipeline.step(batch, target))
     check.refused("scalar", "LayoutError", "a row for each", lambda: step(torch.tensor(1.0)))
     check.refused("array", "LayoutError", "ndarray", lambda: step(batch.numpy()))
     check.refused("target", "LayoutError", "the target has 3 rows", lambda: step(wanted=target[:3]))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,7 +37,7 @@ from meshweave.nn.pipelining.plan import (
     micro_batches_of,
     plan_of,
 )
-from meshweave.nn.pipelining.saved_memory import SavedMemory
+from meshweave.nn.pipelining.saved_memory import PipelineMemory, SavedMemory
 from meshweave.nn.pipelining.stage_functions import LossFunction, StageStep, TensorKind
 from meshweave.nn.pipelining.stage_problem import PipelineData, StagePlaces, agreed_places
 from meshweave.nn.pipelining.stage_words import stage_words
@@ -134,19 +133,6 @@ def pipeline(
         count_memory,
     )
     return Pipeline(dict(sorted(stages.items())), places, options, context)
-
-
-@dataclass(frozen=True)
-class PipelineMemory:
-    """Activation memory of this rank: the most that its stages keep at once between their parts.
-
-    Attributes:
-        predicted_bytes: of the program, from lifetimes and the profiles of stages.
-        counted_bytes: of the last step; None unless `count_memory` was given.
-    """
-
-    predicted_bytes: int
-    counted_bytes: int | None
 
 
 class Pipeline:
@@ -383,7 +369,12 @@ class Pipeline:
         return PipelineData(tuple(self._whole_kind(0, value) for value in given), whole)
 
     def _require(self, batch: Batch, target: Tensor | None, *, trains: bool) -> None:
-        """Raise LayoutError where this rank has the first or last stage, and is not given what that needs."""
+        """Raise LayoutError where this rank has the first or last stage, and is not given what that needs.
+
+        Raise UnsupportedError where a step would have no gradients.
+        """
+        if trains and torch.is_inference_mode_enabled():
+            raise UnsupportedError("step has no gradients in inference mode: call it outside, or evaluate")
         if 0 in self._stages and not _tensors(batch):
             raise LayoutError("ranks of the first stage must give a batch")
         if self._is_last and trains and target is None:
