@@ -77,6 +77,17 @@ def test_a_call_may_return_what_it_was_given_in_another_place():
     assert bound.outputs["y"].tolist() == [0, 0, 1, 2]
 
 
+def test_inputs_may_be_given_each_others_values():
+    text = HEAD.format("pair").replace("x = input(X, q[R])", "x = input(X, q[R])\nw = input(X, q[R])")
+    given = {"x": torch.arange(4), "w": torch.ones(4, dtype=torch.int64)}
+    body = "    copy(y, x, lane=first)\n    copy(z, w, lane=first)\n"
+    bound = bind(parse(text + body), 0, given, context=TorchContext())
+    bound.run({"x": bound.inputs["w"], "w": bound.inputs["x"]})
+    assert bound.outputs["y"].tolist() == [1] * 4 and bound.outputs["z"].tolist() == [0, 1, 2, 3]
+    bound.run({"x": bound.inputs["x"].flip(0), "w": bound.inputs["w"].expand(4)})
+    assert bound.outputs["z"].tolist() == [0, 1, 2, 3]
+
+
 def test_the_calling_thread_runs_the_lane_with_most_calls():
     threads = []
 
