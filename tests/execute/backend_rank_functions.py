@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -125,3 +126,46 @@ def begun_and_run(context, payload):
     bound.run({"x": 3 * one})
     assert taken == [[1, 2, context.rank + 1]], taken
     return [taken[0][:2], bound.outputs["y"].tolist()]
+
+
+ADD_UP = """
+program("{}")
+q = mesh((2,), ("x",))
+X = tensor((1,), "int64")
+x = input(X, q[P])
+z = scratch((1,), "int64", on=q)
+y = output(X, q[R])
+net = lane()
+with q:
+    call(fn="wait", outs=(z,), ins=(x,), lane=net)
+    all_reduce(y, z, over="q.x", lane=net)
+"""
+
+
+def refused_beside(context, payload):
+    """What a second program says that rank 0 runs in another thread meanwhile; what the first and a third make."""
+    ours, said = TorchContext(liveness=context.liveness, deadline_s=30.0), []
+
+    def other():
+        try:
+            second.run()
+        except UnsupportedError as error:
+            said.append(str(error))
+
+    def wait(x):
+        if context.rank == 0:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join(30)
+        return x + 0
+
+    def bound(name, function):
+        one = torch.tensor([context.rank + 1])
+        calls = {"wait": function}
+        return bind(parse(ADD_UP.format(name)), context.rank, {"x": one}, context=ours, calls=calls)
+
+    first, second = bound("first", wait), bound("second", lambda x: x + 0)
+    first.run()
+    third = bound("third", lambda x: x + 0)
+    third.run()
+    return [said, [each.outputs["y"].item() for each in (first, third)]]

@@ -55,3 +55,10 @@ def test_a_run_that_is_refused_does_not_touch_the_inputs_of_the_one_under_way() 
 def test_new_inputs_wait_for_the_transfer_that_was_begun_on_the_old_ones() -> None:
     found = launch("backend_rank_functions:begun_and_run", 2, {}, timeout_s=60.0, env=ENV)
     assert found == [[[1, 2], [3, 6]]] * 2
+
+
+@pytest.mark.gloo
+def test_a_refused_run_of_another_program_is_no_call() -> None:
+    found = launch("backend_rank_functions:refused_beside", 2, {}, timeout_s=60.0, env=ENV)
+    refusal = "a program already runs in this context: give each its own TorchContext"
+    assert found == [[[refusal], [3, 3]], [[], [3, 3]]]

@@ -195,6 +195,10 @@ def test_a_lane_gets_a_thread_only_where_it_may_run_beside_another(second, num_t
     assert torch.equal(bound.outputs["y"], x + (2 if second == "z" else 1))
 
 
+BESIDE = LOCAL.replace("with q:", 'with q:\n    call(fn="same", outs=(y,), ins=(x(1),), lane=other)')
+"""Both lanes have calls: the calling thread runs the other lane than that which thinks."""
+
+
 def test_a_lane_that_does_not_get_on_is_named():
     """The run ends while that lane is still in the middle of its op."""
     may_end, has_ended = threading.Event(), threading.Event()
@@ -204,10 +208,11 @@ def test_a_lane_that_does_not_get_on_is_named():
         has_ended.set()
         return x
 
-    bound = rank_0(LOCAL, {"x": torch.ones(4, 6, dtype=torch.int64)}, calls={"think": think})
+    calls = {"think": think, "same": lambda x: x}
+    bound = rank_0(BESIDE, {"x": torch.ones(4, 6, dtype=torch.int64)}, calls=calls)
     try:
         with pytest.raises(
-            DeadlineError, match=r"^add 0.2 of lane other gave up after 0.6 s: call 0.1 of lane compute"
+            DeadlineError, match=r"^add 0.3 of lane other gave up after 0.6 s: call 0.2 of lane compute"
         ):
             bound.run()
         assert not has_ended.is_set()
@@ -224,7 +229,8 @@ def test_a_lane_that_finds_out_after_its_deadline_who_is_lost_is_heard():
         raise RankLostError("rank 1 stopped answering", (1,))
 
     tensors = {"x": torch.ones(4, 6, dtype=torch.int64)}
-    bound = rank_0(LOCAL, tensors, deadline_s=3.0, calls={"think": think})
+    calls = {"think": think, "same": lambda x: x}
+    bound = rank_0(BESIDE, tensors, deadline_s=3.0, calls=calls)
     with pytest.raises(RankLostError):
         bound.run()
 

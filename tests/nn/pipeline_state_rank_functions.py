@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -134,6 +135,97 @@ def shared_and_reduced_early(check: Check) -> None:
                 check.near(f"{last}: {number}.{name}", parameter.grad, wanted.grad)
 
 
+def _on_two_ranks(check: Check, stages: Sequence[nn.Module], **options: Any) -> Any:
+    """Return a pipeline of stages that two ranks share the rows of: ranks 0 and 1, or 2 and 3."""
+    mesh = mw.Mesh.of("two", (2,), ("dp",), dist.get_rank() // 2 * 2)
+    return mw.pipeline(
+        dict(enumerate(stages)), "gpipe", micro_batches=3, loss_fn=mse, ranks=mesh.ranks, meshes=(mesh,),
+        context=_context(check), **options,
+    )  # fmt: skip
+
+
+def held_gradients(check: Check) -> None:
+    """Gradients that are held beyond their step stay as they are; one that is replaced in a step is noticed."""
+    stages, (batch, target) = _linears(2), _data(6)
+    pipeline, weight = _on_two_ranks(check, stages), stages[0][0].weight
+    pipeline.step(batch, target)
+    held = weight.grad
+    assert held is not None
+    before = held.clone()
+    for stage in stages:
+        stage.zero_grad()
+    pipeline.step(3 * batch, target)
+    check.near("held", held, before)
+    again = weight.grad.clone()
+    pipeline.step(batch, target)
+    check.near("added up", weight.grad, again + before)
+    kept = weight.grad.clone()
+
+    def clamp(parameter: Tensor) -> None:
+        parameter.grad = None if parameter.grad is None else parameter.grad.clamp(-1, 1)
+
+    hook = weight.register_post_accumulate_grad_hook(clamp)
+    words = "stage 0: the gradient of 0.weight was replaced during the step"
+    check.refused("replaced", "LayoutError", words, partial(pipeline.step, batch, target))
+    check.near("as before", weight.grad, kept)
+    hook.remove()
+    pipeline.step(batch, target)
+    check.near("and on", weight.grad, kept + before)
+
+
+class Calls(nn.Module):
+    """A stage that calls a function before it runs, but where it is tried on shapes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.before = inner, list[Any]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.before and x.device.type != "meta":
+            self.before.pop()()
+        made: Tensor = self.inner(x)
+        return made
+
+
+def stepped_within(check: Check) -> None:
+    """A step that is begun while another one runs is refused, and changes nothing of that one."""
+    wholes, (batch, target), said = _linears(2), _data(6), list[str]()
+    first = Calls(copy.deepcopy(wholes[0]))
+    stages = [first, copy.deepcopy(wholes[1])]
+    pipeline = _on_two_ranks(check, stages)
+    mse(models.run_whole(wholes, (), batch), target).backward()
+
+    def other() -> None:
+        check.refused("within", "UnsupportedError", "already runs", lambda: pipeline.step(9 * batch, target))
+        said.append("")
+
+    def beside() -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(30)
+
+    for number in range(2):
+        first.before.append(beside)
+        pipeline.step(batch, target)
+        check.that(f"step {number}: called", len(said) == number + 1)
+        for stage, whole in zip((first.inner, stages[1]), wholes, strict=True):
+            check.near(f"step {number}", stage[0].weight.grad, (number + 1) * whole[0].weight.grad)
+
+
+def calling_threads(check: Check) -> None:
+    """Stages run in the thread that calls, where lanes of transfers have more to copy than there are stages."""
+    rank, (batch, target), names = dist.get_rank(), _data(12), list[str]()
+    (stage,) = _linears(1)
+    own = Calls(stage)
+    own.before += [lambda: names.append(threading.current_thread().name)] * 4
+    pipeline = mw.pipeline(
+        {min(rank, 1): own}, "1f1b", micro_batches=4, loss_fn=mse, context=check.context,
+        meshes=(mw.Mesh.of("one", (1,), ("dp",)), mw.Mesh("three", (3,), ("dp",), (1, 2, 3))),
+    )  # fmt: skip
+    pipeline.evaluate(batch, target)
+    check.that(f"threads {names}", names == [threading.current_thread().name] * 4)
+
+
 class Fails:
     """A loss that fails when told to."""
 
@@ -211,10 +303,23 @@ def given_wrongly(check: Check) -> None:
         pipeline.step(batch, target) if options["loss_fn"] is mse and given is None else None
         pipeline.step(given, wanted)
 
+    pipeline = mw.pipeline(
+        dict(enumerate(_linears(2))),
+        "gpipe",
+        micro_batches=3,
+        loss_fn=mse,
+        ranks=(rank,),
+        context=_context(check),
+    )
+    pipeline.step(batch, target)
     for count in (0, -2, 2.0, True):
         check.refused(f"count {count}", "LayoutError", "from 1 on", partial(step, micro_batches=count))
     check.refused("recompute", "LayoutError", "recompute names stage 2", lambda: step(recompute=[2]))
     check.refused("outputs", "LayoutError", "outputs names stage 5", lambda: step(outputs={5: [batch]}))
+    with torch.inference_mode():
+        words = "step has no gradients in inference mode"
+        check.refused("inference", "UnsupportedError", words, step)
+        check.refused("later", "UnsupportedError", words, lambda: pipeline.step(batch, target))
     check.refused("scalar", "LayoutError", "a row for each", lambda: step(torch.tensor(1.0)))
     check.refused("array", "LayoutError", "ndarray", lambda: step(batch.numpy()))
     check.refused("target", "LayoutError", "the target has 3 rows", lambda: step(wanted=target[:3]))
@@ -226,11 +331,26 @@ def given_wrongly(check: Check) -> None:
     for outputs in ({}, {0: example, 1: example * 2, 2: example, 3: example}):
         case = f"lost, {len(outputs)} examples"
         check.refused(case, "UnsupportedError", words, partial(step, **cut, outputs=outputs))
+    doubling, own = [Doubles(), *_linears(1)], batch.clone()
+    words = "stage 0 changes its inputs in place"
+    check.refused("in place", "LayoutError", words, lambda: step(own, stages=doubling, recompute=[0]))
     with torch.autocast("cpu", torch.bfloat16):
         narrow = [stage.float() for stage in _linears(2)]
         check.refused(
             "autocast", "LayoutError", "autocast", lambda: step(batch.float(), target.float(), narrow)
         )
+
+
+class Doubles(nn.Module):
+    """A stage that changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(models.WIDTH, models.WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x.mul_(2))
+        return made
 
 
 def _split_on_one_rank() -> mw.schedules.Schedule:

@@ -31,6 +31,9 @@ SECTIONS = {
     "a weight that stages share, summed early": "pipeline_state_rank_functions:shared_and_reduced_early",
     "parameters that are trained later": "pipeline_state_rank_functions:changed_parameters",
     "parameters that are frozen later": "pipeline_state_rank_functions:frozen_where_summed",
+    "gradients that are held": "pipeline_state_rank_functions:held_gradients",
+    "a step within a step": "pipeline_state_rank_functions:stepped_within",
+    "the threads of stages": "pipeline_state_rank_functions:calling_threads",
     "steps that fail": "pipeline_state_rank_functions:failed_steps",
     "what is given wrongly": "pipeline_state_rank_functions:given_wrongly",
 }

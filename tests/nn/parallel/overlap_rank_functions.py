@@ -125,9 +125,30 @@ def seen_between(loss: Losses, parameters: list[Tensor]) -> None:
         raise AssertionError("a gradient that was added to is taken for what it was")
 
 
+def stepped_between(loss: Losses, parameters: list[Tensor]) -> None:
+    """Change parameters between the passes: gradients would be of others than the loss."""
+    value = loss(0)
+    _scale(parameters, 2.0)
+    try:
+        value.backward()
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:
+        raise AssertionError("parameters that have changed are taken for what they were")
+    _scale(parameters, 0.5)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+@torch.no_grad()
+def _scale(parameters: list[Tensor], factor: float) -> None:
+    for parameter in parameters:
+        parameter.mul_(factor)
+
+
 WAYS = (
     once, two_in_one, added_up, twice_through, asked_for, changed_by_hooks, changed_once_they_are_there,
-    for_some_alone, changed_at_the_last_nodes, frozen_before_the_backward_pass, seen_between,
+    for_some_alone, changed_at_the_last_nodes, frozen_before_the_backward_pass, seen_between, stepped_between,
 )  # fmt: skip
 
 

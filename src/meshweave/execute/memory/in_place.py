@@ -101,6 +101,8 @@ class InPlaceProgram:
             RankLostError, DeadlineError: other ranks are missing or late, see `TorchContext`.
             UnsupportedError: the memory is closed, or an earlier run in this context failed.
         """
+        if self._call is not None:
+            self._context.lane_threads.check_free()  # before this is a call, which others do not make
         for (name, shape, dtype), tensor in zip(self._inputs, inputs, strict=True):
             if tensor.shape != shape or tensor.dtype != dtype:
                 error = BindError(

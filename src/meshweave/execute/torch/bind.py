@@ -71,6 +71,7 @@ class BoundProgram:
         self.inputs = {name: visible[name] for name, b in buffers.items() if b.kind == "input"}
         self.outputs = {name: visible[name] for name, b in buffers.items() if b.kind == "output"}
         self.scratch = {name: memory.slots[name, 0] for name, b in buffers.items() if b.kind == "scratch"}
+        self._places = {value.untyped_storage().data_ptr() for value in self.inputs.values()}
         self._copies_in = [
             (memory.slots[name, slot], value)
             for name, value in self.inputs.items()
@@ -121,6 +122,7 @@ class BoundProgram:
         if not self._running.acquire(blocking=False):  # before its inputs are written over
             raise UnsupportedError(BUSY)
         try:
+            self.context.lane_threads.check_free()  # before this is a call, which others do not make
             return self._run(inputs)
         finally:
             self._running.release()
@@ -189,10 +191,16 @@ class BoundProgram:
         return spans
 
     def _load_all(self, inputs: Mapping[str, Tensor]) -> None:
-        for name, value in inputs.items():
+        for name, value in [(name, self._kept(name, value)) for name, value in inputs.items()]:
             self._load(name, value)
         if self._unset:
             raise BindError(f"input buffer {min(self._unset)} of program {self.program.name} has no value")
+
+    def _kept(self, name: str, value: Tensor) -> Tensor:
+        """Return a new value, or a copy where it lies in memory of inputs, to which others are written."""
+        if value is self.inputs.get(name) or not isinstance(value, Tensor):
+            return value
+        return value.clone() if value.untyped_storage().data_ptr() in self._places else value
 
     def _load(self, name: str, value: Tensor) -> None:
         if name not in self.inputs:  # in every run: a name is not looked at twice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from meshweave.base.errors import BindError, require_known
 from meshweave.execute.torch.analysis import RankAnalysis
 from meshweave.execute.torch.views import empty_in_order
+from meshweave.ir.program.ops import READ
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
@@ -49,6 +51,54 @@ def check_tensors(analysis: RankAnalysis, tensors: Mapping[str, Tensor], device:
         check_value(name, tensor, program.local_shape(name, rank), torch_dtype(bindable[name].dtype))
         if tensor.device.type != device.type:
             raise BindError(f"buffer {name} is on {tensor.device}, its context on {device}")
+    for name, other in itertools.permutations(tensors, 2):
+        if bindable[name].kind == "output" and _share_memory(tensors[name], tensors[other]):
+            _check_order(analysis, name, other)
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have elements in common; of tensors with gaps, whether they are the same."""
+    if not a.numel() or not b.numel() or not a.data_ptr():
+        return False
+    if (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype):
+        return True
+    first, second = sorted((a, b), key=Tensor.data_ptr)
+    return _has_no_gaps(a) and _has_no_gaps(b) and second.data_ptr() < first.data_ptr() + first.nbytes
+
+
+def _has_no_gaps(tensor: Tensor) -> bool:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool(reach + 1 == tensor.numel())
+
+
+def _check_order(analysis: RankAnalysis, output: str, other: str) -> None:
+    """Raise BindError where an output is written before ops are done with another buffer in the same memory.
+
+    An input may lie where the output does if each op that reads it ends before the first that writes the output,
+    or is that one.
+    """
+    used: dict[str, list[tuple[int, bool]]] = {output: [], other: []}
+    for index, bound in enumerate(analysis.ops):
+        for mode, view in bound.op.accesses():
+            if view.buffer in used and view.rank is None:
+                used[view.buffer].append((index, mode != READ))
+    first = min((index for index, writes in used[output] if writes), default=None)
+    if first is None:
+        return
+    ended, left = {first}, [first]
+    while left:
+        index = left.pop()
+        lane = analysis.ops[index].op.lane
+        same_lane = (at for at in range(index) if analysis.ops[at].op.lane == lane)
+        more = {*analysis.edges[index], *same_lane} - ended
+        ended |= more
+        left += more
+    is_result = analysis.buffers[other].kind == "output" and any(writes for _, writes in used[other])
+    if is_result or any(index not in ended for index, _ in used[other]):
+        raise BindError(
+            f"buffers {output} and {other} of program {analysis.program.name} are given memory in common, and "
+            f"{analysis.ops[first].label} writes {output} before {other} is done with: give each its own"
+        )
 
 
 def allocate(

@@ -132,11 +132,24 @@ class Binder:
             ins.append(tensor)
         outs = [self.view(view) for view in op.outs]
         staging, lane = self.staging, op.lane
+        written = {tensor.untyped_storage().data_ptr() for out in outs for _, tensor in out.pieces}
+
+        def apart(value: Tensor, out: StridedView) -> Tensor:
+            """Return a result, or a copy where it lies in memory that results go to and not in its place."""
+            if value.untyped_storage().data_ptr() not in written:
+                return value
+            here = out.direct
+            is_there = here is not None and (value.data_ptr(), value.stride()) == (
+                here.data_ptr(),
+                here.stride(),
+            )
+            return value if is_there else value.clone()
 
         def run() -> None:
             for action in before:
                 action()
-            for out, value in zip(outs, function(*ins), strict=True):
+            made = [apart(value, out) for out, value in zip(outs, function(*ins), strict=True)]
+            for out, value in zip(outs, made, strict=True):
                 for action in staging.transfer(lane, out, StridedView.of(value)):
                     action()
 

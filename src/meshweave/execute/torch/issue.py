@@ -12,18 +12,23 @@ from meshweave.execute.torch.streams import Streams
 from meshweave.execute.torch.views import Action, steps_of
 from meshweave.execute.torch.wire import GroupEntry, GuardedCollective, MessageExchange
 from meshweave.ir.program import BoundOp
-from meshweave.ir.program.ops import COMPUTE_KINDS, Recv
+from meshweave.ir.program.ops import COMPUTE_KINDS, Call, Recv
 
 Execute = Callable[[], Mapping[int, tuple[int, int]]]
 """Runs a rank's part of a program once, and returns the start and end of each op in nanoseconds, if traced."""
 
 
 def _lanes(ops: Sequence[BoundOp]) -> list[str]:
-    """Return the lanes that a rank uses, that with most compute ops first: the calling thread runs it."""
-    num_local: dict[str, int] = {}
+    """Return the lanes that a rank uses, that with most calls first, or where equal with most compute ops.
+
+    The calling thread runs the first: functions of calls find there what a caller has set for its thread alone.
+    """
+    num_local: dict[str, tuple[int, int]] = {}
     for bound in ops:
-        num_local[bound.op.lane] = num_local.get(bound.op.lane, 0) + (bound.op.kind in COMPUTE_KINDS)
-    return sorted(num_local, key=lambda name: -num_local[name])
+        calls, local = num_local.get(bound.op.lane, (0, 0))
+        is_call, is_local = isinstance(bound.op, Call), bound.op.kind in COMPUTE_KINDS
+        num_local[bound.op.lane] = calls + is_call, local + is_local
+    return sorted(num_local, key=num_local.__getitem__, reverse=True)
 
 
 def has_one_order(analysis: RankAnalysis) -> bool:

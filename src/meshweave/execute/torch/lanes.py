@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -28,6 +31,9 @@ _GRACE_S = 1.0  # how long the other lanes have to stop after a failure before `
 
 Waits = tuple[tuple[int, int], ...]
 """(lane number, steps it must have completed)."""
+
+Modes = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Enters what the thread that runs a program has set for itself."""
 
 
 def cross_lane_waits(lane_of: Sequence[int], before: Sequence[Sequence[int]], num_lanes: int) -> list[Waits]:
@@ -122,6 +128,7 @@ class LaneThreads:
         self._deadline_s, self._check_lost = deadline_s, check_lost
         self._failures: list[BaseException] = []
         self._inboxes: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._process = os.getpid()
         self._busy = threading.Lock()
         self._failing = threading.Lock()
         self.error: BaseException | None = None
@@ -135,11 +142,12 @@ class LaneThreads:
         self.check()
         if not self._busy.acquire(blocking=False):
             raise UnsupportedError(BUSY)
+        modes = _autocast_here()
         try:
             for lane in lanes:
                 lane.reset()
             for number, lane in enumerate(lanes[1:]):
-                self._inbox(number).put(lambda lane=lane: self._run_lane(lane, lanes, trace))  # type: ignore[misc]
+                self._inbox(number).put(lambda lane=lane: self._run_lane(lane, lanes, trace, modes))  # type: ignore[misc]
             self._run_lane(lanes[0], lanes, trace)
             for lane in lanes[1:]:
                 if self.error is None and lane.done < len(lane.actions):
@@ -186,6 +194,11 @@ class LaneThreads:
                 f"this context is broken: an earlier run in it failed, so that ranks are out of step: {words}"
             )
 
+    def check_free(self) -> None:
+        """Raise UnsupportedError where a run is under way."""
+        if self._busy.locked():
+            raise UnsupportedError(BUSY)
+
     def close(self) -> None:
         """Tell the threads to end, and do not wait for them."""
         for inbox in self._inboxes:
@@ -193,6 +206,8 @@ class LaneThreads:
         self._inboxes.clear()
 
     def _inbox(self, number: int) -> SimpleQueue[Callable[[], None] | None]:
+        if self._process != os.getpid():  # a fork has none of the threads
+            self._process, self._inboxes = os.getpid(), []
         if number == len(self._inboxes):
             inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
             threading.Thread(
@@ -201,9 +216,11 @@ class LaneThreads:
             self._inboxes.append(inbox)
         return self._inboxes[number]
 
-    def _run_lane(self, lane: LaneRun, lanes: Sequence[LaneRun], trace: bool) -> None:
+    def _run_lane(
+        self, lane: LaneRun, lanes: Sequence[LaneRun], trace: bool, modes: Modes = contextlib.nullcontext
+    ) -> None:
         try:
-            with torch.no_grad():
+            with modes(), torch.no_grad():
                 (self._run_steps_traced if trace else self._run_steps)(lane)
         except BaseException as error:
             if not isinstance(error, _Abandoned):
@@ -274,6 +291,13 @@ class LaneThreads:
                 self._failures.append(error)
         for lane in lanes:
             lane.wake_waiters()
+
+
+def _autocast_here() -> Modes:
+    """Return what enters the autocast of this thread on CPUs in another one."""
+    if not torch.is_autocast_enabled("cpu"):
+        return contextlib.nullcontext
+    return partial(torch.autocast, "cpu", torch.get_autocast_dtype("cpu"))
 
 
 class _Abandoned(Exception):

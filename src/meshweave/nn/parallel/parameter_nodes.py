@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshweave.execute.torch import compat
 from meshweave.nn.parallel.buckets import ParameterBucket
+from meshweave.nn.parallel.parameters import check_versions, versions
 from meshweave.nn.parallel.put_gradients import put_gradients
 
 
@@ -62,6 +63,7 @@ class OwnParts(torch.autograd.Function):  # type: ignore[misc]
         """Return this rank's part of each parameter, and keep what gradients need."""
         ctx.set_materialize_grads(False)
         ctx.sums, ctx.last, ctx.parameters = sums, last, parameters
+        ctx.versions = versions(parameters) if any(ctx.needs_input_grad) else []
         parts = compat.local_tensors(parameters)
         own = list(map(Tensor.view_as, parts, parts))
         ctx.shapes = [] if last is None else [part.shape for part in parts[-len(last.kept) :]]
@@ -79,6 +81,7 @@ class OwnParts(torch.autograd.Function):  # type: ignore[misc]
             grads = (*grads[:first], *_begun(ctx.last, ctx.shapes, ctx.sums, grads[first:], needs))
         while ctx.sums:
             ctx.sums.pop(0)()
+        check_versions(ctx.parameters, ctx.versions)
         return None, None, *put_gradients(ctx.parameters, grads, ctx.next_functions)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -147,6 +148,26 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+_VERSION = attrgetter("_version")
+
+
+def versions(parameters: Sequence[Tensor]) -> list[int]:
+    """Return numbers that change as parameters do in place, as a whole or in this rank's parts."""
+    return [*map(_VERSION, parameters), *map(_VERSION, compat.local_tensors(parameters))]
+
+
+def check_versions(parameters: Sequence[Tensor], before: Sequence[int]) -> None:
+    """Raise RuntimeError where parameters were changed in place since `versions` returned `before`.
+
+    An op on a DTensor changes its local part, which graphs have saved, unseen by autograd.
+    """
+    if versions(parameters) != before:
+        raise RuntimeError(
+            "a parameter that is needed for gradients was modified by an inplace operation: run the backward pass "
+            "before the optimizer steps"
+        )
+
+
 class _LocalParts(torch.autograd.Function):  # type: ignore[misc]
     """This rank's parts of parameters. A gradient lies as its parameter does, and gets its spec.
 
@@ -159,12 +180,14 @@ class _LocalParts(torch.autograd.Function):  # type: ignore[misc]
         """Return the result, and keep what gradients need."""
         ctx.set_materialize_grads(False)
         ctx.parameters = parameters
+        ctx.versions = versions(parameters) if any(ctx.needs_input_grad) else []
         parts = compat.local_tensors(parameters)
         return tuple(map(Tensor.view_as, parts, parts))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the arguments; None for what has none."""
+        check_versions(ctx.parameters, ctx.versions)
         pairs = zip(ctx.parameters, grads, strict=True)
         return tuple(
             [

@@ -51,8 +51,11 @@ def bound_program(
         meets: whether ranks exchange a message before the first of torch's own collectives in a run, so that
             those of two programs cannot match. False where the caller notices that from the data.
         memory: returns tensors for some of a program's buffers, by name; None where `bind` allocates all.
+
+    Raises UnsupportedError where a run in the context is under way, as in another thread.
     """
     context, ranks = strategy.context(device), strategy.mesh.ranks
+    context.lane_threads.check_free()  # before the caller writes its inputs over
     cached = context.programs.get(ranks, key)
     if cached is None:
         made = program()

@@ -75,6 +75,7 @@ class StageGradients:
 
     def __post_init__(self) -> None:
         self._previous: list[Tensor | None] = []
+        self._given: list[Tensor] = []
 
     @classmethod
     def of(
@@ -140,34 +141,53 @@ class StageGradients:
             for parameter in self.parameters:
                 parameter.grad = None
             return
-        start, base = 0, self.vector.data_ptr()
-        for number, parameter in enumerate(self.parameters):
-            previous, local = self._previous[number], _local(parameter)
-            if previous is not None and base <= _local(previous).data_ptr() < base + self.vector.nbytes:
-                self._previous[number] = previous.clone()  # of the last step, in this memory
-            parameter.grad = _like(parameter, self.vector[start : start + local.numel()].view(local.shape))
+        self._given = self._lying_in(self.vector)
+        for parameter, given in zip(self.parameters, self._given, strict=True):
+            parameter.grad = given
+
+    def _lying_in(self, vector: Tensor) -> list[Tensor]:
+        """Return the gradient of each parameter in a vector that begins with all of them."""
+        start, made = 0, []
+        for parameter in self.parameters:
+            local = _local(parameter)
+            made.append(_like(parameter, vector[start : start + local.numel()].view(local.shape)))
             start += num_local_elements(parameter)
+        return made
+
+    def check_kept(self, module: nn.Module, number: int) -> None:
+        """Raise LayoutError where a gradient was replaced in the step: what ranks have summed is another."""
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for parameter, given in zip(self.parameters if self._given else (), self._given, strict=True):
+            if parameter.grad is not given:
+                raise LayoutError(
+                    f"stage {number}: the gradient of {names[id(parameter)]} was replaced during the step, and "
+                    "ranks summed what was there; let hooks change it in place, or change it after the step"
+                )
 
     def abandon(self) -> None:
         """Undo `begin`, after a step that failed: `.grad` is what it was before that."""
         for parameter, previous in zip(self.parameters, self._previous, strict=True):
             parameter.grad = previous
-        self._previous = []
+        self._previous, self._given = [], []
 
     def end(self, divisor: int) -> None:
-        """Divide the gradients of this step by `divisor`, and add those that `begin` set aside."""
+        """Divide the gradients of this step by `divisor`, and add those that `begin` set aside.
+
+        Those of a vector are copied out of it: the next step writes it, and some may be held until then.
+        """
         with torch.no_grad():
-            if divisor != 1:
-                if self.vector is not None:
-                    self.vector[: sum(map(num_local_elements, self.parameters))].div_(divisor)
-                else:
-                    for parameter in self.parameters:
-                        if parameter.grad is not None:
-                            parameter.grad.div_(divisor)
+            if self.vector is not None:
+                summed = self.vector[: sum(map(num_local_elements, self.parameters))] / divisor
+                for parameter, made in zip(self.parameters, self._lying_in(summed), strict=True):
+                    parameter.grad = made
+            elif divisor != 1:
+                for parameter in self.parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.div_(divisor)
             for parameter, previous in zip(self.parameters, self._previous, strict=True):
                 if previous is not None:
                     parameter.grad = previous if parameter.grad is None else parameter.grad.add_(previous)
-        self._previous = []
+        self._previous, self._given = [], []
 
 
 def num_local_elements(parameter: Tensor) -> int:

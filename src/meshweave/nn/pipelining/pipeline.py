@@ -7,8 +7,8 @@ resharded. Skip connections lead over stages.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineConfig
 from meshweave.algorithms.pipeline.problem import PipelineProblem
-from meshweave.base.errors import BindError, LayoutError
+from meshweave.base.errors import BindError, LayoutError, UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
@@ -37,7 +37,7 @@ from meshweave.nn.pipelining.plan import (
     micro_batches_of,
     plan_of,
 )
-from meshweave.nn.pipelining.saved_memory import SavedMemory
+from meshweave.nn.pipelining.saved_memory import PipelineMemory, SavedMemory
 from meshweave.nn.pipelining.stage_functions import LossFunction, StageStep, TensorKind
 from meshweave.nn.pipelining.stage_problem import PipelineData, StagePlaces, agreed_places
 from meshweave.nn.pipelining.stage_words import stage_words
@@ -135,19 +135,6 @@ def pipeline(
     return Pipeline(dict(sorted(stages.items())), places, options, context)
 
 
-@dataclass(frozen=True)
-class PipelineMemory:
-    """Activation memory of this rank: the most that its stages keep at once between their parts.
-
-    Attributes:
-        predicted_bytes: of the program, from lifetimes and the profiles of stages.
-        counted_bytes: of the last step; None unless `count_memory` was given.
-    """
-
-    predicted_bytes: int
-    counted_bytes: int | None
-
-
 class Pipeline:
     """Stages of a model on their ranks; made by `meshweave.pipeline`.
 
@@ -169,7 +156,7 @@ class Pipeline:
         self._rank = context.rank or 0
         self._memory = SavedMemory() if options.count_memory else None
         self._bound: dict[bool, BoundPipeline] = {}
-        self._is_compared = False
+        self._is_compared, self._running = False, threading.Lock()
         self.trace: Trace | None = None
 
     # --- steps -------------------------------------------------------------------------------------------------
@@ -188,6 +175,7 @@ class Pipeline:
         Raises:
             LayoutError: there is no `loss_fn`; a batch or target is missing, or has other rows than the first
                 one; a stage has other outputs or trained parameters; ranks that must give the same do not.
+            UnsupportedError: another step of this pipeline runs in another thread, or called this one.
             BindError, RankLostError, DeadlineError: other ranks refuse, are missing or late.
         """
         if self._options.loss_fn is None and self._is_last:
@@ -207,6 +195,16 @@ class Pipeline:
     def _run(
         self, batch: Batch, target: Tensor | None, *, trains: bool, wants_outputs: bool
     ) -> tuple[Tensor | None, Any]:
+        if not self._running.acquire(blocking=False):  # before what it was given, and gradients, are replaced
+            raise UnsupportedError("a step of this pipeline already runs")
+        try:
+            return self._stepped(batch, target, trains=trains, wants_outputs=wants_outputs)
+        finally:
+            self._running.release()
+
+    def _stepped(
+        self, batch: Batch, target: Tensor | None, *, trains: bool, wants_outputs: bool
+    ) -> tuple[Tensor | None, Any]:
         bound = self.prepare(batch, target, trains=trains)
         with share_refusal(self._context, self.places.ranks, "step of a pipeline"):
             self._require(batch, target, trains=trains)
@@ -224,6 +222,8 @@ class Pipeline:
             self.trace = bound.bound.run()
             if bound.tied is not None:
                 bound.tied.sum_gradients()
+            for number, gradients in bound.gradients.items() if trains else ():
+                gradients.check_kept(self._stages[number], number)
         except BaseException:
             for gradients in bound.gradients.values() if trains else ():
                 gradients.abandon()
@@ -368,7 +368,12 @@ class Pipeline:
         return PipelineData(tuple(self._whole_kind(0, value) for value in given), whole)
 
     def _require(self, batch: Batch, target: Tensor | None, *, trains: bool) -> None:
-        """Raise LayoutError where this rank has the first or last stage, and is not given what that needs."""
+        """Raise LayoutError where this rank has the first or last stage, and is not given what that needs.
+
+        Raise UnsupportedError where a step would have no gradients.
+        """
+        if trains and torch.is_inference_mode_enabled():
+            raise UnsupportedError("step has no gradients in inference mode: call it outside, or evaluate")
         if 0 in self._stages and not _tensors(batch):
             raise LayoutError("ranks of the first stage must give a batch")
         if self._is_last and trains and target is None:

@@ -9,12 +9,26 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshweave.execute.torch.compat_pipelining import storage_key
+
+
+@dataclass(frozen=True)
+class PipelineMemory:
+    """Activation memory of this rank: the most that its stages keep at once between their parts.
+
+    Attributes:
+        predicted_bytes: of the program, from lifetimes and the profiles of stages.
+        counted_bytes: of the last step; None unless `count_memory` was given.
+    """
+
+    predicted_bytes: int
+    counted_bytes: int | None
 
 
 class SavedMemory:

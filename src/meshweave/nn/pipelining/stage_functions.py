@@ -161,8 +161,14 @@ class StageFunctions:
         inputs = self._inputs(arrived[: len(self.shape.ins)], micro_batch)
         if self.recomputes and self.trains:
             stash["inputs"], stash["random"] = inputs, _random_states(inputs)
+            before = _versions(inputs)
             with torch.no_grad():
                 outputs = self._run(inputs, micro_batch)
+            if _versions(inputs) != before:
+                raise LayoutError(
+                    f"stage {self.shape.number} changes its inputs in place, and is to run on them again: "
+                    "leave it out of recompute, or let it work on a copy"
+                )
             stash["kept"] = self._keep(inputs)
             self._count()
             self._note(outputs, micro_batch)
@@ -379,6 +385,11 @@ class _NothingKept:
 
 
 _NOTHING = _NothingKept()
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return numbers that change as tensors do in place; 0 for one of inference mode, which has none."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _random_states(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
