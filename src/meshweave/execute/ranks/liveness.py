@@ -179,9 +179,7 @@ class Liveness:
         return lost
 
     def check_lost(self) -> None:
-        """Raise RankLostError where `find_lost` has found lost ranks; it names them and what this process
-        waits for.
-        """
+        """Raise RankLostError where `find_lost` has found lost ranks; it says what this process waits for."""
         if self._verdict is not None:
             raise RankLostError(f"{self._verdict.reason}{self._while_waiting}", self._verdict.missing)
 

@@ -364,8 +364,7 @@ def _bound(
         pairs = zip(ops, actions, strict=True)
         actions = [waits.around_compute(act) if op.op.kind in COMPUTE_KINDS else act for op, act in pairs]
     if mode == "linear":
-        in_order = range(len(ops)) if remote else linearise(program)[rank]
-        issued = in_order if order is None else order
+        issued = order if order is not None else range(len(ops)) if remote else linearise(program)[rank]
         execute = one_order(context, analysis, actions, issued, trace)
     else:
         execute = thread_per_lane(context, analysis, actions, trace)

@@ -52,7 +52,8 @@ class VocabularyLoss:
         self.sum_beside: SumBeside | None = None
         vocabulary = (self.words,)
         self.whole = Mover(
-            PlacedMove(strategy, vocabulary, dims, replicated), PlacedMove(strategy, vocabulary, replicated, dims)
+            PlacedMove(strategy, vocabulary, dims, replicated),
+            PlacedMove(strategy, vocabulary, replicated, dims),
         )
 
     def __call__(self, logits: Tensor, targets: Tensor, num_items: Tensor | float | None = None) -> Tensor:

@@ -368,9 +368,8 @@ class Pipeline:
         return PipelineData(tuple(self._whole_kind(0, value) for value in given), whole)
 
     def _require(self, batch: Batch, target: Tensor | None, *, trains: bool) -> None:
-        """Raise LayoutError where this rank has the first or last stage, and is not given what that needs.
-
-        Raise UnsupportedError where a step would have no gradients.
+        """Raise LayoutError where a first or last stage is not given what it needs, UnsupportedError where a step
+        would have no gradients.
         """
         if trains and torch.is_inference_mode_enabled():
             raise UnsupportedError("step has no gradients in inference mode: call it outside, or evaluate")
@@ -382,9 +381,8 @@ class Pipeline:
     def _whole_kind(self, stage: int, value: Tensor) -> TensorKind:
         """Return the kind of one micro-batch over all data-parallel ranks."""
         if not isinstance(value, Tensor) or not value.ndim:
-            raise LayoutError(
-                f"a batch or target is {kind_text(value)}; give tensors with a row for each sample"
-            )
+            what = kind_text(value)
+            raise LayoutError(f"a batch or target is {what}; give tensors with a row for each sample")
         count = self._options.micro_batches
         rows = len(value) * (self.places.data_parallelism(stage) if self._options.has_local_batch else 1)
         if not rows or rows % count:
@@ -393,12 +391,9 @@ class Pipeline:
 
     def _bind(self, batch: Batch, target: Tensor | None, trains: bool) -> BoundPipeline:
         data = self._data(batch, target, trains=trains)
-        return bind_stages(
-            self._stages, self.places, self._options, self._context, data, self._memory, trains=trains
-        )
+        own = self._stages, self.places, self._options, self._context
+        return bind_stages(*own, data, self._memory, trains=trains)
 
 
 def _tensors(batch: Batch) -> tuple[Tensor, ...]:
-    if batch is None:
-        return ()
-    return (batch,) if isinstance(batch, Tensor) else tuple(batch)
+    return (batch,) if isinstance(batch, Tensor) else tuple(batch or ())

@@ -28,6 +28,7 @@ from meshweave.execute.torch.compat_pipelining import (
 )
 from meshweave.nn.pipelining.gradients import LossSum
 from meshweave.nn.pipelining.missed_gradients import reached_parameters, require_all
+from meshweave.nn.pipelining.run_again import random_states, set_random_states, versions
 from meshweave.nn.pipelining.saved_memory import SavedMemory
 
 LossFunction = Callable[..., Tensor]
@@ -160,11 +161,11 @@ class StageFunctions:
         *arrived, token, micro_batch = operands
         inputs = self._inputs(arrived[: len(self.shape.ins)], micro_batch)
         if self.recomputes and self.trains:
-            stash["inputs"], stash["random"] = inputs, _random_states(inputs)
-            before = _versions(inputs)
+            stash["inputs"], stash["random"] = inputs, random_states(inputs)
+            before = versions(inputs)
             with torch.no_grad():
                 outputs = self._run(inputs, micro_batch)
-            if _versions(inputs) != before:
+            if versions(inputs) != before:
                 raise LayoutError(
                     f"stage {self.shape.number} changes its inputs in place, and is to run on them again: "
                     "leave it out of recompute, or let it work on a copy"
@@ -189,11 +190,11 @@ class StageFunctions:
         """
         micro_batch = operands[-1]
         inputs = stash["inputs"]
-        now = _random_states(inputs)
-        _set_random_states(stash.pop("random"))
+        now = random_states(inputs)
+        set_random_states(stash.pop("random"))
         with torch.enable_grad(), self._hooks():
             outputs = self._run(inputs, micro_batch)
-        _set_random_states(now)
+        set_random_states(now)
         stash["kept"].release()
         stash["outputs"] = outputs[-1:] if self.is_last else outputs
         stash["kept"] = self._keep([*inputs, *stash["outputs"]])
@@ -385,25 +386,3 @@ class _NothingKept:
 
 
 _NOTHING = _NothingKept()
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return numbers that change as tensors do in place; 0 for one of inference mode, which has none."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _random_states(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """Return the states of the random number generators of the CPU and of the device that tensors are on."""
-    states = [("cpu", torch.get_rng_state())]
-    kind = next((tensor.device.type for tensor in tensors), "cpu")
-    if kind == "cuda":
-        states.append((kind, torch.cuda.get_rng_state()))
-    return states
-
-
-def _set_random_states(states: Sequence[tuple[str, Tensor]]) -> None:
-    for kind, state in states:
-        if kind == "cuda":
-            torch.cuda.set_rng_state(state)
-        else:
-            torch.set_rng_state(state)

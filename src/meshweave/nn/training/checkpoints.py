@@ -392,8 +392,7 @@ class Checkpoints:
     def refuse_together(self, step: int, wrong: str) -> None:
         """Raise CheckpointError on all ranks where one gives text in `wrong`, and not "" for nothing wrong.
 
-        Collective. The message is "the checkpoint of step N in FOLDER", then `wrong`, such as "cannot be saved:
-        ...".
+        Collective. The message is "the checkpoint of step N in FOLDER", then `wrong`, as "cannot be saved: ...".
         """
         wrong = f"{self._there.named(step)} {wrong}" if wrong else ""
         self._rounds.agree(

@@ -1,0 +1,31 @@
+"""What a stage that recomputes keeps, to run its forward again as it ran: random states, versions of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return numbers that change as tensors do in place; 0 for one of inference mode, which has none."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def random_states(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+    """Return the states of the random number generators of the CPU and of the device that tensors are on."""
+    states = [("cpu", torch.get_rng_state())]
+    kind = next((tensor.device.type for tensor in tensors), "cpu")
+    if kind == "cuda":
+        states.append((kind, torch.cuda.get_rng_state()))
+    return states
+
+
+def set_random_states(states: Sequence[tuple[str, Tensor]]) -> None:
+    """Set generators to the states that `random_states` has returned."""
+    for kind, state in states:
+        if kind == "cuda":
+            torch.cuda.set_rng_state(state)
+        else:
+            torch.set_rng_state(state)
