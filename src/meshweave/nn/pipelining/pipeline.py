@@ -396,4 +396,4 @@ class Pipeline:
 
 
 def _tensors(batch: Batch) -> tuple[Tensor, ...]:
-    return (batch,) if isinstance(batch, Tensor) else tuple(batch or ())
+    return (batch,) if isinstance(batch, Tensor) else () if batch is None else tuple(batch)
