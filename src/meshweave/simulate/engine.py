@@ -193,7 +193,7 @@ class _Routes:
         for source, target, _ in pairs:
             for adds in (False, True):
                 constants = self.machine.one_sided_constants(source, target, adds)
-                yield from (constants.fixed_ps, constants.rate, constants.flops_per_byte)
+                yield from (constants.launch_ps, constants.sync_ps, constants.rate, constants.flops_per_byte)
 
     def _route(self, source: int, target: int, number: int) -> list[int]:
         route = []

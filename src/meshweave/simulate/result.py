@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshweave.base.errors import LayoutError
 from meshweave.base.shown import Shown
 from meshweave.base.units import format_s, to_s
 from meshweave.cost.machine import Machine
@@ -104,8 +105,16 @@ class Simulation(Shown):
         return to_s(self.duration_ps)
 
     def position(self, rank: int) -> int:
-        """Return the position of a global rank in `ranks`."""
-        return int(np.searchsorted(self.ranks, rank))
+        """Return the position of a global rank in `ranks`. Raises LayoutError where it is none of them."""
+        at = int(np.searchsorted(self.ranks, rank))
+        if at == len(self.ranks) or self.ranks[at] != rank:
+            held = (
+                f"{len(self.ranks)} ranks, {self.ranks[0]} to {self.ranks[-1]}"
+                if len(self.ranks)
+                else "no ranks"
+            )
+            raise LayoutError(f"the simulation of {self.program.name} has {held}; {rank} is none of them")
+        return at
 
     def parts(self, rank: int) -> dict[str, float]:
         """Return the seconds of each part of a rank's ops, summed whether they overlap or not.

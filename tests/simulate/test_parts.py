@@ -1,0 +1,139 @@
+"""The parts of an op's time are those that it was priced with, on links between hosts and inside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshweave.algorithms.step.compose import step
+from meshweave.algorithms.step.program import simulate_step
+from meshweave.base.errors import LayoutError
+from meshweave.base.units import to_ps
+from meshweave.cost.machine import Machine
+from meshweave.cost.packing import message_price, op_price
+from meshweave.cost.price import Price
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.host import HostRates
+from meshweave.estimate.uncontended import estimate
+from meshweave.ir.program import Program
+from meshweave.ir.program.ops import Recv, Send
+from meshweave.ir.program.parse import parse
+from meshweave.ir.work import work_of
+from meshweave.simulate.critical import critical_path
+from meshweave.simulate.engine import simulate
+from meshweave.simulate.rank_timeline import rank_timeline
+
+ALONE = {
+    "a gather": 'all_gather(g, s, over="tp.x", dim=1, lane=l)',
+    "a gather in a host": 'with ranks(0, 1, 2, 3):\n    all_gather(g[:, :1024], s, over="four.x", dim=1, lane=l)',
+    "a sum": 'all_reduce(g, g, over="tp.x", lane=l)',
+    "a message": "if tp.x == 0:\n    send(s, peer={far}, lane=l)\nif tp.x == {far}:\n    recv(s, peer=0, lane=l)",
+    "a packed message": "if tp.x == 0:\n    send(s[:, :7], peer={far}, lane=l)\n"
+    "if tp.x == {far}:\n    recv(s[:, 7:14], peer=0, lane=l)",
+    "a put": "if tp.x == 0:\n    put(at({far}, s), s, lane=l)",
+    "a get": "if tp.x == 0:\n    get(s, at({far}, s), lane=l)",
+    "an addition": "if tp.x == 0:\n    accumulate(at({far}, s), s, lane=l)",
+    "an addition at home": "if tp.x == 0:\n    accumulate(at(0, s), s(1), lane=l)",
+}
+
+
+def program(body: str) -> Program:
+    text = """
+program("alone")
+tp = mesh((16,), ("x",))
+four = mesh((4,), ("x",))
+s = scratch((1024, 256), "bfloat16", on=tp, slots=2)
+g = scratch((1024, 4096), "bfloat16", on=tp)
+l = lane()
+with tp:
+"""
+    return parse(text + "".join(f"    {line}\n" for line in body.splitlines()))
+
+
+def priced(made: Program, machine: Machine) -> Price:
+    """Of the first op of rank 0."""
+    op = made.ops_on_rank(0)[0].op
+    if not isinstance(op, Send):
+        return op_price(work_of(made, op), op, 0, machine)
+    assert isinstance(op.peer, int)
+    (recv,) = (bound.op for bound in made.ops_on_rank(op.peer))
+    assert isinstance(recv, Recv)
+    return message_price(made, op, recv, (0, op.peer), machine)
+
+
+@pytest.mark.parametrize(
+    "cluster", ["dgx-h100:16", "a3-mega:16", "gb200-nvl72:16", "pvc-node:16", "tpu-v4-pod:16"]
+)
+@pytest.mark.parametrize("far", [1, 11])
+@pytest.mark.parametrize("name", sorted(ALONE))
+def test_an_op_alone_has_the_parts_of_its_price(name: str, far: int, cluster: str) -> None:
+    described = load_cluster(cluster)
+    described = replace(described, chip=replace(described.chip, pack_launch_s=3e-6, pack_bytes_per_s=1e10))
+    made = program(ALONE[name].format(far=far))
+    machine = Machine.of(described, made, logical=True)
+    run, cost = simulate(made, machine), priced(made, machine)
+    parts = {part: to_ps(seconds) for part, seconds in run.parts(0).items() if seconds}
+    expected = {"launch_s": cost.launch_ps + cost.pack_ps, "sync_s": cost.sync_ps}
+    assert {part: parts.get(part, 0) for part in expected} == expected
+    path = critical_path(run)
+    assert path.ps_by_category["launch"] == expected["launch_s"]
+    assert path.ps_by_category["sync"] == expected["sync_s"]
+
+
+@pytest.mark.parametrize("name", ["a message", "a packed message", "a put", "a get", "an addition"])
+@pytest.mark.parametrize("far", [1, 11])
+def test_what_two_ranks_do_alone_takes_its_closed_form_wherever_they_are(name: str, far: int) -> None:
+    made = program(ALONE[name].format(far=far))
+    machine = Machine.of(load_cluster("dgx-h100:16"), made)
+    assert estimate(made, machine).total_s == simulate(made, machine).duration_s
+
+
+HOSTED = """
+for i in range(3):
+    copy(s(1), s, lane=l)
+    all_gather(g, s, over="tp.x", dim=1, lane=l)
+"""
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_the_host_issues_is_on_the_path(waits: bool) -> None:
+    """A tenth of a millisecond each. A host that waits begins anew behind each of the three gathers."""
+    made = program(HOSTED.strip())
+    cluster = replace(load_cluster("dgx-h100:16"), host=HostRates(1e-4, 1e-4, 1e-4, waits=waits))
+    run = simulate(made, Machine.of(cluster, made))
+    path = critical_path(run)
+    assert path.ps_by_category["host"] == 6 * 10**8 and path.ps_by_category["wait"] == 0
+    assert sum(path.ps_by_category.values()) == run.duration_ps
+    assert [one.kind for one in path.segments] == ["host", "all_gather"] * (3 if waits else 1)
+    assert path.verdict.startswith("bound by the host: ")
+
+
+def test_a_folded_step_has_the_path_of_the_whole() -> None:
+    priced = step("llama-2-7b", "dgx-h100:32", batch=64, sequence=2048, tp=2, pp=2)
+    folded, whole = (simulate_step(priced, folds=folds) for folds in (True, False))
+    assert (folded.fold, whole.fold) == (2, 1)
+    one, other = (critical_path(run.simulation) for run in (folded, whole))
+    assert one.ps_by_category == other.ps_by_category and one.slowed_ps == other.slowed_ps
+
+
+@pytest.mark.parametrize("rank", [-1, 1, 3, 99])
+def test_a_rank_that_was_not_simulated_is_refused(rank: int) -> None:
+    text = """
+program("some")
+tp = mesh((2,), ("x",), ranks=(0, 2))
+s = scratch((8,), "float32", on=tp)
+l = lane()
+with tp:
+    zero(s, lane=l)
+"""
+    made = parse(text)
+    run = simulate(made, Machine.of(load_cluster("dgx-h100:4"), made))
+    for ask in (
+        run.parts,
+        run.exposed_s,
+        lambda of: list(run.spans(of)),
+        lambda of: rank_timeline(run, of, "t"),
+    ):
+        with pytest.raises(LayoutError, match=f"2 ranks, 0 to 2; {rank} is none of them"):
+            ask(rank)
