@@ -117,6 +117,19 @@ def test_a_folded_step_has_the_path_of_the_whole() -> None:
     assert one.ps_by_category == other.ps_by_category and one.slowed_ps == other.slowed_ps
 
 
+def test_a_machine_of_another_program_is_refused() -> None:
+    small = parse('program("s")\ntp = mesh((4,), ("x",))\n')
+    made = program(ALONE["a gather"])
+    for chips, words in ((16, "another mesh tp than that of alone"), (8, "another mesh tp")):
+        machine = Machine.of(load_cluster(f"dgx-h100:{chips}"), small)
+        for ask in (simulate, estimate):
+            with pytest.raises(LayoutError, match=words):
+                ask(made, machine)
+    bare = Machine(load_cluster("dgx-h100:8"), ())
+    with pytest.raises(LayoutError, match="16 ranks do not fit the 8 chips"):
+        simulate(made, bare)
+
+
 @pytest.mark.parametrize("rank", [-1, 1, 3, 99])
 def test_a_rank_that_was_not_simulated_is_refused(rank: int) -> None:
     text = """

@@ -68,6 +68,21 @@ class Machine(PlacedMeshes):
         """
         return cls(cluster, program.expanded.meshes, logical)
 
+    def require(self, program: Program) -> None:
+        """Raise LayoutError where a mesh of an expanded program is another one here, or a rank has no chip."""
+        here = {mesh.name: mesh for mesh in self.meshes}
+        for mesh in program.meshes:
+            if here.get(mesh.name, mesh) != mesh:
+                raise LayoutError(
+                    f"the machine was made for another mesh {mesh.name} than that of {program.name}; "
+                    "make it for this program, with Machine.of(cluster, program)"
+                )
+        highest = max(program.ranks, default=0)
+        if highest >= self.cluster.num_chips:
+            raise LayoutError(
+                f"{highest + 1} ranks do not fit the {self.cluster.num_chips} chips of {self.cluster.name}"
+            )
+
     @property
     def copies(self) -> Mapping[str, int]:
         """Return by mesh axis how many times more members its groups have than are simulated; here none."""

@@ -31,6 +31,7 @@ class UncontendedSimulator(TraceRecorder):
 
     def __init__(self, flow: Dataflow, machine: Machine) -> None:
         super().__init__(flow)
+        machine.require(flow.program)
         self.machine = machine
         self.events: list[tuple[int, int, str, int, int, tuple[Node, ...]]] = []
         self.num_events = 0
@@ -150,6 +151,7 @@ def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
 
     Raises:
         ProgramError: messages or collectives do not match, or the program deadlocks.
+        LayoutError: the machine was made for other meshes.
         UnsupportedError: the machine cannot place a group of ranks, or an op reads another rank's memory in place.
     """
     flow = analyse(program) if isinstance(program, Program) else program
