@@ -69,7 +69,9 @@ class Machine {
   i64 pack_ps(const ClassOp& end) const {
     if (!end.b || !end.a || !pack_per_s_) return 0;
     const u128 amount = static_cast<u128>(end.a) * static_cast<u128>(PS_PER_S);
-    return checked_add(pack_launch_ps_, static_cast<i64>((amount + static_cast<u128>(pack_per_s_) - 1) / static_cast<u128>(pack_per_s_)));
+    const u128 took = (amount + static_cast<u128>(pack_per_s_) - 1) / static_cast<u128>(pack_per_s_);
+    if (took > static_cast<u128>(LAST_PS)) throw ProgramFault("the run takes longer than 53 days");
+    return checked_add(pack_launch_ps_, static_cast<i64>(took));
   }
   // Resources: memory of each rank, compute engine of each rank, links.
   std::vector<i64> capacities() const;

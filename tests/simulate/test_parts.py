@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
+from random_programs import random_machine, random_program
 
 from meshweave.algorithms.step.compose import step
 from meshweave.algorithms.step.program import simulate_step
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, MeshweaveError, ProgramError
 from meshweave.base.units import to_ps
 from meshweave.cost.machine import Machine
 from meshweave.cost.packing import message_price, op_price
@@ -23,6 +25,7 @@ from meshweave.ir.work import work_of
 from meshweave.simulate.critical import critical_path
 from meshweave.simulate.engine import simulate
 from meshweave.simulate.rank_timeline import rank_timeline
+from plain_simulator.issue import is_joined, issue_ps
 
 ALONE = {
     "a gather": 'all_gather(g, s, over="tp.x", dim=1, lane=l)',
@@ -107,6 +110,52 @@ def test_what_the_host_issues_is_on_the_path(waits: bool) -> None:
     assert sum(path.ps_by_category.values()) == run.duration_ps
     assert [one.kind for one in path.segments] == ["host", "all_gather"] * (3 if waits else 1)
     assert path.verdict.startswith("bound by the host: ")
+
+
+@pytest.mark.parametrize("first", range(0, 300, 100))
+def test_on_any_machine_a_host_is_on_the_path_for_as_long_as_it_issues(first: int) -> None:
+    found = 0
+    for seed in range(first, first + 100):
+        draw = random.Random(seed)
+        made = random_program(draw, 4)
+        machine = random_machine(draw, made)
+        host = None if machine is None else machine.cluster.host
+        if machine is None or host is None:
+            continue
+        try:
+            run = simulate(made, machine)
+        except MeshweaveError:
+            continue
+        path = critical_path(run)
+        assert sum(path.ps_by_category.values()) == run.duration_ps and not path.ps_by_category["wait"]
+        for one in path.segments:
+            if one.kind != "host":
+                continue
+            ops = [bound.op for bound in made.ops_on_rank(one.rank)]
+            joined = [at for at in range(one.index) if host.waits and is_joined(ops[at])]
+            issued = ops[joined[-1] + 1 if joined else 0 : one.index + 1]
+            assert one.end_ps - one.start_ps == sum(issue_ps(made, op, host) for op in issued)
+            found += 1
+    assert found
+
+
+def test_packing_that_never_ends_is_refused() -> None:
+    """18446748 bytes at 1 byte/s: in 64 bits of picoseconds it would be some 4 s."""
+    text = """
+program("slow")
+tp = mesh((2,), ("x",))
+s = scratch((4611687, 2), "float32", on=tp)
+l = lane()
+with tp:
+    if tp.x == 0:
+        send(s[:, :1], peer=1, lane=l)
+    if tp.x == 1:
+        recv(s[:, :1], peer=0, lane=l)
+"""
+    made, cluster = parse(text), load_cluster("dgx-h100:2")
+    slow = replace(cluster, chip=replace(cluster.chip, pack_bytes_per_s=1.0))
+    with pytest.raises(ProgramError, match="longer than 53 days"):
+        simulate(made, Machine.of(slow, made))
 
 
 def test_a_folded_step_has_the_path_of_the_whole() -> None:

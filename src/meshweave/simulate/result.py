@@ -120,7 +120,8 @@ class Simulation(Shown):
         """Return the seconds of each part of a rank's ops, summed whether they overlap or not.
 
         The parts are products and calls, copies, and of its communication the launches, synchronisations,
-        transfers and waits for late partners.
+        transfers and waits for late partners. What both ends of a message pack counts as launch. Raises
+        LayoutError for a rank that was not simulated.
         """
         row = self.outputs["parts_ps"].reshape(-1, len(PARTS))[self.position(rank)]
         return {name: to_s(int(value)) for name, value in zip(PARTS, row, strict=True)}
