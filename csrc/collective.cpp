@@ -12,20 +12,22 @@ Comm comm_of(const OpRow& row) {
   return Comm::SEND_RECV;
 }
 
+Constants constants_of(const Expanded& program, const Machine& machine, i64 group, const Class& in, const ClassOp& of) {
+  const OpRow& row = program.code.ops[static_cast<size_t>(of.row)];
+  const bool is_sized = row.kind == Kind::ALL_GATHER || row.kind == Kind::REDUCE_SCATTER || row.kind == Kind::ALL_REDUCE;
+  if (is_sized && machine.has_sized())
+    if (const Constants* sized = machine.sized(sized_key(program, in, of, group))) return *sized;
+  return machine.constants(program.code.group_price[static_cast<size_t>(group)], comm_of(row));
+}
+
 Collective::Collective(const Expanded& program, const Machine& machine, i64 group, i64 rank, const ClassOp& of)
     : program_(program), machine_(machine), group_start_(program.code.groups[static_cast<size_t>(group)]), kind_(program.code.ops[static_cast<size_t>(of.row)].kind),
       count_(program.code.group_size(group)), full_count_(program.code.full_size(group)),
       ranks_(program.code.members.data() + group_start_), of_(of),
       in_(program.of(rank)), ops_(static_cast<size_t>(count_), NOBODY) {
-  const OpRow& row = program.code.ops[static_cast<size_t>(of.row)];
   const i64 price = program.code.group_price[static_cast<size_t>(group)];
-  constants_ = machine.constants(price, comm_of(row));
+  constants_ = constants_of(program, machine, group, in_, of);
   cap_ = constants_.rate;
-  const bool is_sized = kind_ == Kind::ALL_GATHER || kind_ == Kind::REDUCE_SCATTER || kind_ == Kind::ALL_REDUCE;
-  if (const Constants* sized = is_sized ? machine.sized(sized_key(program, in_, of, group)) : nullptr) {
-    constants_ = *sized;
-    cap_ = constants_.rate;
-  }
   if (kind_ == Kind::BROADCAST || kind_ == Kind::REDUCE) {
     first_ = (of.b + (kind_ == Kind::REDUCE)) % count_;
     direction_bytes_[0] = of.a / of.c + (of.a % of.c != 0);

@@ -21,6 +21,9 @@ struct Message {
 // Returns the kind of communication whose constants an op uses.
 Comm comm_of(const OpRow& row);
 
+// Returns the constants of a collective: those of its size, where the machine prices it by that, else of its axis.
+Constants constants_of(const Expanded& program, const Machine& machine, i64 group, const Class& in, const ClassOp& of);
+
 // Only the first step of a lowered collective pays its launch.
 inline i64 launch_of(const ClassOp& of, const Constants& constants) { return of.step > 0 ? 0 : constants.launch_ps; }
 

@@ -63,7 +63,7 @@ void Engine::one_sided(u32 op, const OpRow& row, const ClassOp& of, i64 rank) {
   const Machine::OneSided known = machine_.one_sided(route, adds);
   path(source, target, route, adds);
   if (known.flops_per_byte) uses_.push_back({machine_.engine(rank), static_cast<u32>(known.flops_per_byte)});
-  begin(known.fixed_ps, of.a, known.rate, uses_, {SINGLE, op, 0, 0});
+  begin(known.fixed_ps(), of.a, known.rate, uses_, {SINGLE, op, 0, 0});
 }
 
 const std::vector<Use>& Engine::path(i64 source, i64 target, Machine::Span route, bool adds) {
@@ -136,7 +136,7 @@ void Engine::message(u32 sender, u32 receiver) {
     const Machine::Span route = machine_.route(source, target, false);
     const Machine::OneSided known = machine_.one_sided(route, false);
     const i64 packing = checked_add(machine_.pack_ps(of), machine_.pack_ps(class_op(receiver)));
-    begin(checked_add(known.fixed_ps, packing), of.a, known.rate, path(source, target, route, adds),
+    begin(checked_add(known.fixed_ps(), packing), of.a, known.rate, path(source, target, route, adds),
           {pair(of), sender, receiver, 0});
     return;
   }

@@ -28,17 +28,43 @@ void Ledger::close(u32 op, const OpRow& row, const ClassOp& of, u32 last) {
     add(parts.wait, wait);
     return add(parts.transfer, took - wait);
   }
-  const i64 price = is_collective(row.kind)
-                        ? program_.code.group_price[static_cast<size_t>(program_.code.group(row.axis, rank))]
-                        : row.price;
-  const Constants& constants = machine_.constants(price, comm_of(row));
-  const i64 launches = std::min(launch_of(of, constants), took - wait);
-  const auto steps = static_cast<u128>(num_steps(row, of, rank)) * static_cast<u128>(constants.sync_ps);
+  const Fixed fixed = fixed_of(op, row, of, rank);
+  const i64 launches = std::min(fixed.launch_ps, took - wait);
+  const auto steps = static_cast<u128>(num_steps(row, of, rank)) * static_cast<u128>(fixed.sync_ps);
   const auto syncs = static_cast<i64>(std::min(steps, static_cast<u128>(took - wait - launches)));
   add(parts.wait, wait);
   add(parts.launch, launches);
   add(parts.sync, syncs);
   add(parts.transfer, took - wait - launches - syncs);
+}
+
+// What passes before bytes flow, as `engine_ops.cpp` has it: the launch, with what both ends of a message pack, and one
+// synchronisation.
+Ledger::Fixed Ledger::fixed_of(u32 op, const OpRow& row, const ClassOp& of, i64 rank) const {
+  if (is_collective(row.kind)) {
+    const Constants constants = constants_of(program_, machine_, program_.code.group(row.axis, rank), program_.of(rank), of);
+    return {launch_of(of, constants), constants.sync_ps};
+  }
+  if (is_one_sided(row.kind)) {
+    const bool adds = row.kind == Kind::ACCUMULATE, gets = row.kind == Kind::GET;
+    if (of.b == rank) {
+      const Constants& constants = machine_.constants(row.price, adds ? Comm::ACCUMULATE : Comm::SEND_RECV);
+      return {constants.launch_ps, constants.sync_ps};
+    }
+    const Machine::OneSided known = machine_.one_sided(machine_.route(gets ? of.b : rank, gets ? rank : of.b, 0), adds);
+    return {known.launch_ps, known.sync_ps};
+  }
+  const Joint& joint = matched_.joints[static_cast<size_t>(matched_.joint_of[op])];
+  const OpState &sender = ops_[static_cast<size_t>(joint.sender)], &receiver = ops_[static_cast<size_t>(joint.receiver)];
+  const ClassOp& sent = program_.op(sender.rank, sender.index);
+  const OpRow& sends = program_.row(sender.rank, sender.index);
+  if (sends.comm >= 0) {
+    const Constants& constants = machine_.constants(sends.price, comm_of(sends));
+    return {launch_of(sent, constants), constants.sync_ps};
+  }
+  const Machine::OneSided known = machine_.one_sided(machine_.route(sender.rank, receiver.rank, 0), false);
+  const i64 packing = checked_add(machine_.pack_ps(sent), machine_.pack_ps(program_.op(receiver.rank, receiver.index)));
+  return {checked_add(known.launch_ps, packing), known.sync_ps};
 }
 
 // Of the members that an op exchanges something with, the one that came last.

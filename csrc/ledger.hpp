@@ -26,6 +26,11 @@ class Ledger {
   void close(u32 op, const OpRow& row, const ClassOp& of, u32 last);
 
  private:
+  struct Fixed {
+    i64 launch_ps, sync_ps;
+  };
+
+  Fixed fixed_of(u32 op, const OpRow& row, const ClassOp& of, i64 rank) const;
   u32 came_last(u32 op, i64 rank, const OpRow& row, const ClassOp& of, u32 last) const;
   i64 num_steps(const OpRow& row, const ClassOp& of, i64 rank) const;
 

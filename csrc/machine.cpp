@@ -149,11 +149,12 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
   const bool needed = std::any_of(program.code.ops.begin(), program.code.ops.end(), [](const OpRow& row) {
     return is_one_sided(row.kind) || (row.kind == Kind::SEND && row.comm < 0);
   });
-  require(!needed || one_sided_.size() == 6 * wanted.size(), "machine: one_sided does not fit");
-  for (size_t at = 0; needed && at < one_sided_.size(); at += 3) {
+  require(!needed || one_sided_.size() == 8 * wanted.size(), "machine: one_sided does not fit");
+  for (size_t at = 0; needed && at < one_sided_.size(); at += 4) {
     in_range(one_sided_[at], 0, LARGEST_FIXED_PS, "launch time");
-    in_range(one_sided_[at + 1], 1, LARGEST_RATE, "rate");
-    in_range(one_sided_[at + 2], 0, i64{1} << 20, "share of the products");
+    in_range(one_sided_[at + 1], 0, LARGEST_FIXED_PS, "synchronisation time");
+    in_range(one_sided_[at + 2], 1, LARGEST_RATE, "rate");
+    in_range(one_sided_[at + 3], 0, i64{1} << 20, "share of the products");
   }
   const Template& code = program.code;
   for (i64 number = 0; number < IMAGE_ROUTES; ++number)

@@ -47,9 +47,9 @@ class Machine {
   const Constants& constants(i64 price, Comm kind) const {
     return constants_[static_cast<size_t>(price * static_cast<i64>(Comm::COUNT) + static_cast<i64>(kind))];
   }
+  bool has_sized() const { return !sized_.empty(); }
   // The constants of a collective of a size, nullptr where those of its axis hold.
   const Constants* sized(const SizedKey& key) const {
-    if (sized_.empty()) return nullptr;
     const auto at = sized_.find(key);
     return at == sized_.end() ? nullptr : &at->second;
   }
@@ -69,7 +69,9 @@ class Machine {
   i64 pack_ps(const ClassOp& end) const {
     if (!end.b || !end.a || !pack_per_s_) return 0;
     const u128 amount = static_cast<u128>(end.a) * static_cast<u128>(PS_PER_S);
-    return checked_add(pack_launch_ps_, static_cast<i64>((amount + static_cast<u128>(pack_per_s_) - 1) / static_cast<u128>(pack_per_s_)));
+    const u128 took = (amount + static_cast<u128>(pack_per_s_) - 1) / static_cast<u128>(pack_per_s_);
+    if (took > static_cast<u128>(LAST_PS)) throw ProgramFault("the run takes longer than 53 days");
+    return checked_add(pack_launch_ps_, static_cast<i64>(took));
   }
   // Resources: memory of each rank, compute engine of each rank, links.
   std::vector<i64> capacities() const;
@@ -82,11 +84,12 @@ class Machine {
   // Costs of one-sided transfers and messages over a route. Each byte of an accumulate takes `flops_per_byte` FLOPs from
   // the products of the rank that issued it.
   struct OneSided {
-    i64 fixed_ps, rate, flops_per_byte;
+    i64 launch_ps, sync_ps, rate, flops_per_byte;
+    i64 fixed_ps() const { return checked_add(launch_ps, sync_ps); }
   };
   OneSided one_sided(Span route, bool adds) const {
-    const size_t at = 6 * static_cast<size_t>(route.number) + (adds ? 3 : 0);
-    return {one_sided_[at], one_sided_[at + 1], one_sided_[at + 2]};
+    const size_t at = 8 * static_cast<size_t>(route.number) + (adds ? 4 : 0);
+    return {one_sided_[at], one_sided_[at + 1], one_sided_[at + 2], one_sided_[at + 3]};
   }
   Span route(i64 source, i64 target, i64 number) const;
   // The route to the next member of a group, by `groups[group] + place`; on route 1, backwards to the one before.

@@ -22,6 +22,7 @@ from meshweave.execute.memory.shared import lacks  # noqa: E402
 from meshweave.execute.ranks.launch import launch  # noqa: E402
 from meshweave.execute.torch.analysis import RankAnalysis  # noqa: E402
 from meshweave.execute.torch.bind import bind  # noqa: E402
+from meshweave.ir.program.parse import parse  # noqa: E402
 from meshweave.ir.program.release import Release  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -128,6 +129,15 @@ for dtype in (torch.float64, torch.float32, torch.float16, torch.int32, torch.in
     expected[3:15, 1::2] += value
     expected[3] += 2
     assert torch.equal(out, expected), dtype
+def far(shape, strides):
+    size = sum((count - 1) * stride for count, stride in zip(shape, strides)) + 1
+    return torch.empty(size, dtype=torch.float16).as_strided(shape, strides).copy_(torch.ones(shape))
+for strides in itertools.product(((3, 1), (1, 1 << 30)), ((16, 1), (1 << 30, 1)), ((16, 1), (1, 1 << 28))):
+    a, b, out = map(far, ((16, 3), (3, 16), (16, 16)), strides)
+    TrackedProduct([TrackedRegion(a, b, out)], block=Block(16, 16, 16))()
+    assert bool((out == 3).all()), strides
+    accumulate(out, far((16, 16), strides[2]))
+    assert bool((out == 4).all()), strides
 try:
     accumulate(torch.ones(2, 2).bfloat16(), torch.ones(2, 2).bfloat16())
     raise SystemExit("bfloat16 was added")
@@ -206,9 +216,34 @@ def test_regions_that_wait_for_parts_have_a_kernel_each() -> None:
         ]
         own = [index for rank, index in analysis.regions.product_of if rank == 2]
         alike = set(itertools.pairwise(own))
-        found = launches(2, analysis.regions, needed, lanes, alike)
+        found = launches(2, analysis.regions, needed, lanes, alike, analysis.edges)
         assert [len(members) for members in found.members.values()] == kernels
         assert len(found.joined) == sum(kernels) - len(kernels)
+
+
+CHAINED = """
+program("chained")
+tp = mesh((2,), ("x",))
+a = scratch((8, 8), "float32", on=tp)
+c = scratch((8, 8), "float32", on=tp, slots=3)
+e = scratch((8, 8), "float32", on=tp)
+l = lane()
+with tp:
+    matmul(c, a, a, release=release(), lane=l)
+    matmul(c(1), a, a, release=release(joins=True), lane=l)
+    matmul(c(2), {}, a, release=release(joins=True), lane=l)
+    put(at(1 - tp.x, e), c(2), release=release(), lane=l)
+"""
+
+
+@pytest.mark.parametrize(("operand", "kernels"), [("a", [3]), ("c", [2, 1]), ("c(1)", [2, 1])])
+def test_a_region_that_reads_another_begins_a_kernel(operand: str, kernels: list[int]) -> None:
+    from meshweave.execute.cuda.regions import launches
+
+    analysis = RankAnalysis(parse(CHAINED.format(operand)), 0, True, True, True, True)
+    assert analysis.regions is not None
+    found = launches(0, analysis.regions, [()] * 4, ["l"] * 4, {(0, 1), (1, 2)}, analysis.edges)
+    assert [len(members) for members in found.members.values()] == kernels
 
 
 @pytest.mark.gpu

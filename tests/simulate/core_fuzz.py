@@ -244,7 +244,7 @@ def case(seed: int) -> str:
             ]
             machine["route_starts"] = np.cumsum([0, *map(len, links)], dtype=np.int64)
             machine["route_links"] = np.array([link for route in links for link in route], dtype=np.int64)
-            machine["one_sided"] = np.array([draw.randint(1, 9) for _ in range(6 * count)], dtype=np.int64)
+            machine["one_sided"] = np.array([draw.randint(1, 9) for _ in range(8 * count)], dtype=np.int64)
         else:
             core = Core(program)
         if draw.random() < 0.3:

@@ -29,14 +29,20 @@ class OneSidedConstants:
     """Constants of one-sided transfers between two chips.
 
     Attributes:
-        fixed_ps: picoseconds that pass before bytes flow.
+        launch_ps, sync_ps: picoseconds that pass before bytes flow.
         rate: bytes per second at most.
         flops_per_byte: FLOPs that each byte takes from the products of the chip that issued the transfer.
     """
 
-    fixed_ps: int
+    launch_ps: int
+    sync_ps: int
     rate: int
     flops_per_byte: int = 0
+
+    @property
+    def fixed_ps(self) -> int:
+        """Return the picoseconds before bytes flow: launch and synchronisation."""
+        return self.launch_ps + self.sync_ps
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,21 @@ class Machine(PlacedMeshes):
         With `logical` meshes that a torus does not carry are allowed. Raises LayoutError as the class does.
         """
         return cls(cluster, program.expanded.meshes, logical)
+
+    def require(self, program: Program) -> None:
+        """Raise LayoutError where a mesh of an expanded program is another one here, or a rank has no chip."""
+        here = {mesh.name: mesh for mesh in self.meshes}
+        for mesh in program.meshes:
+            if here.get(mesh.name, mesh) != mesh:
+                raise LayoutError(
+                    f"the machine was made for another mesh {mesh.name} than that of {program.name}; "
+                    "make it for this program, with Machine.of(cluster, program)"
+                )
+        highest = max(program.ranks, default=0)
+        if highest >= self.cluster.num_chips:
+            raise LayoutError(
+                f"{highest + 1} ranks do not fit the {self.cluster.num_chips} chips of {self.cluster.name}"
+            )
 
     @property
     def copies(self) -> Mapping[str, int]:
@@ -204,9 +225,11 @@ class Machine(PlacedMeshes):
             rate = max(int(min(constants.bytes_per_s, axis.link_bytes_per_s)), 1)
             chip = self.cluster.chip
             lost = chip.accumulate_share * chip.effective_flops_per_s if adds else 0.0
-            fixed_ps = to_ps(constants.launch_s) + to_ps(constants.sync_s)
             one_sided = self._one_sided[axis, adds] = OneSidedConstants(
-                fixed_ps, rate, min(round(lost / rate), _MOST_PER_BYTE)
+                to_ps(constants.launch_s),
+                to_ps(constants.sync_s),
+                rate,
+                min(round(lost / rate), _MOST_PER_BYTE),
             )
         return one_sided
 

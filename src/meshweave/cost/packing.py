@@ -19,9 +19,9 @@ from meshweave.cost.machine import Machine
 from meshweave.cost.price import Price, price
 from meshweave.describe.machine.chip import Chip
 from meshweave.ir.program import Program
-from meshweave.ir.program.ops import Recv, Send
+from meshweave.ir.program.ops import Accumulate, Get, Op, Put, Recv, Send
 from meshweave.ir.program.views import View
-from meshweave.ir.work import work_of
+from meshweave.ir.work import Work, work_of
 
 
 def packing_ps(num_bytes: int, chip: Chip) -> int:
@@ -56,6 +56,23 @@ def message_price(
     views = zip((send.src, recv.out), ends, strict=True)
     packed_ps = sum(_end_ps(program, view, rank, machine.cluster.chip) for view, rank in views)
     return replace(cost, pack_ps=packed_ps)
+
+
+def op_price(work: Work, op: Op, rank: int, machine: Machine) -> Price:
+    """Return the price of an op, bound to its rank, that is no message; a one-sided one has the links it takes.
+
+    `work` is that of the op.
+
+    Raises:
+        UnsupportedError, LayoutError: as `price` does.
+    """
+    ends = None
+    if isinstance(op, Get | Put | Accumulate):
+        owner = op.src.rank if isinstance(op, Get) else op.out.rank
+        assert owner is None or isinstance(owner, int)
+        if owner is not None and owner != rank:
+            ends = (owner, rank) if isinstance(op, Get) else (rank, owner)
+    return price(work, machine, endpoints=ends)
 
 
 def _end_ps(program: Program, view: View, rank: int, chip: Chip) -> int:

@@ -68,11 +68,12 @@ def price(
     """Return the price of one op on an otherwise idle machine.
 
     Args:
-        endpoints: the ranks (sender, receiver) of a message, whose price then has the slowest links between
-            them. Without, and for a step of a collective, it has the constants of the mesh axis.
-        shares_links: whether the caller simulates the sharing of links itself. In a permute over h hops of a
-            ring each link carries h messages. By default the amount is h times the message. With `shares_links`
-            it is the message, and the rate a share of 1 / h; groups of an axis then have their links whole.
+        endpoints: the ranks (sender, receiver) of a message or of a one-sided transfer, whose price then has the
+            slowest links between them. Without endpoints, and for a step of a collective, it has the constants of
+            the mesh axis.
+        shares_links: whether the caller simulates the sharing of links itself. In a permute over h hops of a ring
+            each link carries h messages. By default the amount is h times the message. With `shares_links` it is
+            the message alone, and the rate a share of 1 / h; groups of an axis then have their links whole.
 
     Raises:
         UnsupportedError: the machine has no meshes; a call has neither FLOPs nor a known kind of work; a product
@@ -97,10 +98,8 @@ def price(
             ends_ps,
         )
     if endpoints is not None and work.step is None:
-        axis = machine.axis_between(*endpoints)
-        message = axis.comm("send_recv")
-        rate = max(int(min(message.bytes_per_s, axis.link_bytes_per_s)), 1)
-        return Price(to_ps(message.launch_s), to_ps(message.sync_s), work.part_bytes, rate)
+        known = machine.one_sided_constants(*endpoints, adds=work.kind == "accumulate")
+        return Price(known.launch_ps, known.sync_ps, work.part_bytes, known.rate)
     return _transfer(work, machine, shares_links)
 
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
-from meshweave.cost.packing import message_price
+from meshweave.cost.packing import message_price, op_price
 from meshweave.cost.price import Price, price
 from meshweave.estimate.chains import hop_ps
 from meshweave.estimate.recorder import TraceRecorder
@@ -22,7 +22,7 @@ from meshweave.ir.analysis.dataflow import Dataflow, analyse
 from meshweave.ir.analysis.matching import Joint, Node
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Broadcast, Permute, Recv, Reduce, Send
-from meshweave.ir.work import Transfer, work_of
+from meshweave.ir.work import Transfer, Work, work_of
 from meshweave.trace import Trace
 
 
@@ -31,6 +31,7 @@ class UncontendedSimulator(TraceRecorder):
 
     def __init__(self, flow: Dataflow, machine: Machine) -> None:
         super().__init__(flow)
+        machine.require(flow.program)
         self.machine = machine
         self.events: list[tuple[int, int, str, int, int, tuple[Node, ...]]] = []
         self.num_events = 0
@@ -109,17 +110,19 @@ class UncontendedSimulator(TraceRecorder):
         """
         first, op = nodes[0], self.flow.op(nodes[0])
         work = work_of(self.flow.program, op)
-        cost = price(work, self.machine) if not isinstance(op, Send) else self.message_price(first)
+        cost = self.price(first, work)
         room = self.machine.cluster.send_buffer_bytes if may_free else 0
         if isinstance(work, Transfer) and 0 < work.part_bytes <= room:
             self._push(cost.fixed_ps, nodes[:1], first)
             nodes = nodes[1:]
         self._push(cost.total_ps, nodes, first)
 
-    def message_price(self, node: Node) -> Price:
-        """Return the price of the message of the send `node`, with what both ends pack."""
+    def price(self, node: Node, work: Work) -> Price:
+        """Return the price of an op; of a Send that of its message between its two ranks, with what both pack."""
         joint, send = self.flow.joint(node), self.flow.op(node)
-        assert joint is not None and isinstance(send, Send)
+        if not isinstance(send, Send):
+            return op_price(work, send, node[0], self.machine)
+        assert joint is not None
         sender, receiver = joint.members
         recv = self.flow.op(receiver)
         assert isinstance(recv, Recv)
@@ -149,8 +152,8 @@ def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
 
     Raises:
         ProgramError: messages or collectives do not match, or the program deadlocks.
-        UnsupportedError: the machine cannot place a group of ranks, or an op reads another rank's memory in
-            place.
+        LayoutError: the machine was made for other meshes.
+        UnsupportedError: the machine cannot place a group of ranks, or an op reads another rank's memory in place.
     """
     flow = analyse(program) if isinstance(program, Program) else program
     simulator = UncontendedSimulator(flow, machine)
@@ -161,7 +164,7 @@ def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
         if isinstance(op, Recv):
             continue
         work, node = work_of(flow.program, op), (flow.program.ranks[0], index)
-        cost = simulator.message_price(node) if isinstance(op, Send) else price(work, machine)
+        cost = simulator.price(node, work)
         copy += cost.pack_ps
         if isinstance(work, Transfer):
             launch, sync, transfer = launch + cost.launch_ps, sync + cost.sync_ps, transfer + cost.flow_ps

@@ -20,6 +20,7 @@ _COLOURS = {
     "launch": "#8e5ea2",
     "sync": "#4f9d8c",
     "transfer": "#d9822b",
+    "host": "#b5484d",
     "wait": "#f3d9b8",
 }
 MAX_SEGMENTS = 300

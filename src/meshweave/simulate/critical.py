@@ -3,7 +3,9 @@
 The path is followed backwards from the op that ends last. If no partner of an op was issued after the op itself,
 the whole op is on the path, and the walk goes on with the op whose end let it be issued. Otherwise the path has
 the op only from the issue of its last partner on, and the walk goes on with the op whose end let the partner be
-issued. So segments follow each other without gaps, and their times sum exactly to the run's duration.
+issued. So segments follow each other without gaps, and their times sum exactly to the run's duration. Where the
+machine has hosts and no op ended when an op was issued, its host had just come to it: the path then has what the
+host issued since it began, or since the end of the collective that it waited for last.
 
 Launch and synchronisation of a transfer are the machine's constants; what both ends of a message pack counts as
 launch. The remaining time counts as transfer, including delays by late neighbours and shared links.
@@ -13,20 +15,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from meshweave.base.units import work_ps
-from meshweave.cost.packing import message_price
-from meshweave.cost.price import Price, price
-from meshweave.ir.program.ops import Collective, Op, Recv, Send
-from meshweave.ir.work import Compute, Work, work_of
+from meshweave.cost.packing import message_price, op_price
+from meshweave.cost.price import Price
+from meshweave.ir.program.ops import AllReduce, Collective, Exchange, Op, Permute, Recv, Send
+from meshweave.ir.work import Compute, Transfer, Work, work_of
 from meshweave.simulate.partners import Partners
 from meshweave.simulate.result import LinkUse, Simulation
 
-CATEGORIES = ("compute", "copy", "launch", "sync", "transfer", "wait")
+CATEGORIES = ("compute", "copy", "launch", "sync", "transfer", "host", "wait")
 _LISTED, _MESSAGES = "listed groups", "point-to-point messages"
 _WORDS = {
     "compute": ("compute", "products"),
@@ -34,6 +36,7 @@ _WORDS = {
     "launch": ("launches", "launches of products and communication"),
     "sync": ("latency", "synchronisation of communication steps"),
     "transfer": ("links", "transfers"),
+    "host": ("the host", "ops that the host of a rank issues"),
     "wait": ("the order of lanes", "waits for a turn in a lane"),
 }
 
@@ -67,8 +70,8 @@ class PathSegment:
         """Return what it does besides launch and synchronisation: "compute", "copy", "transfer" or "wait"."""
         if self.kind in ("matmul", "call"):
             return "compute"
-        if self.kind == "wait":
-            return "wait"
+        if self.kind in ("host", "wait"):
+            return self.kind
         return "transfer" if self.axis else "copy"
 
 
@@ -189,6 +192,7 @@ class _BackwardWalk:
         self.run = run
         self.issued, self.ended = run.outputs["issued_ps"], run.outputs["ended_ps"]
         self.partners = Partners(run)
+        self.written = tuple(run.program.ops()) if run.machine.copies else ()
         self.seen: set[int] = set()
 
     def segments(self) -> Iterator[PathSegment]:
@@ -206,10 +210,13 @@ class _BackwardWalk:
                 yield self._segment(at, start, end)
             at, end = self._before(freed), start
             if end and (at is None or self.ended[at] < end):
-                # No op ended at that time. No rule of the simulator leads here; the segment keeps the sum exact.
+                kind = "wait"  # no rule of the simulator leads here; the segment keeps the sum exact
+                if self.run.machine.cluster.host is not None:
+                    at, kind = self._host_began(freed), "host"
                 begin = 0 if at is None else int(self.ended[at])
                 place = self.partners.rank_and_index(freed)
-                yield PathSegment(*place, self.partners.op(freed).label, "wait", "", begin, end, 0, 0, 0)
+                if end > begin:
+                    yield PathSegment(*place, self.partners.op(freed).label, kind, "", begin, end, 0, 0, 0)
                 end = begin
 
     def _before(self, op: int) -> int | None:
@@ -223,6 +230,16 @@ class _BackwardWalk:
                 return cause if cause >= 0 else None
             op = previous
 
+    def _host_began(self, op: int) -> int | None:
+        """Return the collective before `op` whose end its rank's host waited for last, or None."""
+        host = self.run.machine.cluster.host
+        rank, index = self.partners.rank_and_index(op)
+        for back in range(1, index + 1) if host is not None and host.waits else ():
+            earlier = self.partners.ops(rank)[index - back].op
+            if isinstance(earlier, Collective) and not isinstance(earlier, Permute):
+                return op - back
+        return None
+
     def _previous(self, op: int) -> int | None:
         """Return the op before `op` in its lane if both were issued at one time: `op` waited for it."""
         rank, index = self.partners.rank_and_index(op)
@@ -234,13 +251,27 @@ class _BackwardWalk:
 
     def _price(self, number: int, op: Op, work: Work) -> Price:
         if not isinstance(op, (Send, Recv)):
-            return price(work, self.run.machine)
+            rank, _ = self.partners.rank_and_index(number)
+            return op_price(self._unfolded(number, work), op, rank, self.run.machine)
         pair = number, self.partners.other_end(number)
         sent, received = pair if isinstance(op, Send) else pair[::-1]
         send, recv = self.partners.op(sent).op, self.partners.op(received).op
         assert isinstance(send, Send) and isinstance(recv, Recv)
         ends = self.partners.rank_and_index(sent)[0], self.partners.rank_and_index(received)[0]
         return message_price(self.run.program, send, recv, ends, self.run.machine)
+
+    def _unfolded(self, number: int, work: Work) -> Work:
+        """Return the work of an op with all members of its group, also those that the machine folds."""
+        copies = self.run.machine.copies
+        op = self.written[int(self.run.template_ops[number])] if copies else None
+        if not isinstance(op, Collective) or op.over not in copies or not isinstance(work, Transfer):
+            return work
+        assert isinstance(op.over, str)
+        if isinstance(op, Exchange):  # whose text has all members
+            return replace(work, axis=op.over)
+        times = copies[op.over]
+        part = work.part_bytes if isinstance(op, AllReduce) else work.part_bytes // times
+        return replace(work, axis=op.over, num_ranks=work.num_ranks * times, part_bytes=part)
 
     def _segment(self, number: int, start: int, end: int) -> PathSegment:
         bound = self.partners.op(number)

@@ -59,10 +59,12 @@ def simulate(program: Program, machine: Machine, *, limited: bool = False) -> Si
     Raises:
         ProgramError: partners disagree, the program deadlocks, an expression does not fit, or it is over a
             limit.
+        LayoutError: the machine was made for other meshes.
         UnsupportedError: the machine cannot place a group, an op reads another rank's memory in place, or a
             product is outside of a table of measured ones.
     """
     program = program.expanded
+    machine.require(program)
     try:
         columns = Columns(program, machine.copies)
         if limited:
@@ -196,7 +198,7 @@ class _Routes:
         for source, target, _ in pairs:
             for adds in (False, True):
                 constants = self.machine.one_sided_constants(source, target, adds)
-                yield from (constants.fixed_ps, constants.rate, constants.flops_per_byte)
+                yield from (constants.launch_ps, constants.sync_ps, constants.rate, constants.flops_per_byte)
 
     def _route(self, source: int, target: int, number: int) -> list[int]:
         route = []

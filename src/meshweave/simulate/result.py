@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshweave.base.errors import LayoutError
 from meshweave.base.shown import Shown
 from meshweave.base.units import format_s, to_s
 from meshweave.cost.machine import Machine
@@ -106,14 +107,23 @@ class Simulation(Shown):
         return to_s(self.duration_ps)
 
     def position(self, rank: int) -> int:
-        """Return the position in `ranks` of a global rank, which must be one of them."""
-        return int(np.searchsorted(self.ranks, rank))
+        """Return the position of a global rank in `ranks`. Raises LayoutError where it is none of them."""
+        at = int(np.searchsorted(self.ranks, rank))
+        if at == len(self.ranks) or self.ranks[at] != rank:
+            held = (
+                f"{len(self.ranks)} ranks, {self.ranks[0]} to {self.ranks[-1]}"
+                if len(self.ranks)
+                else "no ranks"
+            )
+            raise LayoutError(f"the simulation of {self.program.name} has {held}; {rank} is none of them")
+        return at
 
     def parts(self, rank: int) -> dict[str, float]:
         """Return the seconds that the ops of a rank spend on each of `PARTS`, summed whether ops overlap or not.
 
-        Keys: "compute_s" for products and calls, "copy_s", and of its communication "launch_s", "sync_s",
-        "transfer_s" and "wait_s", the waits for late partners.
+        The parts are products and calls, copies, and of its communication the launches, synchronisations,
+        transfers and waits for late partners. What both ends of a message pack counts as launch. Raises
+        LayoutError for a rank that was not simulated.
         """
         row = self.outputs["parts_ps"].reshape(-1, len(PARTS))[self.position(rank)]
         return {name: to_s(int(value)) for name, value in zip(PARTS, row, strict=True)}

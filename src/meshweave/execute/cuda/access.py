@@ -87,7 +87,7 @@ class TrackedAccess(OneSidedAccess):
             }
             for index in range(len(ops))
         ]
-        self._launches = launches(rank, self._regions, waits, lanes, alike)
+        self._launches = launches(rank, self._regions, waits, lanes, alike, edges)
 
     def bind(self, index: int, bound: BoundOp, bind_local_or_matched: Callable[[BoundOp], Action]) -> Action:
         """Return the action of op number `index` of this rank: its waits, and what runs or queues it.

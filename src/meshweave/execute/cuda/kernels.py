@@ -83,6 +83,7 @@ def _tracked_product(  # type: ignore[no-untyped-def]
     IS_ALIGNED: tl.constexpr,
     IS_INSIDE: tl.constexpr,
     IS_EVEN_K: tl.constexpr,
+    IS_FAR: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -98,6 +99,7 @@ def _tracked_product(  # type: ignore[no-untyped-def]
         IS_ALIGNED: offsets and first rows and columns of blocks are multiples of 16.
         IS_INSIDE: no block goes beyond its region.
         IS_EVEN_K: k is a multiple of BLOCK_K.
+        IS_FAR: along k an operand reaches beyond 2**31 elements, which needs offsets of 64 bits.
     """
     for number in range(tl.program_id(0), num_tiles, num_programs):
         tile = tiles + 7 * number
@@ -116,6 +118,8 @@ def _tracked_product(  # type: ignore[no-untyped-def]
         right_at = b + b_first + column[None, :].to(tl.int64) * b_column
         for start in range(0, k, BLOCK_K):
             depth = start + tl.arange(0, BLOCK_K)
+            if IS_FAR:
+                depth = depth.to(tl.int64)
             left = _operand(
                 left_at + depth[None, :] * a_column, depth[None, :] < k, is_row[:, None], IS_INSIDE, IS_EVEN_K
             )
@@ -129,7 +133,7 @@ def _tracked_product(  # type: ignore[no-untyped-def]
             if WIDENS:
                 left, right = left.to(tl.float32), right.to(tl.float32)
             total = tl.dot(left, right, total, input_precision=PRECISION)
-        at = row[:, None].to(tl.int64) * out_row + column[None, :] * out_column
+        at = row[:, None].to(tl.int64) * out_row + column[None, :].to(tl.int64) * out_column
         _store_and_count(total, region, like, at, is_row[:, None] & is_column[None, :], ADDS, COUNTS)
 
 
@@ -142,7 +146,7 @@ def _accumulate(  # type: ignore[no-untyped-def]
     num_blocks = tl.cdiv(rows, _ADD_ROWS) * blocks_across
     for number in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         row = (number // blocks_across) * _ADD_ROWS + tl.arange(0, _ADD_ROWS).to(tl.int64)
-        column = (number % blocks_across) * _ADD_COLUMNS + tl.arange(0, _ADD_COLUMNS)
+        column = (number % blocks_across) * _ADD_COLUMNS + tl.arange(0, _ADD_COLUMNS).to(tl.int64)
         is_inside = (row[:, None] < rows) & (column[None, :] < columns)
         term = tl.load(value + row[:, None] * value_row + column[None, :] * value_column, mask=is_inside)
         target = out + row[:, None] * out_row + column[None, :] * out_column

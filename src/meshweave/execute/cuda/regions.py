@@ -125,17 +125,20 @@ def launches(
     waits: Sequence[Container[object]],
     lanes: Sequence[str],
     alike: Container[tuple[int, int]],
+    edges: Sequence[Iterable[int]],
 ) -> Launches:
     """Return which regions each kernel of a rank computes.
 
-    A region joins the kernel of the previous region of its product where one kernel can compute both, and its
-    lane has already waited for all that the region waits for.
+    A region joins the kernel of the previous region of its product where one kernel can compute both, its lane has
+    already waited for all that the region waits for, and it waits for no region of that kernel, whose tiles are in
+    no order.
 
     Args:
         waits: for each op of the rank a set of what it waits for in other lanes and ranks; equal elements stand
             for equal waits.
         lanes: the lane of each op.
-        alike: pairs of op indices of successive regions that one kernel can compute.
+        alike: pairs of indices of successive regions that one kernel can compute.
+        edges: for each op the indices of the earlier ops that it waits for.
     """
     launches = Launches()
     seen: dict[str, set[object]] = {}
@@ -146,7 +149,8 @@ def launches(
             product = [of for _, of in regions.product_of[rank, index]]
             place = product.index(index)
             before = product[place - 1] if place else None
-            if before is not None and needed <= known and (before, index) in alike:
+            joins = before is not None and needed <= known and (before, index) in alike
+            if before is not None and joins and not {*edges[index]}.intersection(kernel_of[before]):
                 kernel_of[index] = kernel_of[before]
                 kernel_of[index].append(index)
                 launches.joined.add(index)

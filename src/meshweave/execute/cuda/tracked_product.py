@@ -107,6 +107,7 @@ class TrackedProduct:
                 for region in regions
             ),
             "IS_EVEN_K": depth % self.block.depth == 0,
+            "IS_FAR": depth * max(first.a.stride(1), first.b.stride(0)) >= 1 << 31,
             "BLOCK_M": self.block.rows,
             "BLOCK_N": self.block.columns,
             "BLOCK_K": self.block.depth,
