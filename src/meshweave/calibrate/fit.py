@@ -97,7 +97,7 @@ class Fit:
 
     @property
     def quality(self) -> str:
-        """The relative errors, and how many points of which sizes they are over, as text."""
+        """Return the relative errors, number, sizes and steps (unless all are 1) of the points, and `remark`."""
         steps = f" in {' or '.join(map(str, self.steps))} steps" if self.steps != (1,) else ""
         remark = f"; {self.remark}" if self.remark else ""
         return (

@@ -105,8 +105,11 @@ def summary_lines(calibration: Calibration, remark: str = "") -> list[str]:
 
 
 def rate_format(key: tuple[str, str]) -> Callable[[float], str]:
-    """Return the function that writes the rate of a fit as text: FLOPs per second of products, else bytes.
+    """Return the function that formats the rate of a fit for `Fit.describe`, which appends "/s".
 
-    `key` is that of the fit: (axis, kind of operation), `COMPUTE` for products.
+    It writes "1.2e+14 FLOP" for products and "1.5 GB" for all else; its argument is FLOPs or bytes per second.
+
+    Args:
+        key: of the fit: (axis, kind of operation); `COMPUTE` for products.
     """
     return (lambda rate: f"{rate:.4g} FLOP") if key == COMPUTE else format_bytes

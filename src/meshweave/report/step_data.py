@@ -39,9 +39,11 @@ def step_data(
     """Return the JSON that `step_page.js` draws from, without "<", so that it may stand in a script element.
 
     Args:
+        steps: the ranking; its first two rows name the lines of the curves.
         choice_text: returns a configuration in words.
-        timelines: (title, timeline) of each.
-        curves: lines of the best configuration and the runner-up, in this order.
+        timelines: (title, timeline) pairs, in the order in which they are offered.
+        curves: one for each quantity that varies; each has a line for the best configuration, then one for the
+            runner-up.
     """
     names: dict[str, int] = {}
     data = {

@@ -197,10 +197,17 @@ class ProgramWriter(BlockWriter):
     def timed(
         self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
-        """Write an op that computes no values and costs `work_of` the number of a rank's tokens of `ins[0]`.
+        """Write an op that computes no values and whose cost on a rank is `work_of(tokens)`.
 
-        It also reads the parameters in `beside`, and writes the gradients of parameters there. An exchange takes
-        as long as that of the rank with the most copies.
+        Where the ranks of an expert group have unequal loads, computing costs each rank the work of its own
+        load; an exchange costs all of them that of the rank with the most token copies (one for each expert of a
+        token).
+
+        Args:
+            lane: the lane of the op; for exchanges of experts the name of their mesh.
+            work_of: the work of a rank with so many tokens: the local size of all dims of `ins[0]` but the last.
+            outs, ins: what the op writes and reads.
+            beside: (parameters that it also reads, gradients of parameters that it also writes).
 
         Raises:
             UnsupportedError: ranks have different numbers of tokens.

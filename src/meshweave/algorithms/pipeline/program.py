@@ -146,10 +146,10 @@ def _check_gathered(problem: PipelineProblem, schedule: Schedule) -> None:
             )
 
 
-def stage_durations(problem: PipelineProblem) -> list[tuple[int, int, int]]:
-    """Return for each stage the FLOPs of forward, input gradient with recomputation, and weight gradient.
+def stage_flops(problem: PipelineProblem) -> list[tuple[int, int, int]]:
+    """Return (forward, input gradient with recomputation, weight gradient) of each stage, in FLOPs.
 
-    They are those of one micro-batch and rank, 1 at least.
+    They are of one micro-batch on one rank; each is at least 1, so that it can stand for a duration.
     """
     durations = []
     for stage in problem.stages:
@@ -172,7 +172,7 @@ class _PipelineWriter:
     ) -> None:
         self.problem, self.schedule, self.transfers = problem, schedule, transfers
         pairs = [(edge.source, edge.target) for edge in problem.edges]
-        self.steps: Steps = communicating_steps(schedule, pairs, stage_durations(problem))
+        self.steps: Steps = communicating_steps(schedule, pairs, stage_flops(problem))
         self.has_signals = transfers == "signals"
         self.meshes = [replace(mesh, name=f"p{rank}") for rank, mesh in enumerate(problem.meshes)]
         self.is_opaque = writes_stage is None

@@ -12,7 +12,7 @@ from meshweave.algorithms.pipeline.dualpipe import dualpipe_v
 from meshweave.algorithms.pipeline.examples import chain_of_ranks
 from meshweave.algorithms.pipeline.least_makespan import least_of_split
 from meshweave.algorithms.pipeline.problem import PipelineProblem, Stash
-from meshweave.algorithms.pipeline.program import stage_durations
+from meshweave.algorithms.pipeline.program import stage_flops
 from meshweave.algorithms.pipeline.zb_auto import StashLimit, zb_auto
 from meshweave.algorithms.pipeline.zb_h1 import zb_h1
 from meshweave.algorithms.pipeline.zbv import zbv
@@ -154,7 +154,7 @@ class ZeroBubbleAuto(_ZeroBubble):
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
         """Return the best schedule that is found within the limit on stashes, transfers taken as free."""
-        durations = stage_durations(problem)
+        durations = stage_flops(problem)
         forward, input_grad, weight_grad = (tuple(part) for part in zip(*durations, strict=True))
         times = ActionTimes(forward, input_grad, weight_grad, (0,) * (problem.num_stages - 1))
         return zb_auto(problem.micro_batches, times, self._limit(problem))

@@ -114,7 +114,11 @@ class Strategy(Protocol):
 
 
 def multicasts_of(task: UnitTask, network: HostTopology, strategy: Strategy) -> Iterator[Multicast]:
-    """Yield the multicasts of a task: one inside each host that has the data, and one to all other hosts."""
+    """Yield the multicasts of a task, each split as `strategy` splits it (`Strategy.split`).
+
+    Before the split there is one inside each source host that has other destinations, and one to all destination
+    hosts without a source. Ranks that are sources receive nothing.
+    """
     sources_on: dict[int, list[int]] = {}
     for rank in task.sources:
         sources_on.setdefault(network.host_of[rank], []).append(rank)

@@ -79,7 +79,12 @@ class TrafficCounter:
     def chunks(
         self, pieces: Sequence[TensorPiece], count: int, tail: int | None = None
     ) -> Iterator[TensorPiece]:
-        """Yield one chunk of those that are alike; its messages count for all of them."""
+        """Yield for each piece one chunk of each shape; messages of it count for all chunks of that shape.
+
+        Args:
+            count: a chunk has at most a `count`-th of the bytes of all pieces, or one element.
+            tail: the most bytes of the last part of the last chunk, as in `MessageSink.chunks`; None for no cut.
+        """
         for chunk, times in kinds_of_chunks(pieces, count, tail):
             self._times = times
             yield chunk

@@ -131,7 +131,15 @@ def least_makespan_ps(
 
 @lru_cache(maxsize=4096)
 def ranks_of_stages(name: str, num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """Return for each stage its pipeline rank: dealt out in turn, or for some schedules in a V."""
+    """Return the pipeline rank of each stage; there are `num_ranks` times `virtual_stages` stages.
+
+    Stages are dealt out in turn (stage s on rank s mod `num_ranks`), or in a V if the schedule accepts only
+    that. For a schedule that accepts neither they are dealt out in turn.
+
+    Args:
+        name: of the schedule.
+        virtual_stages: stages on each rank.
+    """
     placement = SCHEDULES.named(name).for_stages(virtual_stages).place_stages(num_ranks, virtual_stages)
     return looped(num_ranks, virtual_stages) if placement is None else placement
 

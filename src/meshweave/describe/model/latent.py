@@ -73,7 +73,11 @@ class LatentAttention(Attention):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return {"heads": features of all values, "keys": of all keys} of a token; see `LayerNode.counts`."""
+        """Return the features of a token that stacks count memory traffic by.
+
+        "heads": those of all values, heads * value. "keys": those of all keys, heads * (own + shared): the
+        shared part counts once for each head.
+        """
         return {"heads": self.makes.size, "keys": self.heads * (self.own + self.shared)}
 
 

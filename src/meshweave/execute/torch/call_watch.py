@@ -100,7 +100,10 @@ class CallWatch:
         done.wait(_REPLY_S)
 
     def close(self) -> None:
-        """End the thread."""
+        """Tell the thread to end, and wait for that: up to 1 s, or 6 s where the store has answered lately.
+
+        A thread that hangs in a call of the store is left behind.
+        """
         self._is_closed = True
         self._wake.set()
         if self._thread is not None:  # also where it has just nothing left to do: it has a store to let go of

@@ -377,7 +377,10 @@ class ForwardArguments:
         return False
 
     def call_inputs(self, tokens: Tensor, targets: Tensor | None, taken: Mapping[str, Any]) -> CallInputs:
-        """Return the `CallInputs` of a call on `tokens`. Subclasses check the arguments here, and may raise."""
+        """Return what a call computes with beside `tokens` (batch, sequence): here `targets` (None for logits) and
+        `taken`, the further arguments for which `takes` is true. Subclasses check them, and may raise
+        MeshweaveError.
+        """
         return CallInputs(targets, taken)
 
     def _changes_nothing(

@@ -83,7 +83,9 @@ class ParameterLayout:
         layout = layout_of(strategy.mesh, self.sides, self.dims)
         places = {side.dim: at for at, side in enumerate(self.sides) if side.dim}
         out: list[Placement] = []
-        for axis in strategy.torch_axes:
+        for axis in range(
+            strategy.device_mesh.ndim
+        ):  # one that the device mesh lacks is the last of the layout
             dim = self.dims[axis]
             if not dim:
                 out.append(Replicate())

@@ -145,11 +145,6 @@ class LayerStrategy:
         """Return the sides (batch, sequence) of a tensor of tokens, of these global sizes."""
         return Side("batch", batch), Side("sequence", sequence)
 
-    @property
-    def torch_axes(self) -> tuple[int, ...]:
-        """Return for each dim of the device mesh the index of the axis of `mesh` that it is."""
-        return tuple(range(int(self.device_mesh.ndim)))
-
 
 _KNOWN: dict[Any, LayerStrategy] = {}
 

@@ -105,7 +105,14 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         return self._model.agreement.draws and self.training
 
     def example(self, rows: int) -> Tensor:
-        """Return zeros of the shape of what `forward` returns for `rows` rows: for `outputs` of `pipeline`."""
+        """Return zeros of the shape that `forward` returns, as an example for `outputs` of `pipeline`.
+
+        They are (rows, elements): the elements of the largest shard of a rank in `rows` parts, rounded up; in
+        the dtype of the first parameter.
+
+        Args:
+            rows: sequences of a micro-batch, over all ranks of the mesh of this stage.
+        """
         dtype = next(self.module.parameters()).dtype
         return torch.zeros(rows, self._width(rows), dtype=dtype)
 

@@ -36,8 +36,9 @@ class ModelRun:
 
 @contextmanager
 def narrowest_seen() -> Iterator[list[torch.dtype]]:
-    """Yield a list of one entry: the floating type of fewest bits that a module has returned in the block so
-    far.
+    """Yield a list of one entry: the narrowest floating dtype that a module has returned in the block so far.
+
+    It is float64 at first. All modules of the process count; of a tuple or list only the first element does.
     """
     seen = [WIDE]
 

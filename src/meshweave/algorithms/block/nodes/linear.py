@@ -90,7 +90,11 @@ class LinearRecord(NodeRecord[Linear]):
             writer.writer.call("add_bias", (out,), ins, "elementwise", (writer.writer.elements(out),))
 
     def write_gradient(self, at: NodePlace[Linear], writer: NodeWriter) -> None:
-        """Write the product for the gradient of the operand; delay those for weight and bias."""
+        """Write the product for the gradient of X; write those of the weight and the bias now or later.
+
+        The product for the weight goes to `NodeWriter.then`, to overlap with communication. The sum over tokens
+        for the bias goes to `NodeWriter.postpone`, until the products of the group of nodes are written.
+        """
         writer.multiply_back(at)
         if at.node.bias:
             arriving, bias = writer.arriving(at), at.own(at.node.bias_name)

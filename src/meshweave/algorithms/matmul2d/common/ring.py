@@ -121,7 +121,11 @@ class RingProduct:
 
     @property
     def iteration_sizes(self) -> list[tuple[int, int, int]]:
-        """Return (number of iterations, steps forwards in each, steps backwards in each), larger ones first."""
+        """Return the iterations that move parts, as runs of equal ones, the largest first; [] for one chip.
+
+        Each run is (number of iterations, ring steps forwards in each, ring steps backwards in each). The
+        iteration of the local part is not among them.
+        """
         steps = self.num_parts // 2
         count = min(max(self.num_iterations - 1, 1), steps)
         if not count:

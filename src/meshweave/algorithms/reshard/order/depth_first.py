@@ -44,7 +44,7 @@ def dfs(
     loads = resource_loads(jobs)
     goal = exclusive_bound(jobs, loads)
     if known is None:
-        known = min(balance(jobs), greedy(jobs, rounds=1, bound=goal), key=lambda s: s.makespan)
+        known = min(balance(jobs), greedy(jobs, passes=1, bound=goal), key=lambda s: s.makespan)
     search = _DepthFirstSearch(jobs, loads, known.makespan)
     nodes = 0
     while search.stack and search.least > goal and nodes < max_nodes:

@@ -22,22 +22,22 @@ PASS_WORK = 3_000
 """Routes that all passes together consider by default; with many jobs there is one pass, to save time."""
 
 
-def greedy(jobs: JobSet, rounds: int | None = None, seed: int = 0, bound: int | None = None) -> JobSchedule:
-    """Return the best schedule of at most `rounds` passes of list scheduling, of which the first is not random.
+def greedy(jobs: JobSet, passes: int | None = None, seed: int = 0, bound: int | None = None) -> JobSchedule:
+    """Return the shortest schedule of at most `passes` passes of list scheduling; the first is not random.
 
     Args:
-        rounds: None for up to 32, fewer the more routes the jobs have (`PASS_WORK`).
+        passes: None for up to 32, fewer the more routes the jobs have (`PASS_WORK`).
         seed: of the random choices.
         bound: a lower bound of the makespan, in the unit of durations; None for `exclusive_bound`. A pass that
             meets it ends the search, and the schedule is `proven`.
     """
     bound = exclusive_bound(jobs) if bound is None else bound
-    if rounds is None:
-        rounds = max(1, min(MAX_PASSES, PASS_WORK // max(1, sum(len(job.routes) for job in jobs.jobs))))
+    if passes is None:
+        passes = max(1, min(MAX_PASSES, PASS_WORK // max(1, sum(len(job.routes) for job in jobs.jobs))))
     rng = random.Random(seed)
     lists = ListScheduler(jobs)
     best = lists.run(None)
-    for _ in range(rounds - 1):
+    for _ in range(passes - 1):
         if best.makespan <= bound:
             break
         best = min(best, lists.run(rng), key=lambda schedule: schedule.makespan)
