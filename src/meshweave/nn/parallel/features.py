@@ -377,10 +377,7 @@ class ForwardArguments:
         return False
 
     def call_inputs(self, tokens: Tensor, targets: Tensor | None, taken: Mapping[str, Any]) -> CallInputs:
-        """Return what a call computes with beside `tokens` (batch, sequence): here `targets` (None for logits) and
-        `taken`, the further arguments for which `takes` is true. Subclasses check them, and may raise
-        MeshweaveError.
-        """
+        """Return what a call on `tokens` computes with: `targets`, and `taken`, for which `takes` is true."""
         return CallInputs(targets, taken)
 
     def _changes_nothing(
