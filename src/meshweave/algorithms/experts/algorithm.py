@@ -42,7 +42,7 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
     shares_nics: ClassVar[bool] = False
 
     def examples(self) -> Iterator[ExpertsProblem]:
-        """Yield layers on two hosts of two: balanced, uneven with dropped tokens, all tokens to one expert."""
+        """Yield layers on 2 hosts of 2 ranks: balanced, uneven with dropped tokens, all tokens to one expert."""
         mesh = Mesh.of("ep", (2, 2), ("host", "local"))
         exact: dict[str, Any] = {"dtype": "float64", "activation": "relu"}
         yield ExpertsProblem(mesh, 6, 2, 8, 4, 3, **exact)
@@ -70,13 +70,13 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
     def counts(
         self, problem: ExpertsProblem, config: ConfigT, choices: Array | None = None
     ) -> dict[str, Array]:
-        """Return the numbers of rows that the program takes as inputs, for these choices or the problem's own.
+        """Return numbers of rows by name, for these choices; the program takes those in its `counts_of`.
 
         "n0" is (experts, source ranks): the rows of a rank for an expert. "m" is (hosts, source ranks): the
         tokens of a rank that have an expert on a host.
 
         Args:
-            choices: experts of each token, (ranks * tokens, top_k), -1 if dropped; None for the problem's.
+            choices: experts of each token, (ranks * tokens, top_k), -1 if dropped; None for the problem's own.
         """
         chosen = problem.choices if choices is None else choices
         return problem.counts_of(chosen)
@@ -113,7 +113,7 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
         return cells_reference(problem, inputs, self.source_order(problem))
 
     def source_order(self, problem: ExpertsProblem) -> list[int]:
-        """Return the source ranks, as positions on the mesh, in the order of their rows at an expert."""
+        """Return the source ranks, as positions on the mesh, in the order of their rows on an expert's rank."""
         return list(range(problem.num_ranks))
 
     def functions(self, problem: ExpertsProblem) -> Mapping[str, Callable[..., Any]]:

@@ -26,19 +26,19 @@ class DirectAllToAll(UnchosenExperts):
         return LayerText(problem, self.title, self).text()
 
     def temps(self, layer: LayerText, tensor: str, use: str) -> Iterator[str]:
-        """Yield the declaration of a buffer of rows ordered by source, in the text form."""
+        """Yield the declaration of a buffer for rows ordered by source; nothing if a rank has one expert."""
         if layer.own > 1:
             yield f"{tensor.lower()}_by_source = temp({tensor}, ep[S(0)], order=(1, 0, 2))"
 
     def dispatch(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield the statements of an all-to-all, and of copies into the order of experts."""
+        """Yield an all-to-all and, if a rank has several experts, copies into the order of experts."""
         between = dst if layer.own == 1 else f"{tensor.lower()}_by_source"
         yield f'all_to_all({between}, {src}, over="ep.x", split_dim=0, concat_dim=1, lane=go)'
         if between != dst:
             yield from self._copies(layer, dst, between)
 
     def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield the statements of copies into the order of sources, and of an all-to-all."""
+        """Yield, if a rank has several experts, copies into the order of sources; then an all-to-all."""
         between = src if layer.own == 1 else f"{tensor.lower()}_by_source"
         if between != src:
             yield from self._copies(layer, between, src)

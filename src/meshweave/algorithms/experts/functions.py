@@ -34,19 +34,20 @@ def _packing(choices: Array) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
 
 
 def pack(x: Array, choices: Array) -> Array:
-    """Return a row of `x` for each choice, ordered by expert, (1, rows, hidden); dropped choices have none.
+    """Return a token's row of `x` for each of its choices, by expert, then token: (1, rows, hidden).
 
-    `x` is (tokens, hidden), `choices` (tokens, top_k) experts, -1 for a dropped one.
+    `x` is (tokens, hidden), `choices` (tokens, top_k) numbers of experts. A choice of -1 is dropped and has no
+    row.
     """
     tokens, _, _ = _packing(choices)
     return x[tokens][None]
 
 
 def pack_weighted(dy: Array, gates: Array, choices: Array) -> Array:
-    """Return the rows of `dy` times their gates, ordered by expert, then token: (1, rows, hidden).
+    """Return a token's row of `dy` times its gate for each choice, by expert, then token: (1, rows, hidden).
 
-    There is a row for each choice that is not dropped (-1). `dy` is (tokens, hidden), `gates` and `choices` are
-    (tokens, top_k).
+    `dy` is (tokens, hidden), `gates` and `choices` are (tokens, top_k). A choice of -1 is dropped and has no
+    row.
     """
     tokens, rows, kept = _packing(choices)
     weights = np.zeros(len(tokens), np.int64)
@@ -137,7 +138,12 @@ def _activate_gradient(kind: str) -> Callable[[Array, Array, Array], None]:
 
 
 def layer_functions(activation: str) -> Mapping[str, Callable[..., Any]]:
-    """Return the functions of this module and those of `activation`, "relu" or "silu", by name."""
+    """Return the functions that programs of a layer of experts call, by name.
+
+    They are "pack", "pack_weighted", "weigh", "add_rows", "gate_gradient", and for `activation` ("relu" or
+    "silu") "activate" of (h) and "activate_gradient" of (h, gradient of the result). `h` is (..., 2 inner), the
+    columns of the gate first; the result is (..., inner), the activated gate times the other columns.
+    """
     return {
         "pack": pack,
         "pack_weighted": pack_weighted,

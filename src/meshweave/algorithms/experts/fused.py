@@ -64,9 +64,10 @@ class FusedExperts(ExpertsAlgorithm[TokenSlices]):
     def counts(
         self, problem: ExpertsProblem, config: TokenSlices, choices: Array | None = None
     ) -> dict[str, Array]:
-        """Return the numbers of rows that the program takes as inputs: "n{i}" for slice i of each rank's tokens.
+        """Return numbers of rows by name; the program takes "n{i}", for slice i of each rank's tokens.
 
-        Each is (experts, source ranks). `choices` are (ranks * tokens, top_k), -1 for a dropped one; None for
-        the problem's own.
+        "n{i}" is (experts, source ranks): the rows of a rank's slice for an expert. "m" is (hosts, source
+        ranks): the tokens of a rank that have an expert on a host. `choices` are (ranks * tokens, top_k), -1 for
+        a dropped one; None for the problem's own.
         """
         return problem.counts_of(problem.choices if choices is None else choices, config.count)

@@ -41,10 +41,12 @@ def _flat(rows: Array) -> Array:
 
 
 def pack_hosts(x: Array, choices: Array, hosts: int, per_host: int) -> Array:
-    """Return a row of `x` for each host that a token needs, ordered by host, (1, rows, features).
+    """Return a token's row of `x` for each host with experts of it, by host, then token: (1, rows, features).
 
     Args:
+        x: (tokens, features).
         choices: experts of each token, (tokens, top_k), -1 for a dropped one.
+        hosts: number of hosts.
         per_host: experts of a host.
     """
     tokens = np.nonzero(_needed(choices, hosts, per_host))[1]
@@ -54,7 +56,11 @@ def pack_hosts(x: Array, choices: Array, hosts: int, per_host: int) -> Array:
 def sum_hosts(rows: Array, choices: Array, hosts: int, per_host: int) -> Array:
     """Return for each token the sum of its rows from hosts, (tokens, features).
 
-    `rows` are (..., features), one for each host that a token needs, ordered by host, then by token.
+    Args:
+        rows: (..., features), one for each host that has experts of a token, by host, then token (`pack_hosts`).
+        choices: experts of each token, (tokens, top_k), -1 for a dropped one.
+        hosts: number of hosts.
+        per_host: experts of a host.
     """
     needed, flat = _needed(choices, hosts, per_host), _flat(rows)
     if not flat.shape[0]:
@@ -65,11 +71,11 @@ def sum_hosts(rows: Array, choices: Array, hosts: int, per_host: int) -> Array:
 
 
 def fan_out(rows: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return a row for each expert of this host that a token needs, ordered by expert, (1, rows, features).
+    """Return a token's row for each of its experts on this host, by expert, then token: (1, rows, features).
 
     Args:
-        rows: those that arrived on this host, (..., features), one for each token that needs it.
-        choices: the experts of each of them, (..., top_k).
+        rows: those that arrived on this host, (..., features), one for each token that has experts here.
+        choices: the experts of each of these tokens, (..., top_k), those of other hosts among them.
         host: the number of this host.
         per_host: experts of a host.
     """
@@ -86,27 +92,34 @@ def fan_in(rows: Array, gates: Array, choices: Array, host: int, per_host: int) 
 
 
 def fan_out_weighted(rows: Array, gates: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return a row for each expert of this host that a token needs, times its gate, (1, rows, features).
+    """Return a token's row times its gate for each of its experts on this host: (1, rows, features).
 
-    They are ordered by expert. `rows`, `gates` and `choices` are by token, in the order in which tokens arrived.
+    The rows are ordered by expert, then token. `rows` (..., features), `gates` and `choices` (..., top_k) have
+    one row for each token that arrived on this host.
     """
     return pack_weighted(_flat(rows), _flat(gates), _on_host(choices, host, per_host))
 
 
 def fan_in_sum(rows: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return for each token of `choices` the sum of its rows from this host's experts, (1, tokens, features).
+    """Return for each token that arrived the sum of its rows from this host's experts, (1, tokens, features).
 
-    `rows` are (..., features) in packed order.
+    `rows` are (..., features), packed by expert, then token; `choices`, (..., top_k), those of the tokens that
+    arrived on this host, in their order.
     """
     return add_rows(rows, _on_host(choices, host, per_host))[None]
 
 
 def fan_gradient(rows: Array, arriving: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return the gradient of the gates, (1, tokens, top_k), 0 for experts of other hosts.
+    """Return the gradient of the gates of the tokens that arrived on a host, (1, tokens, top_k).
+
+    It is 0 for experts of other hosts.
 
     Args:
-        rows: the outputs of this host's experts, in packed order.
-        arriving: the gradient with respect to the sum of each token, as `fan_in` returns it.
+        rows: the outputs of this host's experts, (..., features), packed by expert, then token.
+        arriving: the gradient of the loss with respect to the result of `fan_in`, (..., features), by token.
+        choices: the experts of each of these tokens, (..., top_k).
+        host: the number of this host.
+        per_host: experts of a host.
     """
     return gate_gradient(rows, _flat(arriving), _on_host(choices, host, per_host))[None]
 

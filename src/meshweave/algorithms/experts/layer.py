@@ -74,7 +74,7 @@ class LayerText:
         return self.problem.local_experts
 
     def peer(self, step: str) -> str:
-        """Return an expression for the mesh position `step` places after this rank's, around the ring."""
+        """Return an expression for the mesh position `step` places (an expression) after this rank's."""
         return f"((ep.x + {step}) % {self.count})"
 
     def rank_of(self, position: str) -> str:
@@ -85,12 +85,16 @@ class LayerText:
         return f"{ranks}[{position}]"
 
     def packed(self, buffer: str, position: str) -> str:
-        """Return as text the view of packed rows for expert `e`, a loop index, of the rank at a position."""
+        """Return as text the view of a source rank's packed rows for one expert of another rank.
+
+        `position`, an expression, is the expert's rank on the mesh; the loop index `e` counts that rank's
+        experts.
+        """
         first = f"{self.own} * {position} + e"
         return f"{buffer}[{first}:{first} + 1, :, :]"
 
     def received(self, buffer: str, position: str) -> str:
-        """Return as text the view of rows received for own expert `e`, a loop index, from a mesh position."""
+        """Return as text the view of the rows of own expert `e`, a loop index, from the source at `position`."""
         return f"{buffer}[e:e + 1, {position}:{position} + 1, :]"
 
     def slice_size(self, number: int) -> int:
@@ -297,7 +301,7 @@ class LayerText:
 
 
 def call_text(name: str, out: str, *ins: str, args: tuple[int | str, ...] = ()) -> str:
-    """Return a call of function `name` in the text form.
+    """Return as text a statement that calls function `name` on the views `ins` and writes the view `out`.
 
     `args` are further arguments of the function: integers, or expressions for integers.
     """

@@ -45,7 +45,10 @@ def own_cells(layer: LayerText, out: str, src: str) -> Iterator[str]:
 
 
 def other_cells(layer: LayerText, statement: str) -> Iterator[str]:
-    """Yield the loops of `statement` over all other ranks, `r` + 1 places on, and over a rank's experts `e`."""
+    """Yield `statement` in loops over the ranks `r` + 1 places on (`r` from 0) and a rank's experts `e`.
+
+    Yield nothing if there is one rank.
+    """
     if layer.count > 1:
         yield f"for r in range({layer.count - 1}):"
         yield f"    for e in range({layer.own}):"

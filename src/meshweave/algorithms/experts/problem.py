@@ -109,14 +109,20 @@ class ExpertsProblem:
         return int((self.choices < 0).sum())
 
     def counts(self, slices: int = 1) -> dict[str, NDArray[Any]]:
-        """Return the numbers of rows by the problem's own choices: "n0", "n1", ... for its slices, and "m"."""
+        """Return the numbers of rows by the problem's own choices, by name.
+
+        "n0", "n1", ..., one for each of the `slices` of a rank's tokens, are (experts, source ranks): the rows
+        of a rank for an expert. "m" is (hosts, source ranks): the tokens of a rank that have an expert on a
+        host.
+        """
         return self.counts_of(self.choices, slices)
 
     def counts_of(self, choices: NDArray[Any], slices: int = 1) -> dict[str, NDArray[Any]]:
-        """Return the counts of rows for choices (ranks * tokens, top_k), by name.
+        """Return the numbers of rows for choices (ranks * tokens, top_k), -1 for a dropped one, by name.
 
-        "n0", "n1", ..., one for each slice of a rank's tokens, are (experts, source ranks): the rows of a rank
-        for an expert. "m" is (hosts, source ranks): the tokens of a rank that have an expert on a host.
+        "n0", "n1", ..., one for each of the `slices` of a rank's tokens, are (experts, source ranks): the rows
+        of a rank for an expert. "m" is (hosts, source ranks): the tokens of a rank that have an expert on a
+        host.
         """
         by_rank = choices.reshape(self.num_ranks, self.tokens, self.top_k)
         size = -(-self.tokens // slices)

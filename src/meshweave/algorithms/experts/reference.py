@@ -21,7 +21,7 @@ def layer_reference(problem: ExpertsProblem, inputs: Arrays) -> dict[str, NDArra
         inputs: whole arrays by name: X, Choices, Gates, W1, W2, and dY where `problem.part` is "training".
 
     Returns:
-        Y, and for training dX, dGates, dW1 and dW2, by name, each in the shape of its input.
+        By name Y, in the shape of X, and for training dX, dGates, dW1 and dW2, each in the shape of its input.
     """
     functions = layer_functions(problem.activation)
     x, choices, gates, w1, w2 = (inputs[name] for name in ("X", "Choices", "Gates", "W1", "W2"))

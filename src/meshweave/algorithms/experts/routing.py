@@ -72,9 +72,9 @@ class Routing:
 def within_capacity(
     choices: NDArray[Any], num_ranks: int, num_experts: int, capacity: int | None
 ) -> NDArray[np.int32]:
-    """Return choices (tokens of all ranks, top_k) with -1 beyond the first `capacity` per rank and expert.
+    """Return choices with -1 for those after the first `capacity` that a rank's tokens have of an expert.
 
-    A capacity of None drops none.
+    `choices` are (tokens of all ranks, top_k), rank after rank, equally many tokens each. None drops none.
     """
     kept: NDArray[np.int32] = choices.astype(np.int32)
     if capacity is None:

@@ -75,12 +75,15 @@ class Parts:
 
 
 class FusedProduct(AnyLayoutProduct[ConfigT]):
-    """A product whose communication starts as tiles of it are finished, or that starts as tiles arrive.
+    """A product on a ring of ranks, with the all-gather, reduce-scatter or all-to-all that it needs.
+
+    Its communication starts as tiles of it are finished, or it starts as tiles arrive; the rivals that it is
+    compared with overlap whole parts, or nothing.
 
     Attributes:
         accepted: the placements of A, B and C, over one mesh axis, that it takes.
         wants: `accepted` in words.
-        cut_dims: which of the dims m, n, k (0, 1, 2) are cut into a part for each rank.
+        cut_dims: the dims of m, n, k (0, 1, 2) that must have at least one element for each rank's part.
     """
 
     accepted: ClassVar[tuple[Placements, ...]]
@@ -96,7 +99,11 @@ class FusedProduct(AnyLayoutProduct[ConfigT]):
             yield UniversalProblem(*sizes, a, b, c, orders=(None, order, None))
 
     def refusal(self, problem: UniversalProblem) -> str | None:
-        """Return why a problem does not fit: its layouts, or ranks without a part of C; None if it fits."""
+        """Return why a problem does not fit; None if it fits.
+
+        Reasons are layouts that are not `accepted`, a mesh of several axes or of one rank, and a dim of
+        `cut_dims` of which some rank would have no element.
+        """
         mesh = problem.a.mesh
         layouts = (problem.a, problem.b, problem.c)
         on_ring = all(layout.mesh == mesh and len(layout.placements) == 1 for layout in layouts)
@@ -131,8 +138,8 @@ class Tiles:
 
     Attributes:
         rows, columns: elements of a tile; 0 rows leave both to the machine.
-        order: "rows" or "columns": which tile comes next. "" leaves it to the machine.
-        first: number of the tile of each region that is computed first.
+        order: tiles one after another along the "rows", or down the "columns". "" leaves it to the machine.
+        first: number of the tile, in that order, with which each region begins; those before it come last.
     """
 
     rows: int = 0
@@ -164,7 +171,11 @@ class TiledProduct(FusedProduct[Tiles]):
     """A fused product that signals its results tile by tile."""
 
     def candidates(self, problem: UniversalProblem, cluster: Cluster | None = None) -> Iterator[Tiles]:
-        """Yield the machine's own tiles, then small ones by rows, and by columns from the second tile on."""
+        """Yield three configs: the machine's own tiles, then small tiles in two orders.
+
+        The second has tiles of at most 2 rows as wide as a part, by rows; the third of at most 2 x 3 elements, by
+        columns, from tile 1 on. `cluster` is ignored.
+        """
         rows, columns = (
             Parts(size, len(problem.ranks)).size if dim in self.cut_dims else size
             for dim, size in enumerate(problem.sizes[:2])
@@ -175,7 +186,7 @@ class TiledProduct(FusedProduct[Tiles]):
 
 
 class UntiledProduct(FusedProduct[NoChoice]):
-    """A fused product that does not signal its results tile by tile."""
+    """A product of the fused family that signals nothing before it is finished: a rival or baseline."""
 
     def candidates(self, problem: UniversalProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
         """Yield the only config: there is nothing to choose."""
@@ -199,9 +210,9 @@ def each_region(region: str, count: int) -> str:
 
 
 def gather_or_copy(problem: UniversalProblem, parts: Parts, reduced: str) -> str:
-    """Return the op after a reduce-scatter: an all-gather if C is replicated, else a copy to C.
+    """Return as text the op after a reduce-scatter: an all-gather into C if C is replicated, else a copy to C.
 
-    `reduced` is the view of the rank's reduced part, `parts` are the parts of the rows of C.
+    `reduced` is the view, as text, of the rank's reduced rows; `parts` are the parts of the rows of C.
     """
     if isinstance(problem.c.placements[0], Replicate):
         return f'all_gather(c, {reduced}, over="tp.x", dim=0{parts.sizes}, lane=compute)'
