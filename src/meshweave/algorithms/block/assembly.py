@@ -89,6 +89,9 @@ def equations(problem: BlockProblem, roles: Roles) -> list[Meaning]:
     """Return the equations of all layers, and with a vocabulary those of embedding, last norm, logits and loss.
 
     For training those of the gradients are included.
+
+    Raises:
+        UnsupportedError: a layer has experts or latent attention, which have no equations.
     """
     layers = layers_of(problem, roles.is_flat)
     meanings = [meaning for layer in layers for meaning in layer_meanings(layer, roles)]

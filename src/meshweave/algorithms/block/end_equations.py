@@ -23,7 +23,10 @@ GREATEST, SUMS = "LOGITMAX", "LOGITSUMS"
 
 
 def end_tensors(problem: BlockProblem, roles: Roles) -> Iterator[Tensor]:
-    """Yield the tensors of embedding, last norm, logits and loss, with gradients, in global shapes."""
+    """Yield the tensors of embedding, last norm, logits and loss, with gradients, in global shapes.
+
+    A name may come more than once.
+    """
     p, tokens, real = problem, token_sizes(problem, roles.is_flat), problem.statistics_dtype
     for name in (TOKENS_IN, TARGETS, GREATEST):
         yield Tensor(name, tokens, real)

@@ -19,14 +19,15 @@ class EndFunctions:
     """
 
     def table(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions by name."""
+        """Return the functions of embedding and loss, "embed" to "loss_grad", under their own names."""
         names = ("embed", "embed_grad", "row_max", "softmax_sums", "loss", "loss_grad")
         return {name: getattr(self, name) for name in names}
 
     def embed(self, tokens: Values, vocabulary: Values, table: Values) -> Values:
         """Return each token's row of part of an embedding table, (..., hidden); zeros for tokens of other parts.
 
-        `vocabulary` has the consecutive token numbers of the rows of `table` (tokens of the part, hidden).
+        `tokens` (...,) are token numbers; `vocabulary` (part,) has the consecutive token numbers of the rows of
+        `table` (part, hidden).
         """
         rows, is_here = _rows_of(tokens, vocabulary)
         if not vocabulary.shape[0]:
@@ -36,7 +37,8 @@ class EndFunctions:
     def embed_grad(self, tokens: Values, vocabulary: Values, dx: Values, so_far: Values) -> Values:
         """Return `so_far`, the gradient of part of an embedding table, with each token's `dx` added to its row.
 
-        `vocabulary` has the consecutive token numbers of the rows; tokens of other parts add nothing.
+        `tokens` (...,) are token numbers, `dx` is (..., hidden); `vocabulary` (part,) has the consecutive token
+        numbers of the rows of `so_far` (part, hidden). Tokens of other parts add nothing.
         """
         rows, is_here = _rows_of(tokens, vocabulary)
         if not vocabulary.shape[0]:
@@ -52,7 +54,10 @@ class EndFunctions:
         return total
 
     def row_max(self, logits: Values) -> Values:
-        """Return the greatest of these logits of each token, (...,); minus infinity where a rank has none."""
+        """Return each token's greatest logit, (...,), of `logits` (..., part of the vocabulary).
+
+        It is minus infinity where the part is empty.
+        """
         if not logits.shape[-1]:
             return like(np.full(logits.shape[:-1], -np.inf), logits)
         return array_module(logits).amax(logits, -1)
@@ -74,7 +79,7 @@ class RealEnds(EndFunctions):
         """Return two sums per token, (..., 2): of exp(logit - greatest) over this part, and its target's logit.
 
         The logit is 0 where the target is in another part. `vocabulary` has the token numbers of the last dim of
-        `logits`; `greatest` and `targets` have one value per token.
+        `logits`; `greatest` and `targets` (token numbers) are (...,).
         """
         module = array_module(logits)
         is_target = targets[..., None] == vocabulary
@@ -83,13 +88,21 @@ class RealEnds(EndFunctions):
         )
 
     def loss(self, sums: Values, greatest: Values, so_far: Values) -> Values:
-        """Return `so_far` (1,) plus the cross entropy summed over these tokens."""
+        """Return `so_far` (1,) plus the cross entropy summed over these tokens.
+
+        `sums` (..., 2) are those of `softmax_sums` over the whole vocabulary, `greatest` (...,) the greatest
+        logits.
+        """
         return so_far + (array_module(sums).log(sums[..., 0]) + greatest - sums[..., 1]).sum()
 
     def loss_grad(
         self, logits: Values, greatest: Values, sums: Values, targets: Values, vocabulary: Values
     ) -> Values:
-        """Return the gradient of the summed loss with respect to these logits: softmax less one-hot targets."""
+        """Return the gradient of the summed loss by `logits` (..., part): softmax less one-hot targets.
+
+        `greatest` (...,) and `sums` (..., 2) are of the whole vocabulary, `targets` (...,) are token numbers,
+        and `vocabulary` (part,) has those of the last dim of `logits`.
+        """
         weights = array_module(logits).exp(logits - greatest[..., None]) / sums[..., :1]
         return weights - as_numbers(targets[..., None] == vocabulary, logits)
 

@@ -61,10 +61,11 @@ def layer_gradient_meanings(layer: LayerPlace, roles: Roles) -> Iterator[Meaning
 
 @lru_cache(maxsize=64)
 def functions_of(problem: BlockProblem) -> Functions:
-    """Return the functions that programs of a problem call, by name; of integers if it is `exact`.
+    """Return the functions that programs of a problem call, by name; of small integers if it is `exact`.
 
     Raises:
-        UnsupportedError: a node has no functions, as attention with sinks.
+        UnsupportedError: a node is attention with sinks or a norm over all heads together, whose functions are
+            not written, or there is no record of its type.
     """
     layer = layers_of(problem)[0]
     table = {**end_functions(problem), NEXT_SITE: lambda *_: None}
@@ -78,18 +79,22 @@ def functions_of(problem: BlockProblem) -> Functions:
 
 
 def compute(layer: LayerPlace, known: dict[str, Array], functions: Functions) -> None:
-    """Compute every edge of a layer without sharding and store it in `known`, by tensor name.
+    """Compute every edge of a layer on whole arrays, without sharding, and store it in `known`, by tensor name.
 
     `known` must have the layer's input and parameters, `functions` what `functions_of` returns.
+
+    Raises:
+        UnsupportedError: a node has costs only, as experts and latent attention have.
     """
     for at in layer.nodes:
         record_of(at.node).compute(at, known, functions)
 
 
 def compute_gradients(layer: LayerPlace, known: dict[str, Array], functions: Functions) -> None:
-    """Compute every gradient of a layer without sharding and store it in `known`, by tensor name.
+    """Compute every gradient of a layer on whole arrays and store it in `known`, by tensor name.
 
-    `known` must have what `compute` has stored, and the gradient with respect to the layer's output.
+    `known` must have what `compute` has stored, and the gradient with respect to the layer's output; `functions`
+    is what `functions_of` returns.
     """
     for at in reversed(layer.nodes):
         record_of(at.node).compute_gradient(at, known, functions)

@@ -68,7 +68,10 @@ class NodeWriter(BlockTensors):
         return self.new(name, like.sides, like.dims)
 
     def sum_contributions(self, at: NodePlace[LayerNode], edge: str) -> None:
-        """Write the sum of all contributions to the gradient of an edge; do nothing before the last of them."""
+        """Write the sum of all contributions to the gradient with respect to an edge, after the last of them.
+
+        Do nothing where `at` is not the first reader of the edge, whose contribution comes last.
+        """
         if at.is_first_reader(edge):
             out, (*others, _) = self.stored[at.layer.gradient(edge)], at.layer.contributions(edge)
             for name in others:
@@ -141,7 +144,7 @@ class NodeWriter(BlockTensors):
         return self.stored[key]
 
     def multiply_back(self, at: NodePlace[Linear]) -> None:
-        """Write the product for the gradient of the operand with its moves; delay the weight's by `then`."""
+        """Write the product for the operand's gradient with its moves; delay that for the weight's by `then`."""
         self.end_site()
         node, edge, arriving = at.node, at.node.ins[0], self.arriving(at)
         first, weight_name = self.edge(at), at.own(at.node.weight)

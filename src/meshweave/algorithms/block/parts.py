@@ -197,7 +197,7 @@ def calls_writing(
     `readers` begins the message of an error, as "the backward part reads".
 
     Raises:
-        UnsupportedError: none of them writes one of the buffers.
+        UnsupportedError: one of the `scratch` buffers is written by none of these calls.
     """
     calls = tuple(
         each
@@ -210,7 +210,7 @@ def calls_writing(
 
 
 def read_first(statements: Iterable[Statement]) -> dict[str, None]:
-    """Return the buffers that statements read before they write them, as the keys of a dict, in order."""
+    """Return the buffers that are read before they are written, as keys of a dict, in order of reading."""
     written: set[str] = set()
     first: dict[str, None] = {}
     for op in ops_of(statements):

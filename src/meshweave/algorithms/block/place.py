@@ -2,7 +2,7 @@
 
 Names are those of the layer's edges and weights with the number of the layer; D names gradients. The residual is X
 first, then X1, X2, ..., and Z last. An edge has as its gradient the sum of what its readers contribute; that of
-a term of a sum is that of the sum.
+an edge that a sum alone reads is the gradient of the sum.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ class LayerPlace:
         return self._edges[self.graph.sum_of_term.get(edge, edge)]
 
     def gradient(self, edge: str) -> str:
-        """Return the tensor name of the gradient with respect to an edge; for a term of a sum, the sum's."""
+        """Return the tensor name of the gradient with respect to an edge.
+
+        If a sum is the only reader of the edge, it is the gradient of the sum.
+        """
         return self._gradients[edge]
 
     def contributions(self, edge: str) -> list[str]:
@@ -247,6 +250,10 @@ def head_of(problem: BlockProblem, is_flat: bool = False) -> LayerPlace:
 
 @lru_cache(maxsize=64)
 def attention_of(problem: BlockProblem) -> LayerPlace:
-    """Return the attention of a problem's first layer, which must have exactly one, as a layer of its own."""
+    """Return the attention of a problem's first layer as a layer of its own.
+
+    Raises:
+        ValueError: the layer has no attention, or several.
+    """
     (node,) = problem.layer.attentions
     return LayerPlace(problem, LayerGraph((node,)), 0, "0", f"{node.ins[0]}0", f"{node.out}0")

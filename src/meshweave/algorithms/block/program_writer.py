@@ -189,7 +189,8 @@ class ProgramWriter(BlockWriter):
     ) -> None:
         """Write a call of `fn` on `ins` for the current chunk, priced as `work` with sizes `shape`.
 
-        `part` is "" or the gradient that it computes: "input_grad" or "weight_grad".
+        `work` is a key of `CALL_DIMS`, which names the sizes. `part` is "" or the gradient that it computes:
+        "input_grad" or "weight_grad".
         """
         written, read = tuple(map(self._view, outs)), tuple(map(self._view, ins))
         self._do(ir.Call(fn=fn, outs=written, ins=read, work=work, shape=shape, part=part, lane=COMPUTE))

@@ -13,8 +13,11 @@ from meshweave.algorithms.contract import Array, Arrays
 def reference(problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
     """Return the outputs of a problem, computed without sharding by numpy, by name.
 
-    They are Z, and for training DX and the gradients of all weights; with a vocabulary LOSS in place of Z and
-    DX.
+    They are Z, and for training DX and the gradients of all weights; with a vocabulary LOSS in place of Z, and
+    DE in place of DX.
+
+    Raises:
+        UnsupportedError: a layer has experts, latent attention or other nodes without functions.
     """
     known, functions, layers = dict(inputs), functions_of(problem), layers_of(problem)
     head = head_of(problem) if problem.vocabulary else None

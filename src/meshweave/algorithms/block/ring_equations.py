@@ -27,10 +27,10 @@ _REDUCED = "softmax"
 
 
 def ring_names(at: NodePlace[Attention]) -> dict[str, str]:
-    """Return the tensor names of ring attention, by what they hold.
+    """Return the names of the tensors of ring attention in this layer, as a dict by what they hold.
 
-    Keys are "queries", "keys" (with values), and of online softmax "so_far" (numerators), "greatest" (scores)
-    and "weights" (their sums).
+    They are under "queries", "keys" (keys and values), and of online softmax "so_far" (numerators), "greatest"
+    (scores) and "weights" (their sums).
     """
     keys = ("queries", "keys", "so_far", "greatest", "weights")
     return {key: at.own(name) for key, name in zip(keys, ("Q", "KV", "RA", "RM", "RL"), strict=True)}

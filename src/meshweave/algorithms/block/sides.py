@@ -64,7 +64,7 @@ def extent(mesh: Mesh, side: Side, dims: AxisDims, other_axis: int = -1, other: 
 def within(side: Side, mesh: Mesh, dims: AxisDims, num_axes: int) -> int | None:
     """Return how many elements of a side are left for the last `num_axes` mesh axes to divide.
 
-    They are the part of each coordinate along the axes before; None if these divide the side unevenly.
+    Each coordinate along the axes before them has so many; None if these axes divide the side unevenly.
     """
     count = side.count
     for dim, parts in list(zip(dims, mesh.shape, strict=True))[:-num_axes]:

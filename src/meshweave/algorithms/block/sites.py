@@ -35,7 +35,7 @@ class ProductSite:
     """A product of activations with a weight.
 
     Attributes:
-        is_first: whether it enters the inner features, (hidden, inner), or leaves them.
+        is_first: whether the weight is (hidden, inner), entering the inner features, or (inner, hidden).
         is_attention: whether it is of attention, or of the feed-forward part.
         hidden: the features of the residual.
         units, unit: inner features: number of units that are sharded whole, and columns of each.
@@ -72,6 +72,9 @@ class ProductSite:
 
         Along the axes along which the product gathers, it is that in which ranks store the weight; along the
         others that in which it is multiplied.
+
+        Raises:
+            LayoutError: no dim of the weight is left to shard.
         """
         used = roles.weight(self.is_first)
         stored = self.stored or roles.stored(used, self.weight_sides)
@@ -93,6 +96,9 @@ class ProductSite:
 
         Args:
             shape: the sizes of the mesh axes.
+
+        Raises:
+            LayoutError: no dim of the weight is left to shard.
         """
         used = roles.weight(self.is_first)
         stored, counts = roles.stored(used, self.weight_sides), {s.dim: s.count for s in self.weight_sides}
@@ -221,6 +227,9 @@ def ring_parts(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: M
     The layer of the problem must have exactly one attention, and one of the roles must be a ring. Queries and
     keys are rotated as the attention says: with family "gpt" and no `graph`, not at all. For layers without a
     `graph` inputs are "qkv0" and "positions", and "da0" backward; outputs "a0", and "dqkv0" backward.
+
+    Raises:
+        UnsupportedError: the config has several chunks, of which the keys cannot be kept.
     """
     writer = ProgramWriter(problem, _alone(config), mesh, _batch_dims(roles))
     layer = attention_of(problem)

@@ -28,9 +28,10 @@ ProductPart = Literal["forward", "dgrad", "wgrad"]
 
 
 class FlatTask(NamedTuple):
-    """A task of rank 0, in a list of tasks. `after` are numbers of tasks in the list that it waits for.
+    """A task of rank 0, in a list of tasks.
 
-    It stands for `times` equal ops that follow each other in its lane. `part` says which of the three products
+    `after` are the places, from 0, of tasks in the list that it waits for, besides the one before it in its
+    lane. It stands for `times` equal ops that follow each other there. `part` says which of the three products
     of training it belongs to.
     """
 

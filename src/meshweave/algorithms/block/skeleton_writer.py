@@ -244,7 +244,7 @@ class SkeletonWriter(BlockWriter):
     def timed(
         self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
-        """Add a task that costs `work_of` the number of rank 0's tokens of `ins[0]`; `beside` is not used."""
+        """Add a task that costs `work_of(tokens)`, with rank 0's tokens of `ins[0]`; `beside` is not used."""
         del beside
         per_sequence = self._elements_per_sequence(ins[0]) // self._size(ins[0], len(ins[0].sides) - 1)
         self._do(lane, lambda size: work_of(size * per_sequence), ins, outs)

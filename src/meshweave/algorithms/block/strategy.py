@@ -148,7 +148,11 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
             )
 
     def estimate(self, problem: BlockProblem, config: BlockConfig, machine: Machine) -> Estimate:
-        """Return the estimate of rank 0, which has the largest shards, without contention between transfers."""
+        """Return the estimate of rank 0, which has the largest shards, without contention between transfers.
+
+        Raises:
+            LayoutError: the problem or config does not fit.
+        """
         return estimate_skeleton(self.skeleton(problem, config), machine)
 
     def skeleton(self, problem: BlockProblem, config: BlockConfig, piece: Piece | None = None) -> Skeleton:
@@ -174,11 +178,20 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return write_sized_skeleton(problem, self.roles_of(problem), problem.mesh, overlap)
 
     def reference(self, problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return the outputs computed without sharding by numpy, by name, in global shapes."""
+        """Return the outputs computed without sharding by numpy, by name, in global shapes.
+
+        Raises:
+            UnsupportedError: a layer has experts, latent attention or other nodes without functions.
+        """
         return reference(problem, inputs)
 
     def functions(self, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions that the program calls, by name; of small integers if the problem is `exact`."""
+        """Return the functions that the program calls, by name; of small integers if the problem is `exact`.
+
+        Raises:
+            UnsupportedError: a node is attention with sinks or a norm over all heads together, which have no
+                functions, or there is no record of its type.
+        """
         return functions_of(problem)
 
     def random_inputs(self, problem: BlockProblem, seed: int = 0) -> dict[str, Array]:

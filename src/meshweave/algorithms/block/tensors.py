@@ -149,7 +149,10 @@ class BlockTensors:
         )
 
     def new(self, tensor: str, sides: Sides, dims: AxisDims, dtype: str = "") -> Stored:
-        """Return the buffer of a tensor: one declared before, or a new one with these sides, dims and dtype."""
+        """Return the buffer of a tensor: one declared before, or a new one with these sides, dims and dtype.
+
+        A `dtype` of "" is the problem's.
+        """
         if tensor not in self.stored:
             self.stored[tensor] = self.writer.new(
                 tensor.lower(), tensor, sides, dims, dtype or self.problem.dtype

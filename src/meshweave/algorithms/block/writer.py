@@ -201,7 +201,7 @@ class BlockWriter(ABC):
     def timed(
         self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
-        """Write an op that computes no values and costs `work_of` the number of a rank's tokens of `ins[0]`.
+        """Write an op that computes no values and costs `work_of(tokens)`, with a rank's tokens of `ins[0]`.
 
         `lane` is its lane, for exchanges of experts the name of their mesh. `beside` are the parameters that it
         reads, and the gradients of parameters that it computes.
@@ -217,7 +217,7 @@ class BlockWriter(ABC):
         transpose_b: bool = False,
         sums_chunks: bool = False,
     ) -> None:
-        """Write out = a b for the current chunk, or of transposes; `sums_chunks` adds up all chunks."""
+        """Write out = a b for the current chunk, or of transposes; `sums_chunks`: `out` sums all chunks."""
         self._multiplied.add((b.buffer, b.slot))
         self._matmul(out, a, b, (transpose_a, transpose_b), sums_chunks)
 

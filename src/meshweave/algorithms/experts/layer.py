@@ -74,7 +74,7 @@ class LayerText:
         return self.problem.local_experts
 
     def peer(self, step: str) -> str:
-        """Return an expression for the mesh position `step` places (an expression) after this rank's."""
+        """Return the mesh position `step` places after this rank's, around the ring; both are expressions."""
         return f"((ep.x + {step}) % {self.count})"
 
     def rank_of(self, position: str) -> str:

@@ -80,7 +80,7 @@ def record_of(node: LayerNode) -> NodeRecord[Any]:
 
 
 def is_timed(layer: LayerGraph) -> bool:
-    """Return whether the programs of a layer state costs only and have no equations: one of its nodes is so.
+    """Return whether a layer has a node with costs only, such as experts: its programs then have no equations.
 
     Raises:
         UnsupportedError: there is no record of a node before the first of these.

@@ -20,7 +20,10 @@ class ActivationRecord(CallRecord[Activation]):
     fn = "activation"
 
     def calls(self, node: Activation, is_exact: bool) -> tuple[Callable[..., Any], ...]:
-        """Return (activation(y), gradient(dout, y)), functions of arrays; of small integers if `is_exact`."""
+        """Return (activation(y), gradient(dout, y)), functions of arrays; of small integers if `is_exact`.
+
+        `y` is (..., features), for a gated activation (..., 2 features) with gate and input by turns.
+        """
         return (_INTEGER if is_exact else _REAL)["gated" if node.gated else "plain"]
 
 

@@ -42,8 +42,9 @@ class AttentionRecord(NodeRecord[Attention]):
     def tensors(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Tensor]:
         """Yield the tensors that the equations of attention name.
 
-        They are the log-sum-exp of scores (tokens, heads); it, the operand and the result seen by groups of
-        heads, with gradients of the last two; and with a ring its own tensors, and the positions (sequence,).
+        They are the log-sum-exp of scores (tokens, heads); it, the operand and the result as (batch, sequence,
+        groups of heads, columns of a group), with gradients of the last two; and with a ring its own tensors,
+        and the positions (sequence,).
         """
         node, real = at.node, at.problem.statistics_dtype
         sums = at.own(node.sums)
@@ -150,7 +151,7 @@ class SinkAttentionRecord(AttentionRecord):
 
 
 def priced_keys(at: NodePlace[Attention], sequence: int) -> int:
-    """Return the keys per query that attention over `sequence` positions is priced for.
+    """Return the keys per query for which attention over `sequence` positions is priced.
 
     All of them if the problem counts masked pairs, else the mean number that mask and window leave.
     """

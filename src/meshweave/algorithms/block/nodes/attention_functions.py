@@ -100,7 +100,7 @@ class AttentionFunctions(ABC):
         return joined.swapaxes(1, 2).reshape(like.shape)
 
     def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
-        """Split `qkv` into [queries, and keys and values beside each other group by group], each (..., columns).
+        """Split `qkv` into [queries, keys with values], each (batch, sequence, columns), group after group.
 
         Queries and keys are rotated by `positions` (those of the rank's tokens, 1-D) if the node is rotary.
         """
@@ -110,9 +110,10 @@ class AttentionFunctions(ABC):
         return [self._joined(queries, qkv), self._joined(joined, qkv)]
 
     def merge_heads(self, of_queries: Values, of_keys: Values, positions: Values) -> Values:
-        """Return the gradient with respect to `qkv` (as columns), from those of the two results of `split_heads`.
+        """Return the gradient with respect to `qkv`, from those with respect to both results of `split_heads`.
 
-        Rotary embedding is undone; `positions` are those of the rank's tokens, 1-D.
+        All are (batch, sequence, columns). Rotary embedding is undone; `positions` are those of the rank's
+        tokens, 1-D.
         """
         d, r = self.width, self.per_group
         queries, (keys, values) = self._heads(of_queries, d), self._keys(of_keys)
@@ -134,11 +135,11 @@ class AttentionFunctions(ABC):
     def attend_grad(
         self, dout: Values, queries: Values, out: Values, log_sums: Values, keys: Values, *positions: Values
     ) -> list[Values]:
-        """Return [gradient of `queries`, gradient of `keys`] of attention to these keys alone.
+        """Return [gradient of `queries`, gradient of `keys`] of attention to these keys and values alone.
 
         Those of the queries add up over all parts of the keys. In `keys` a group has its key, then its value.
         `dout` is the gradient of the heads `out`, and `log_sums` their log-sum-exp, both over all keys.
-        `positions` are those of the queries, then those of the keys.
+        `positions` are two: those of the queries, then those of the keys, 1-D.
         """
         operands = self._heads(queries, self.width), *self._keys(keys)
         scores = self._masked(*operands[:2], *positions)
@@ -218,8 +219,8 @@ class RealAttention(AttentionFunctions):
     ) -> list[Values]:
         """Return [numerators, greatest scores, sums of weights] after more keys, by online softmax.
 
-        `before` has the same three after the keys so far, all 0 at first. `here` and `there` are positions
-        of queries and keys.
+        `before` has the same three after the keys so far, all 0 at first. `keys` has keys and values; `here` and
+        `there` are the positions of queries and keys, 1-D. A greatest score is 0 until a key is attended to.
         """
         if not there.shape[0]:
             return list(before)

@@ -40,11 +40,11 @@ class CallRecord(NodeRecord[AnyNode]):
 
     @abstractmethod
     def calls(self, node: AnyNode, is_exact: bool) -> tuple[Callable[..., Any], ...]:
-        """Return (function, gradient by the input), and with parameters also the gradient by parameters.
+        """Return (function, its gradient by the input), and with parameters also the gradient by the parameters.
 
         The first takes (input, parameters), the second (gradient of the result, input, parameters), the third
         (gradient of the result, input, sum so far), of which it returns the new sum. With `is_exact` they
-        are of small integers.
+        compute on small integers.
         """
 
     def functions(self, node: AnyNode, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
@@ -80,7 +80,7 @@ class CallRecord(NodeRecord[AnyNode]):
     def tensors(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Tensor]:
         """Yield the input seen by units, (tokens, units, features of a unit), and its gradient.
 
-        Where units of the result have several features, as heads have, the result is seen by units, too.
+        Where units of the result have several features, as heads have, also the result and its gradient.
         """
         for name, features in self._ends(at):
             for prefix in ("", "D"):

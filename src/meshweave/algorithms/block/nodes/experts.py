@@ -198,5 +198,5 @@ class SharedGateRecord(TimedRecord[SharedGate]):
     def works(
         self, node: SharedGate, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield (lane, work) of the gate for a rank's `tokens`: one pass over 3 activations, backward over 6."""
+        """Yield ("compute", work): the gate reads and writes 3 (tokens, hidden) arrays in all, backward 6."""
         yield streamed(problem, (3 if part == "forward" else 6) * tokens * node.hidden)

@@ -77,8 +77,10 @@ class RankSizes:
 
         Args:
             call: the kind of work, a key of `CALL_DIMS`.
-            part: the part of the layer that it belongs to.
-            name: the gradient that it computes, "input_grad" or "weight_grad"; "" forward, or where nobody says.
+            shape: the sizes by which that kind is counted.
+            passes: reads of the array plus writes of it.
+            part: the part of the layer that it belongs to, "forward" or "backward".
+            name: the gradient that it computes, "input_grad" or "weight_grad"; "" forward, or where it is a sum.
         """
         dtype = self.problem.dtype
         moved = passes * math.prod(shape) * dtype_bytes(dtype)

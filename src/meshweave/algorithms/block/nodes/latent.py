@@ -48,7 +48,10 @@ class LatentAttentionRecord(AttentionRecord):
     node_type = LatentAttention
 
     def write(self, at: NodePlace[LatentAttention], writer: NodeWriter) -> None:  # type: ignore[override]
-        """Write attention of the heads of a rank, after an all-gather of the keys' part that all heads share.
+        """Write attention of the heads of a rank, and before it the gather of what all heads share of the keys.
+
+        It gathers the latent, whose last features are that part; nothing moves if each rank has all of its
+        tokens.
 
         Raises:
             LayoutError: the roles divide the sequence over a ring, which latent attention does not have.
@@ -66,7 +69,10 @@ class LatentAttentionRecord(AttentionRecord):
         writer.end_site()
 
     def write_gradient(self, at: NodePlace[LatentAttention], writer: NodeWriter) -> None:  # type: ignore[override]
-        """Write the call of the gradient, and the sums of all contributions to the gradients of its inputs."""
+        """Write the call of the gradient, and the sums of all contributions to the gradients of its inputs.
+
+        They are the queries, the keys with values, and the latent.
+        """
         arriving, ins = writer.arriving(at), self._ins(at, writer)
         queries, keys = (writer.contribution(at, edge) for edge in at.node.ins[:2])
         sums = writer.stored[at.own(at.node.sums)]
