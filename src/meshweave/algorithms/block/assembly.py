@@ -43,7 +43,8 @@ def write_skeleton(
     """Return the skeleton of rank 0 of the program that `write_program` writes.
 
     With a `piece` ("layers", "embedding" or "head") it is that of this piece of the model alone, without the
-    all-reduces of gradients of weights and of the loss.
+    all-reduces of gradients of weights and of the loss. None is the layers, with embedding and head if the
+    problem has a vocabulary.
     """
     writer = SkeletonWriter(problem, config, mesh, batch_dims(roles))
     if piece is None:

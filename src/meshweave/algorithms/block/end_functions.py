@@ -19,7 +19,7 @@ class EndFunctions:
     """
 
     def table(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions of embedding and loss, "embed" to "loss_grad", under their own names."""
+        """Return "embed", "embed_grad", "row_max", "softmax_sums", "loss" and "loss_grad", by name."""
         names = ("embed", "embed_grad", "row_max", "softmax_sums", "loss", "loss_grad")
         return {name: getattr(self, name) for name in names}
 

@@ -14,7 +14,10 @@ class LayerWriter(NodeWriter):
     """Writes all layers of a problem with the ops of a writer."""
 
     def write(self) -> None:
-        """Declare and write the forward part, for training the backward part, and reductions made last."""
+        """Declare inputs and outputs; write the forward part, and for training the backward part.
+
+        Reductions of gradients that the roles make last come at the end.
+        """
         self._declare()
         self.write_forward()
         if self.problem.training:
@@ -24,7 +27,10 @@ class LayerWriter(NodeWriter):
             self.writer.move_once(landed, out.dims, GRADIENTS, out)
 
     def write_forward(self) -> None:
-        """Write the forward part of the layers and of what is around them; all must have been declared."""
+        """Write the forward part: the layers, and if the writer has them embedding, head and loss.
+
+        Inputs and outputs must have been declared.
+        """
         self._before()
         self.end_site()
         for layer in self.layers:
@@ -33,7 +39,10 @@ class LayerWriter(NodeWriter):
         self.end_site()
 
     def write_backward(self) -> None:
-        """Write the backward part of the layers and of what is around them, after the forward part."""
+        """Write the backward part, after the forward part: the layers from last to first.
+
+        If the writer has loss, head and embedding, their gradients come before and after.
+        """
         self._before_backward()
         self.end_site()
         for layer in reversed(self.layers):

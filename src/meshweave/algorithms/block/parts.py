@@ -71,7 +71,8 @@ def write_parts(
         problem: one with training; for the pieces "embedding" and "head" also with a vocabulary. It has a single
             layer if that has experts or latent attention.
         name: what the names of both programs begin with.
-        recompute: what the backward program recomputes; "selective" is attention alone.
+        piece: "layers", "embedding", or "head" (last norm, logits and loss).
+        recompute: what the backward program recomputes: "none", "full" for all, "selective" for attention.
 
     Raises:
         LayoutError: the problem is one without training.

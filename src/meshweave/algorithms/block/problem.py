@@ -31,7 +31,7 @@ class ExpertRanks:
     """How the experts of a layer are divided over ranks, which its cost depends on.
 
     Attributes:
-        expert: ranks that share the experts; each has equally many.
+        expert: ranks that the experts are divided among; each has ceil(experts / `expert`) at most.
         tensor: ranks that share each expert, in the dim of its inner features.
         load: copies of tokens that the most loaded rank gets, divided by the mean of all ranks.
         dispatcher: the library that carries copies, a name in `cost.exchange.libraries()`.

@@ -36,7 +36,9 @@ class SplitBackward:
 
 
 def split_backward(parts: BlockParts) -> SplitBackward:
-    """Return the backward program of a piece as two: gradients of inputs, then gradients of weights.
+    """Return the backward program of a piece as two: for the gradient of its input, then for those of weights.
+
+    The first is None where the piece has no residual as input; the second is then the whole.
 
     Raises:
         UnsupportedError: the second part reads scratch that no call of the first writes, or writes to a buffer

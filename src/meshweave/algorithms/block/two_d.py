@@ -67,7 +67,7 @@ class IncludedProducts(BlockAlgorithm):
 
 
 class MeshSliceBlock(IncludedProducts):
-    """Gathers and reductions in slices, each beside the product of another."""
+    """Gathers and reductions of a product in slices, each beside the product of another slice."""
 
     name = "meshslice_block"
     title = "MeshSlice block"
@@ -77,7 +77,7 @@ class MeshSliceBlock(IncludedProducts):
 
 
 class WangBlock(IncludedProducts):
-    """One direction decomposed into ring steps beside products, the other whole."""
+    """Communication along one mesh axis cut into ring steps beside products, along the other axis whole."""
 
     name = "wang_block"
     title = "Wang block"

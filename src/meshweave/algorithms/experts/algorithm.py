@@ -92,7 +92,8 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
     def machine(self, problem: ExpertsProblem, config: ConfigT, cluster: Cluster) -> Machine:
         """Return the cluster with the program's mesh on it, on which `estimate` prices it.
 
-        If all ranks of a host send over its NICs at once, each has an equal share of their rate.
+        With `shares_nics`, on a network of hosts, each chip has an equal share of the rate of its host's NICs,
+        at most that of one NIC.
         """
         network = cluster.network
         if self.shares_nics and isinstance(network, HostsNetwork):
@@ -103,10 +104,10 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
         return super().machine(problem, config, cluster)
 
     def reference(self, problem: ExpertsProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return the outputs by name, computed expert by expert without sharding.
+        """Return the outputs by name, whole, computed expert by expert without sharding.
 
-        They are Y, for training also dX, dGates, dW1 and dW2; for a dispatch Q0, the packed rows of all ranks
-        (`cells_reference`).
+        They are Y, for training also dX, dGates, dW1 and dW2; for a dispatch, weighted or not, instead Q0, the
+        packed rows of all ranks (`cells_reference`).
         """
         if problem.part in ("layer", "training"):
             return layer_reference(problem, inputs)

@@ -74,8 +74,8 @@ def _only(values: Array, kept: NDArray[Any]) -> Array:
 def weigh(b: Array, gates: Array, choices: Array) -> Array:
     """Return for each token the sum of its experts' rows in `b`, each times its gate, (tokens, hidden).
 
-    `b` is (..., hidden), the outputs of experts in packed order. `gates` and `choices` are (tokens, top_k); a
-    choice of -1 adds nothing.
+    `b` is (..., hidden), the outputs of experts with the rows packed by expert, then token. `gates` and
+    `choices` are (tokens, top_k); a choice of -1 adds nothing.
     """
     taken, kept = _taken(b, choices)
     return (taken * _only(gates * 1, kept)[..., None]).sum(1)
@@ -84,16 +84,17 @@ def weigh(b: Array, gates: Array, choices: Array) -> Array:
 def add_rows(b: Array, choices: Array) -> Array:
     """Return for each token the sum of its experts' rows in `b`, (tokens, hidden).
 
-    `b` is (..., hidden) in packed order, `choices` (tokens, top_k); a choice of -1 adds nothing.
+    `b` is (..., hidden), packed by expert, then token; `choices` are (tokens, top_k). A choice of -1 adds
+    nothing.
     """
     return _taken(b, choices)[0].sum(1)
 
 
 def gate_gradient(b: Array, dy: Array, choices: Array) -> Array:
-    """Return the gradient of the gates, (tokens, top_k), 0 where a choice is dropped.
+    """Return the gradient of the gates, (tokens, top_k), 0 where a choice is dropped (-1).
 
-    It is the dot product of the choice's row of `b` (outputs of experts in packed order, (..., hidden)) and
-    its token's row of `dy` (tokens, hidden).
+    It is the dot product of the choice's row of `b` (outputs of experts, (..., hidden), packed by expert, then
+    token) and its token's row of `dy` (tokens, hidden).
     """
     taken, kept = _taken(b, choices)
     return _only((taken * dy[:, None, :]).sum(-1), kept)

@@ -23,15 +23,20 @@ PARTS: tuple[Part, ...] = ("layer", "training", "dispatch", "weighted_dispatch",
 class ExpertsProblem:
     """Tokens of every rank of a mesh, and experts, of which consecutive ones belong to a rank.
 
-    Tensors: X (ranks * tokens, hidden), Choices (ranks * tokens, top_k) the experts of each token, -1 for one
-    that is dropped, Gates their weights; W1 (experts, hidden, 2 inner) and W2 (experts, inner, hidden), with which
-    expert e makes (act(x G) * x U) W2[e] of a row x, where W1[e] is G beside U; Y the sum of these, weighted.
+    Tensors: X (ranks * tokens, hidden); Choices (ranks * tokens, top_k), the experts of each token, -1 for one
+    that is dropped; Gates, their weights, in the same shape; W1 (experts, hidden, 2 inner) and W2 (experts,
+    inner, hidden), with which expert e makes (act(x G) * x U) W2[e] of a row x, where W1[e] is G beside U; Y
+    (ranks * tokens, hidden), for each token the sum of these, each times its gate.
 
     Attributes:
         mesh: the ranks, of two axes (hosts, ranks of a host) or of one, on which each rank is a host.
-        tokens: of each rank.
+        tokens: number of tokens of each rank.
+        top_k: experts of a token.
+        num_experts: experts on all ranks together.
+        hidden, inner: features of a token, and inner features of an expert.
         part: "layer": forward. "training": forward and backward, of a gradient dY. "dispatch", "combine": one
             of the two exchanges; "weighted_dispatch": rows of dY times their gates, the gradient of "combine".
+        activation: act, "silu" or "relu".
         routing: where choices are drawn from, for estimates, simulations and tests; a run has its own.
         capacity: the most tokens of one rank for one expert; later ones are dropped. None drops none.
 

@@ -70,7 +70,10 @@ class Parts:
 
     @property
     def sizes(self) -> str:
-        """Return the argument `sizes` of a collective, with a leading comma; "" if all parts are equal."""
+        """Return the argument `sizes` of a collective, with a leading comma; "" if all parts are equal.
+
+        It is an expression of `peer`, the position of a member of the collective.
+        """
         return "" if self.are_equal else f", sizes={self.extent('peer')}"
 
 

@@ -24,7 +24,7 @@ from meshweave.algorithms.universal.problem import UniversalProblem
 
 
 class RingReduceScatter(TiledProduct):
-    """One product whose regions, in staggered order, are added to memory as their tiles are finished."""
+    """One product whose regions, in staggered order, are summed around a ring as their tiles are finished."""
 
     name = "t3_ring"
     title = "T3 ring reduce-scatter"

@@ -78,7 +78,7 @@ class _Axis:
 
 @lru_cache(maxsize=512)
 def ring_problems(problem: UniversalProblem) -> tuple[UniversalProblem, ...]:
-    """Return the independent products, one per ring of ranks, that a product along one mesh axis consists of.
+    """Return the independent products, one per ring of ranks along one mesh axis, into which a product falls.
 
     Each reduce-scatters or all-gathers along that axis, and has a mesh of one axis with the ranks of a ring
     in its order. Along the other axes rows of A and C may be sharded, columns of B and C, or nothing. () if

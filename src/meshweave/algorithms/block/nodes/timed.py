@@ -35,7 +35,7 @@ class TimedRecord(NodeRecord[AnyNode]):
     def works(
         self, node: AnyNode, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield the (lane, work) pairs of one pass in order, "forward" or "backward", for a rank's `tokens`.
+        """Yield (lane, work) for each op of the pass `part`, in order, for a rank's `tokens`.
 
         The lane is "compute", or "experts" for what moves between the ranks of experts.
         """
