@@ -72,7 +72,7 @@ class LaidLayer:
         edges, weights: the shards of each, by its name in the graph.
         before, within, after: what each node of the forward part moves, by the edge that it makes: before its
             first computation, between computations, and after its last one.
-        moved: what the forward and the backward part move together.
+        moved: the transfers of the forward and the backward part together, reductions of gradients included.
     """
 
     axes: tuple[tuple[str, int], ...]

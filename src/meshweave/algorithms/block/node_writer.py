@@ -144,7 +144,7 @@ class NodeWriter(BlockTensors):
         return self.stored[key]
 
     def multiply_back(self, at: NodePlace[Linear]) -> None:
-        """Write the product for the operand's gradient with its moves; delay that for the weight's by `then`."""
+        """Write the product for the operand's gradient, with its moves; delay the weight's by `then`."""
         self.end_site()
         node, edge, arriving = at.node, at.node.ins[0], self.arriving(at)
         first, weight_name = self.edge(at), at.own(at.node.weight)

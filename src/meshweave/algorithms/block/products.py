@@ -18,6 +18,9 @@ def product_config(name: str, problem: Matmul2dProblem, slices: int, packets: in
     """Return the config of a 2D product with the most slices up to `slices`; with the fewest if all have more.
 
     `name` is the algorithm's in `matmul2d`. The config has the largest number of packets up to `packets`.
+
+    Raises:
+        UnsupportedError: there is no algorithm of this name.
     """
     configs = list(PRODUCTS_2D.named(name).candidates(problem))
     fitting = max(config.packets for config in configs if config.packets <= packets)

@@ -258,7 +258,7 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def turns(self, count: int) -> Iterator[Index]:
-        """Write a loop of `count` turns in that over chunks; yield each turn, or one variable, to fill it."""
+        """Write a loop of `count` turns inside that over chunks; yield each turn, or one variable for all."""
 
     @abstractmethod
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:

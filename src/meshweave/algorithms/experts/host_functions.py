@@ -83,10 +83,10 @@ def fan_out(rows: Array, choices: Array, host: int, per_host: int) -> Array:
 
 
 def fan_in(rows: Array, gates: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return for each token of `choices` the sum of its rows from this host's experts, times their gates.
+    """Return for each token that arrived the sum of its rows from this host's experts, each times its gate.
 
-    The shape is (1, tokens, features). `rows` are (..., features) in packed order; `gates` and `choices`,
-    (..., top_k), are of the tokens that need this host, in the order in which they arrived.
+    The shape is (1, tokens, features). `rows` are (..., features), packed by expert, then token; `gates` and
+    `choices`, (..., top_k), those of the tokens that arrived on this host, in their order.
     """
     return weigh(rows, _flat(gates), _on_host(choices, host, per_host))[None]
 

@@ -179,7 +179,10 @@ class LayerText:
             yield from self.product_meanings(i)
 
     def product_meanings(self, i: int) -> Iterator[str]:
-        """Yield as text the equations of what experts compute of slice `i`; for training also the gradients."""
+        """Yield as text the equations of H, A and Z (product, activation, product) of the rows of slice `i`.
+
+        For training also those of dA, dH and dQ, and of the slice's terms of dW1 and dW2.
+        """
         yield f"computes(H{i}, product(Q{i}, W1))"
         yield f'computes(A{i}[e, s, :], call("activate", H{i}[e, s, :]))'
         yield f"computes(Z{i}, product(A{i}, W2))"
@@ -285,7 +288,7 @@ class LayerText:
         )
 
     def backward_products(self, i: int) -> Iterator[str]:
-        """Yield the statements for the gradients of the rows of slice `i` and of the weights."""
+        """Yield the statements for the gradients of the rows of slice `i` and, added up, of the weights."""
         _, rows = self._rows()
         yield from self._in_loops(
             _product(f"da{i}{rows}", f"dz{i}{rows}", "w2[e:e + 1, :, :]", "transpose_b"),

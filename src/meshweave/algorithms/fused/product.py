@@ -176,8 +176,8 @@ class TiledProduct(FusedProduct[Tiles]):
     def candidates(self, problem: UniversalProblem, cluster: Cluster | None = None) -> Iterator[Tiles]:
         """Yield three configs: the machine's own tiles, then small tiles in two orders.
 
-        The second has tiles of at most 2 rows as wide as a part, by rows; the third of at most 2 x 3, by
-        columns, from tile 1 on. `cluster` is ignored.
+        The second has tiles of at most 2 rows and the full width of a part, by rows; the third of at most 2 rows
+        and 3 columns, by columns, from tile 1 on. `cluster` is ignored.
         """
         rows, columns = (
             Parts(size, len(problem.ranks)).size if dim in self.cut_dims else size

@@ -43,9 +43,10 @@ class RouterRecord(TimedRecord[Router]):
     def works(
         self, node: Router, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield (lane, work) of the router for `tokens` of one rank.
+        """Yield ("compute", work) of the router for `tokens` of one rank.
 
-        Forward it is the product with the router's weight, backward its two gradients; then passes over scores.
+        Forward it is the product with the router's weight, backward its two gradients; then reads and writes of
+        the scores (tokens, experts) in float32.
         """
         if part == "forward":
             yield COMPUTE, matmul_work(tokens, node.experts, node.hidden, problem.dtype)

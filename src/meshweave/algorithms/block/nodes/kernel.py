@@ -33,8 +33,8 @@ class Kernel:
     Attributes:
         part: the part of the layer that it belongs to, "forward" or "backward".
         times: how often it runs.
-        sliced: of a product, the number (0, 1 or 2) of the dim among m, n and k that has the features of its
-            forward operand; 0 of other kernels.
+        sliced: of a product, the index in (m, n, k) of the dim that has the features of the forward operand;
+            0 of other kernels.
     """
 
     work: Compute

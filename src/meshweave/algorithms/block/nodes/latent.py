@@ -48,10 +48,9 @@ class LatentAttentionRecord(AttentionRecord):
     node_type = LatentAttention
 
     def write(self, at: NodePlace[LatentAttention], writer: NodeWriter) -> None:  # type: ignore[override]
-        """Write attention of the heads of a rank, and before it the gather of what all heads share of the keys.
+        """Write attention of the heads of a rank, after a gather of the latent if ranks divide its tokens.
 
-        It gathers the latent, whose last features are that part; nothing moves if each rank has all of its
-        tokens.
+        The last features of the latent are the part of the keys that all heads share.
 
         Raises:
             LayoutError: the roles divide the sequence over a ring, which latent attention does not have.
