@@ -347,7 +347,8 @@ def require_process_group() -> None:
 def share_refusal(context: TorchContext, ranks: Sequence[int], title: str) -> Iterator[None]:
     """Tell the other `ranks`, which may wait for this one, of an error raised inside that they do not know of.
 
-    Calls and agreements inside have `title`, unless they are inside another of these.
+    The error itself comes out. Calls and agreements inside have `title`, unless they are inside another of
+    these.
     """
     if not context.is_distributed or len(ranks) == 1 or context.rank not in ranks:
         yield

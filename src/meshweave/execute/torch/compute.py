@@ -54,7 +54,8 @@ class Binder:
     def local(self, bound: BoundOp) -> Action:
         """Return the action of a compute op.
 
-        Raises UnsupportedError where it reaches another rank's memory that no tensor aliases.
+        Raises UnsupportedError where it reaches another rank's memory that no tensor aliases, BindError for a
+        call that no function is bound to.
         """
         op = bound.op
         if self.remote_buffer is None:
