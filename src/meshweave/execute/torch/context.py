@@ -198,8 +198,8 @@ class TorchContext:
     def beside(self) -> TorchContext:
         """Return a new context for programs whose calls run programs of this one, as stages of a pipeline do.
 
-        It has the deadline, liveness and observers of this one. It ends with this one, and where one fails,
-        both do.
+        It has the device, deadline, cache limit, liveness, recorder and wait clock of this one. It ends with
+        this one, and where one fails, both do.
         """
         new = TorchContext(
             liveness=self.liveness or False,
@@ -325,7 +325,7 @@ class TorchContext:
         return self.liveness.guard(what, self.deadline_s, peers=peers)
 
     def count_waits(self) -> WaitClock:
-        """Return a clock of how long runs wait, for programs bound in this context from now on.
+        """Return this context's one clock of how long runs wait, for programs bound from now on.
 
         Raises UnsupportedError on CUDA, where the host does not wait for each op.
         """
