@@ -254,7 +254,7 @@ def call_in_class(
     Each device cuts `ins` to its own shapes and pads the results with zeros to the largest of all classes.
 
     Args:
-        number: which of `classes` this device is in.
+        number: the index in `classes` of this device's class; devices of a class have equal shapes.
         classes: for each class of devices the shapes of the arguments and of the results there.
     """
     most = [

@@ -147,14 +147,14 @@ class BoundProgram:
         return self._trace(spans) if self._is_traced else None
 
     def end_begun(self) -> None:
-        """Wait for the run that `begin` left open in this context, if any: it may use the memory of `inputs`."""
+        """Wait for the run that `begin` left open in this context; raise what it raises. It may use `inputs`."""
         if self._call is not None:
             self._call.sequence.order.finish_open()
 
     def begin(self, take: Callable[[], None]) -> Callable[[], None]:
         """Begin a run on what `inputs` hold, and return what ends it; all ranks of the program call both.
 
-        Where this rank has one lane, on a CPU, with one collective of torch's, no messages (nor those of `meets`)
+        Where this rank has one lane, on a CPU, with one collective of torch's, no messages (nor for `meets`)
         and no timing, its transfer overlaps with what the caller does until the returned function is called or
         the context's next call begins. Any other program has run, and `take` was called, when this returns.
 

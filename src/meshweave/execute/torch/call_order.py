@@ -327,6 +327,8 @@ def bound_call(context: TorchContext, ranks: Sequence[int], name: str) -> BoundC
 
     Args:
         name: the call's title where the context's order has none.
+
+    Raises BindError where the process group is gone, UnsupportedError where an earlier call was out of order.
     """
     if not context.is_distributed or len(ranks) == 1:
         return None

@@ -211,6 +211,7 @@ class Wire:
 
         Args:
             what: completes "waiting for ..." in errors.
+            group: the process group of `over`.
             post: begins the collective, and returns torch's `Work`.
         """
         run = self._wait(what, over, lambda: [post()])
@@ -240,6 +241,7 @@ class Wire:
 
         Args:
             what: completes "waiting for ..." in errors.
+            group: a process group that has this rank and all peers; peers are global ranks.
             tag: tells messages of this program between two ranks apart; unused on CUDA, where they match in order.
         """
         sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
