@@ -42,8 +42,8 @@ _pace_call: PaceCall | None = None
 def set_call_pace(pace: PaceCall | None) -> None:
     """Wrap every `call` op of this process in `pace`, for example to make it last as long as its modelled work.
 
-    `pace(work, run)` calls `run()` and returns its result; `work` has the op's FLOPs, bytes and sizes. None
-    removes the wrapper. Calls of a `CallTable` without a program are never wrapped.
+    `pace(work, run)` calls `run()` and returns its result; `work` is the modelled FLOPs, bytes and sizes of the
+    op (`ir.work.Compute`). None removes the wrapper. Calls of a `CallTable` without a program are never wrapped.
     """
     global _pace_call
     _pace_call = pace
@@ -53,13 +53,13 @@ class CallTable:
     """The functions of `call` ops, and the stashes of one rank.
 
     Args:
-        functions: the functions by the names that ops call them.
-        program: what the ops are of; None leaves them without a pace (`set_call_pace`).
-        rank: given to functions that are marked by `of_rank`.
+        functions: by the name that an op has for its function (`fn`).
+        program: the program that the ops belong to; None: calls are never paced (`set_call_pace`).
+        rank: the global rank, given to functions that are marked by `of_rank`.
 
     Attributes:
-        peak_stash_bytes: the most bytes of arrays and tensors that stashes had at once, counted after each part
-            that is not the last of its stash. Values inside lists and other containers count nothing.
+        peak_stash_bytes: the most bytes of arrays and tensors that stashes had at once, counted after each
+            part that is not the last of its stash. Values inside lists and other containers count nothing.
     """
 
     def __init__(self, functions: Calls, program: Program | None = None, rank: int = 0) -> None:

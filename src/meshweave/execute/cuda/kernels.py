@@ -198,9 +198,12 @@ def accumulate(out: Tensor, value: Tensor, num_programs: int = ADDING_PROGRAMS) 
 
 
 def launch_product(grid: int, *arguments: Any, **constants: Any) -> None:
-    """Queue the kernel of a tracked product (`_tracked_product`, with its arguments) on the current stream.
+    """Queue the kernel of a tracked product, `_tracked_product`, on the current stream.
 
-    `grid` is the number of the kernel's programs (blocks of threads).
+    Args:
+        grid: the number of the kernel's programs (blocks of threads).
+        arguments: those of `_tracked_product`, in its order, up to the first `tl.constexpr`.
+        constants: its `tl.constexpr` arguments by name, `num_warps` and `num_stages`.
     """
     with _one_at_a_time:
         _tracked_product[(grid,)](*arguments, **constants)

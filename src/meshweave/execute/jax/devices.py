@@ -98,7 +98,10 @@ class DeviceMesh:
         return index
 
     def members(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the ranks with the coordinates of `rank` but for those along `axes`, by their index there."""
+        """Return the ranks whose coordinates are those of `rank`, except along `axes`.
+
+        They are in the order of their index along `axes`, the first of which varies slowest.
+        """
         fixed = [axis for axis in self.axes if axis not in axes]
         same = (
             other

@@ -254,7 +254,7 @@ def call_in_class(
     Each device cuts `ins` to its own shapes and pads the results with zeros to the largest of all classes.
 
     Args:
-        number: which of `classes` this device is in.
+        number: the index in `classes` of this device's class; devices of a class have equal shapes.
         classes: for each class of devices the shapes of the arguments and of the results there.
     """
     most = [
@@ -284,7 +284,11 @@ def called(function: Callable[..., Any], *args: Any) -> tuple[Array, ...]:
 
 
 def spread(x: Array, dim: int, positions: tuple[int, ...]) -> Array:
-    """Return the elements of x along a dim at `positions`, zeros for -1: equal cuts of it are the shards."""
+    """Return the elements of x along a dim at `positions`, zeros for -1.
+
+    `positions` lists the elements of each shard in turn, filled with -1 to the size of the largest, so that
+    equal parts of the result are the shards.
+    """
     at = jnp.asarray(positions)
     return jnp.take(x, jnp.where(at < 0, x.shape[dim], at), axis=dim, mode="fill", fill_value=0)
 

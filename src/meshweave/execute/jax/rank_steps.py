@@ -32,7 +32,7 @@ _NUMBERS = {
 
 
 def as_messages(program: Program) -> Program:
-    """Return the program without includes: released tiles are ops, one-sided ops are sends and recvs.
+    """Return the program without includes: each released tile is an op, one-sided ops are sends and recvs.
 
     Raises:
         ProgramError: a product, add or copy reads another rank's memory in place, or an op of another kind than

@@ -59,8 +59,9 @@ def jax_source(
 ) -> str:
     """Return the source of a module whose `on_mesh(mesh)` returns the program as a jitted function.
 
-    That takes whole input tensors, in the order in which the program declares their buffers, and returns the whole
-    output: a tuple of several. For a program with calls it is `on_mesh(mesh, functions)`, functions by name.
+    That takes whole input tensors, in the order in which the program declares their buffers, and returns the
+    whole output tensor, or a tuple where there are several. For a program with calls it is `on_mesh(mesh,
+    functions)`, functions by name.
 
     Args:
         axes: names of the axes of the jax mesh; by default those of the first mesh with all ranks.
@@ -74,6 +75,7 @@ def jax_source(
     Raises:
         UnsupportedError: jax has no form for something in the program, no mesh of it has all ranks, or it has no
             inputs or no outputs.
+        LayoutError: `axes` has more or fewer names than the mesh has axes.
         ProgramError: an expression has no value, messages or collectives do not match, or the program deadlocks.
     """
     return _SourceWriter(as_messages(program), axes, in_order, loops).source()

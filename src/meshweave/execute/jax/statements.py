@@ -24,6 +24,7 @@ class StatementWriter(OpWriter):
 
         Raises:
             UnsupportedError: jax has no form for a statement.
+            ProgramError: an expression has no value.
         """
         self.views.forget_pieces()
         for number, statement in enumerate(body):

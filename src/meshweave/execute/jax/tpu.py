@@ -22,14 +22,14 @@ class TpuTarget:
     """A TPU that products are compiled for.
 
     Attributes:
-        name: the device in files of products and of kernels.
+        name: the device's name in files of products and of fitted kernels.
         accelerator: the machine, as libtpu knows it (TPU_ACCELERATOR_TYPE).
         topology: the topology that is compiled for, whose first device runs the product.
         arrays: systolic arrays of 128 x 128 cells that run one product.
         cycles_per_s: their clock.
         memory_bytes_per_s: the bandwidth of the memory of the cores that run one product.
-        cluster: the catalog's cluster of such chips, for the rates of links.
-        kernels: the catalog's constants of products, fitted to cycles of this compiler; "" where there are none.
+        cluster: the name of the catalog's cluster of such chips, for the rates of links.
+        kernels: the name of the catalog's constants of products, fitted to cycles of this compiler; "" for none.
         config: further settings of the topology; `chip_config_name` chooses between cores and whole chips.
         options: options of the compiler that its users give.
     """
@@ -117,7 +117,8 @@ def tpu_devices(target: TpuTarget) -> tuple[Any, ...]:
     """Return the devices of a target's topology, one per chip, by coordinates, the first varying slowest.
 
     The first call for a target sets the environment variables of this process that libtpu needs without a TPU,
-    and JAX_PLATFORMS=cpu.
+    and JAX_PLATFORMS=cpu. Call `require_tpu_compiler` before: without jax or libtpu it fails with errors of
+    theirs.
     """
     return _devices(target.accelerator, target.topology, tuple(target.config.items()))
 

@@ -43,10 +43,11 @@ def rewritten_whole(program: Program) -> set[str]:
 
 
 def written_in_parts(program: Program) -> dict[str, Parts]:
-    """Return the buffers that are written and read in fixed parts of one dim, or read whole, with these parts.
+    """Return the buffers that are written in fixed parts of one dim, and read in these parts or whole.
 
-    The parts are the same on all ranks and cover the dim. Inputs, results of calls, and buffers that an op under a
-    condition or in a block for some ranks reads or writes are left out.
+    By name, (the dim, the [start, stop) of each part). The parts are the same on all ranks and cover the dim.
+    Inputs, results of calls, and buffers that an op under a condition or in a block for some ranks reads or
+    writes are left out.
     """
     views: dict[str, set[View]] = defaultdict(set)
     written: dict[str, set[View]] = defaultdict(set)

@@ -117,7 +117,7 @@ class Views:
             held.pieces = {}
 
     def variable(self, access: ViewUse) -> str:
-        """Return the text of the array that a view lies in: a slot of its buffer, or a part that it is.
+        """Return the text of the array that has a view: a slot of its buffer, or the part that the view is.
 
         Raises UnsupportedError for memory of another rank, or a slot that depends on coordinates.
         """
@@ -202,7 +202,10 @@ class Views:
         return self.numbers.text(access.turns, value, index)
 
     def most(self, access: ViewUse, dim: int) -> Number:
-        """Return the text of the largest size of a dim of a view over all ranks, a Python integer."""
+        """Return the text of the largest size of a dim of a view over all ranks in a turn, a Python integer.
+
+        Raises UnsupportedError where it changes in a rolled loop.
+        """
         return self.numbers.text(access.turns, lambda t, r: access.most(dim, t), static=True)
 
     def _positions(self, access: ViewUse, dim: int) -> str:
@@ -226,6 +229,8 @@ class Views:
             raw: leave what lies past a rank's size as it is in the array, and the dtype that of the variable.
             waits: expressions, joined by commas, that must exist before the array is used; "" for none. The
                 slice is taken after that wait, so that XLA can fuse it with the op that reads it.
+
+        Raises UnsupportedError for memory of another rank, or a slot that depends on coordinates.
         """
         held = self.held[access.view.buffer]
         piece = next((n for n, written in held.pieces.items() if written.is_same(access)), None)

@@ -112,7 +112,7 @@ class Window(ExposedSlots, ABC):
     """One program's part of the memory. Methods but `settle` and `flag_at` return callables that do the work.
 
     A `piece` is a part of the tensor of `remote`, a slot of some rank. `group` is an index into `groups`. `what`
-    completes "waiting for ..." in errors.
+    completes "waiting for ..." in the RankLostError or DeadlineError of a wait that fails.
     """
 
     @abstractmethod
@@ -296,10 +296,10 @@ class RemoteMemory(ABC):
     def room_or_grow(
         self, size: int, ranks: Sequence[int], what: str, grow: Callable[[int], Segment]
     ) -> tuple[Segment, int]:
-        """Return a free block of `size` bytes as (segment, offset); where a rank has none, all add a segment.
+        """Take `size` bytes of this rank's pool; return (segment, byte offset). If a rank has no room, all grow.
 
-        Collective among `ranks`. `grow` makes and adds a segment of so many bytes on all of them. `what` names
-        the program in errors. Raises BindError, RankLostError or DeadlineError.
+        Collective among `ranks`. `grow(n)` makes and adds a segment of n bytes on all of them. `what` names the
+        program in errors. Raises BindError where calls differ, RankLostError or DeadlineError for late ranks.
         """
         size = aligned(size)
         block = take(self.segments.values(), size, ranks)
@@ -338,8 +338,8 @@ class RemoteMemory(ABC):
         return RemoteSlot(rank, number, offset, whole.view(dtype).as_strided(shape, strides))
 
     def locate(self, tensor: Tensor, ranks: Sequence[int]) -> tuple[int, int] | None:
-        """Return (segment number, byte offset) where a tensor of this rank begins; None where not all of
-        `ranks` reach it.
+        """Return (segment number, byte offset in it) where a tensor of this rank begins; None where it is in no
+        segment that all of `ranks` reach.
         """
         for number, segment in self.segments.items():
             start = tensor.data_ptr() - self._address(number)
@@ -391,7 +391,7 @@ class RemoteMemory(ABC):
 
 
 def segment_size(size: int, pool_bytes: int, known: Mapping[int, Segment]) -> int:
-    """Return the bytes of the next segment, `size` at least: `pool_bytes` first, then half of all `known`."""
+    """Return the next segment's bytes: max(`size`, `pool_bytes` if it is the first, else half of `known`)."""
     there = sum(segment.size for segment in known.values())
     return aligned(max(size, pool_bytes if not known else there // 2), 1 << 16)
 

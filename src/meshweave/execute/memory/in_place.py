@@ -46,16 +46,17 @@ class InPlaceProgram:
     def __init__(
         self, program: Program, rank: int, context: TorchContext, memory: RemoteMemory | None = None
     ) -> None:
-        """Bind the part of `rank`. Collective among the program's ranks where `memory` is given.
+        """Bind the part of global rank `rank`. Collective among the program's ranks where it has remote views.
 
         Args:
-            memory: where the scratch lies that other ranks read; aliased. None for a program without remote views.
+            memory: where the scratch lies that other ranks read; aliased. None for a program without remote
+                views.
 
         Raises:
             BindError: the memory is closed, or cannot be had on some rank.
-            UnsupportedError: the program has ops other than products without transposes, copies, adds, zeros and
-                fences of all ranks; views that are no boxes; or inputs or outputs with remote views. Or it has
-                remote views, and `memory` is None or not aliased.
+            UnsupportedError: the program has ops other than products without transposes, copies, adds, zeros
+                and fences of all ranks; views that are no boxes; or inputs or outputs with remote views. Or it
+                has remote views, and `memory` is None or not aliased.
             RankLostError, DeadlineError: see `TorchContext.guard`.
         """
         program = program.expanded
@@ -97,9 +98,12 @@ class InPlaceProgram:
         """Run this rank's part; all ranks of the program run it together. See the class docstring.
 
         Raises:
-            BindError: an input has another shape or dtype than the program's buffer.
+            BindError: an input has another shape or dtype than the program's buffer, here or on another rank;
+                other ranks are in another call; the process group of the context is gone.
             RankLostError, DeadlineError: other ranks are missing or late, see `TorchContext`.
-            UnsupportedError: the memory is closed, or an earlier run in this context failed.
+            UnsupportedError: the memory is closed, an earlier run in this context failed, or another is under
+                way.
+            ValueError: there are more or fewer tensors than input buffers.
         """
         if self._call is not None:
             self._context.lane_threads.check_free()  # before this is a call, which others do not make

@@ -189,7 +189,8 @@ class SharedMemory(RemoteMemory):
             what: completes "waiting for ..." in errors.
             missing: returns which of `peers` have not come yet.
 
-        Raises RankLostError or DeadlineError where a missing rank died, or time is up.
+        Raises RankLostError or DeadlineError where a missing rank died or time is up, BindError where calls
+        are out of order, UnsupportedError where another lane of this process has failed.
         """
         with waiting(self.context, what, peers, missing) as overdue:
             start = look = time.monotonic()

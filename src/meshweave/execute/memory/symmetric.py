@@ -68,8 +68,8 @@ class SymmetricMemory(RemoteMemory):
         Raises:
             UnsupportedError: the context's tensors are not on CUDA, there is no device or no process group,
                 torch has no symmetric memory, or the ranks are on several hosts.
-            BindError, RankLostError, DeadlineError: it failed on another rank, which died or did not come in
-                time.
+            BindError: it failed on another rank, or ranks are in different calls.
+            RankLostError, DeadlineError: another rank died, or did not come in time.
         """
         if context.device.type != "cuda":
             raise UnsupportedError(

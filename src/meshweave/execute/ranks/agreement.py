@@ -43,9 +43,10 @@ def exchange(
         topic: what the exchange is about; must be equal on all ranks.
 
     Raises:
-        BindError: there is no process group; another rank is in another call, has raised an error in place of
-            this one, or waits for other ranks than this one does.
+        BindError: there is no process group; another rank is in another call, has raised an error in place
+            of this one, or waits for other ranks than this one does.
         RankLostError, DeadlineError: another rank died, or did not come in time.
+        UnsupportedError: an earlier call in this context was out of order, or an earlier run in it failed.
     """
     ranks = tuple(sorted(ranks))
     if len(ranks) == 1:
@@ -203,10 +204,11 @@ def agree(context: TorchContext, program: Program, *, talk: Talk | None = None) 
     """Make sure that all ranks of `program` are about to run the very same one. Collective among them.
 
     Args:
-        talk: how they tell each other, where not through the store of the process group.
+        talk: how they tell each other, where not through the store of the process group (`exchange`).
 
     Raises:
-        BindError: they are not; it names the ranks that differ.
+        BindError: their programs differ, and it names the ranks; or a rank is in another call, or has
+            raised an error in place of this one; or there is no process group and no `talk`.
         RankLostError, DeadlineError: another rank died, or did not come in time.
     """
     digest = _digest(program)

@@ -150,7 +150,7 @@ class HeartbeatWatch:
 
     @property
     def out_of_order(self) -> list[int]:
-        """The ranks that have beaten once, and are silent now or of an ended process, with or without farewell.
+        """The ranks that have beaten once or more, and are now silent or of an ended process, farewell or not.
 
         Those that are `done` are left out.
         """

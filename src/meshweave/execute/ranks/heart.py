@@ -133,7 +133,7 @@ class Heart:
         return watch
 
     def next_ranks(self, count: int) -> tuple[int, ...]:
-        """Return the `count` ranks that follow this one in a circle of all ranks, ascending.
+        """Return the `count` ranks that come after this one, in ascending order, then on from the lowest rank.
 
         Fewer where there are not so many others.
         """

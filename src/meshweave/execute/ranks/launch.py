@@ -71,7 +71,7 @@ def launch(
     address: str = "127.0.0.1",
     store: Any = None,
 ) -> list[Any]:
-    """Run `function(context, payload)` in `num_ranks` processes on this host, and return the result of each rank.
+    """Run `function(context, payload)` in `num_ranks` processes on this host; return the results in rank order.
 
     Needs torch. The ranks inherit stdout, stderr and the environment. No rank outlives the call or this process.
     An error that comes from the ranks has an attribute `reports`, a dict from each rank without a result to its
@@ -103,7 +103,8 @@ def launch(
         DeadlineError: the ranks did not finish in `timeout_s`, or a wait in `deadline_s`.
         MeshweaveError: of the same kind as one that a rank raised.
         RankError: a rank raised any other exception.
-        BindError: target, payload or result are not what they should be.
+        BindError: `num_ranks` is below 1, `target` names no function, the payload or a result is not JSON, or
+            the store cannot listen on `address`.
     """
     if num_ranks < 1:
         raise BindError(f"num_ranks is {num_ranks}, and at least one rank is needed")

@@ -226,7 +226,7 @@ class Liveness:
         """Tell the other ranks that this one leaves, for `error` if given, and stop the heartbeat.
 
         Where this process hosts the store, it first waits for the others to leave: `stale_s / 2` at most after an
-        error, otherwise `stale_s` and the longer of `stale_s / 2` and five heartbeat intervals.
+        error, otherwise `stale_s` plus the longer of `stale_s / 2` and five heartbeat intervals.
         """
         if self._closed:
             return

@@ -182,7 +182,10 @@ def _place_of(frame: FrameType | None) -> str:
 
 
 def user_line(path: str, line: int) -> str:
-    """Return `train.py:42` for a line of a file; "" for lines of torch and meshweave."""
+    """Return "train.py:42" for line 42 of a file at `path`.
+
+    "" for files of torch and meshweave, `threading.py`, and code that is in no file ("<string>").
+    """
     return "" if any(part in path for part in _OF_LIBRARIES) else f"{Path(path).name}:{line}"
 
 

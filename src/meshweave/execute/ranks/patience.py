@@ -89,13 +89,14 @@ def call_within(
 
 
 def join_talker(thread: threading.Thread, least_s: float, answered_at: Callable[[], float]) -> None:
-    """Wait until a thread that talks to a store ends: `least_s` seconds, and 5 more if it answered lately.
+    """Wait until a thread that talks to a store ends: `least_s` seconds, 5 more if the store answered lately.
 
     A thread that comes back from C++ as the interpreter ends aborts the process. One whose store hangs does not
     come back.
 
     Args:
-        answered_at: when the store has answered last, by the monotonic clock; less than 3 s ago is lately.
+        answered_at: returns when the store last answered, in seconds of the monotonic clock; less than 3 s
+            ago is lately.
     """
     thread.join(least_s)
     if thread.is_alive() and time.monotonic() - answered_at() < _HANGING_S:

@@ -28,7 +28,7 @@ class BoundViews(Protocol):
         """Return the memory for operands and results that no tensor aliases."""
 
     def view(self, view: View) -> StridedView:
-        """Return a view with plain integers as tensors of this rank's memory."""
+        """Return a view, of which all numbers are plain integers, as tensors that alias its buffer slot."""
 
 
 def bind_batched(binder: BoundViews, op: Matmul) -> Action:

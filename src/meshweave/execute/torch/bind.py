@@ -91,7 +91,7 @@ class BoundProgram:
 
     @property
     def next_run(self) -> int:
-        """Return a mark of the next run, below 65,521, that is equal on ranks in step and hardly ever on others.
+        """Return an integer < 65,521 that marks the next run: equal on ranks in step, on others hardly ever.
 
         Callers put it into data that ranks exchange, to notice ranks in different runs. It is made of the number
         of the program and that of its ranks' next call; 0 for a program that does not communicate.
@@ -147,16 +147,16 @@ class BoundProgram:
         return self._trace(spans) if self._is_traced else None
 
     def end_begun(self) -> None:
-        """Wait for the run that `begin` left open in this context, if any: it may use the memory of `inputs`."""
+        """Wait for the run that `begin` left open in this context; raise what it raises. It may use `inputs`."""
         if self._call is not None:
             self._call.sequence.order.finish_open()
 
     def begin(self, take: Callable[[], None]) -> Callable[[], None]:
         """Begin a run on what `inputs` hold, and return what ends it; all ranks of the program call both.
 
-        Where the program is one collective of torch's on a CPU, and is not timed, its transfer overlaps with what
-        the caller does until the returned function is called, or the next call of the context begins. Any other
-        program has run, and `take` was called, when this returns.
+        Where this rank has one lane, on a CPU, with one collective of torch's, no messages (nor for `meets`)
+        and no timing, its transfer overlaps with what the caller does until the returned function is called or
+        the context's next call begins. Any other program has run, and `take` was called, when this returns.
 
         Args:
             take: called once the results are in `outputs`.

@@ -28,7 +28,8 @@ class RankBuffers:
 
     Attributes:
         slots: the tensor of each (buffer, slot).
-        given: tensors of the caller that are copied to and from their slot, because the slot is in remote memory.
+        given: by buffer, tensors of the caller that are copied to and from their slot, because that is in remote
+            memory.
         unset: names of inputs that have no value yet.
     """
 
@@ -40,7 +41,9 @@ class RankBuffers:
 def check_tensors(analysis: RankAnalysis, tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Raise BindError where `tensors`, by buffer name, do not fit the input and output buffers of this rank.
 
-    Compared are names, shapes, dtypes and the type of the device, not its index.
+    Compared are names, shapes, dtypes and the type of the device, not its index. An output that is written
+    shares memory with no other one, and with an input only if all ops that use the input are done before the
+    first op that writes the output, or are that op.
     """
     program, rank = analysis.program, analysis.rank
     bindable = {name: b for name, b in analysis.buffers.items() if b.kind in ("input", "output")}

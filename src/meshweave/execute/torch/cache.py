@@ -44,7 +44,7 @@ class CachedProgram(Generic[ValueT]):
     """What a `ProgramCache` keeps of one program.
 
     Attributes:
-        value: the bound program, or what else is worth as many bytes.
+        value: what was given to `ProgramCache.put`, such as a bound program.
         num_bytes: its size on the rank where it is largest.
     """
 

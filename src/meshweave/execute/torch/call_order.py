@@ -327,6 +327,8 @@ def bound_call(context: TorchContext, ranks: Sequence[int], name: str) -> BoundC
 
     Args:
         name: the call's title where the context's order has none.
+
+    Raises BindError where the process group is gone, UnsupportedError where an earlier call was out of order.
     """
     if not context.is_distributed or len(ranks) == 1:
         return None
@@ -347,7 +349,8 @@ def require_process_group() -> None:
 def share_refusal(context: TorchContext, ranks: Sequence[int], title: str) -> Iterator[None]:
     """Tell the other `ranks`, which may wait for this one, of an error raised inside that they do not know of.
 
-    Calls and agreements inside have `title`, unless they are inside another of these.
+    The error itself comes out. Calls and agreements inside have `title`, unless they are inside another of
+    these.
     """
     if not context.is_distributed or len(ranks) == 1 or context.rank not in ranks:
         yield

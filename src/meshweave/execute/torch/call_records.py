@@ -14,7 +14,7 @@ class CallKind:
     """What a call does.
 
     Attributes:
-        key: equal on all ranks that do the same, and for no two bound programs.
+        key: equal on all ranks that do the same; different for any two bound programs.
         title: what it does, in words.
         refusal: the error for which a rank did not take part, "" if it did.
     """
@@ -29,7 +29,7 @@ class SharedCalls:
 
     Attributes:
         count: the calls begun so far; equal on all ranks between calls.
-        recent: the last calls begun, with their numbers, which start at 1.
+        recent: (number, kind) of the last 32 calls begun, the latest last; numbers start at 1.
         tokens: by rank, the token that names its record in the store, as far as that is known.
     """
 

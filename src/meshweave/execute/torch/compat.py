@@ -238,10 +238,10 @@ def is_in_backward() -> bool:
 
 
 def bare_step(kind: type) -> Callable[..., Any]:
-    """Return the step of a class of optimizers without what torch wraps around it, which runs hooks.
+    """Return the function `step(self, closure)` of an optimizer class without torch's wrapper, which runs hooks.
 
-    Relies on `Optimizer.profile_hook_step`, which marks what it returns as `hooked` and keeps what it wraps (torch
-    2.9 and 2.13).
+    Relies on `Optimizer.profile_hook_step`, which marks what it returns as `hooked` and keeps what it wraps
+    (torch 2.9 and 2.13).
     """
     step: Callable[..., Any] = vars(kind).get("step") or getattr(kind, "step")  # noqa: B009
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step

@@ -39,7 +39,10 @@ class Binder:
     _views: dict[View, StridedView] = field(default_factory=dict)
 
     def view(self, view: View) -> StridedView:
-        """Return a view with plain integers as tensors; one of another rank's memory by `remote_buffer`."""
+        """Return a view, of which all numbers are plain integers, as tensors that alias its buffer slot.
+
+        One of another rank's memory aliases what `remote_buffer` returns.
+        """
         bound_view = self._views.get(view)
         if bound_view is None:
             assert isinstance(view.slot, int)
@@ -54,7 +57,8 @@ class Binder:
     def local(self, bound: BoundOp) -> Action:
         """Return the action of a compute op.
 
-        Raises UnsupportedError where it reaches another rank's memory that no tensor aliases.
+        Raises UnsupportedError where it reaches another rank's memory that no tensor aliases, BindError for a
+        call that no function is bound to.
         """
         op = bound.op
         if self.remote_buffer is None:

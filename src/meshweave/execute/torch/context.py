@@ -180,7 +180,7 @@ class TorchContext:
 
     @classmethod
     def numbered(cls, number: int) -> TorchContext:
-        """Return the context that has a number in this process. Raises BindError where it is gone."""
+        """Return the context of this process that has this `number`. Raises BindError where it is gone."""
         context = _by_number.get(number)
         if context is None:
             raise BindError(f"context {number} of this process is gone; what was compiled with it cannot run")
@@ -198,8 +198,8 @@ class TorchContext:
     def beside(self) -> TorchContext:
         """Return a new context for programs whose calls run programs of this one, as stages of a pipeline do.
 
-        It has the deadline, liveness and observers of this one. It ends with this one, and where one fails,
-        both do.
+        It has the device, deadline, cache limit, liveness, recorder and wait clock of this one. It ends with
+        this one, and where one fails, both do.
         """
         new = TorchContext(
             liveness=self.liveness or False,
@@ -236,8 +236,9 @@ class TorchContext:
         Args:
             channels: the channel number of each communicating lane; None for those of the method `channels`.
 
-        Raises BindError where the program has ranks that the world does not have, or there is no process
-        group.
+        Raises:
+            BindError: a group has ranks that the world does not have, or there is no process group.
+            RankLostError, DeadlineError: other ranks are missing or late where a group is formed.
         """
         program = program.expanded
         among_members = self.is_distributed and len(program.ranks) < self.num_ranks
@@ -259,7 +260,8 @@ class TorchContext:
     def group_of(self, ranks: tuple[int, ...]) -> Any:
         """Return a process group of `ranks`, ascending, for collectives of no program, such as comparisons.
 
-        The first call for these ranks forms it and is collective among them.
+        The first call for these ranks forms it and is collective among them; it raises RankLostError or
+        DeadlineError where others are missing or late.
         """
         known = (_COMPARISONS, ranks), ranks
         if known not in self._groups:
@@ -310,8 +312,9 @@ class TorchContext:
     def guard(self, what: str, peers: Iterable[int]) -> GuardedWait:
         """Return a context manager for one wait for other ranks; its `timeout` is the rest of the deadline.
 
-        Inside it a failed wait raises RankLostError, which names the lost ranks, or DeadlineError where all
-        still answer. Without liveness an error names what was waited for, and not always ranks.
+        Where a RuntimeError or OSError ends the block it raises RankLostError, which names the lost ranks, or
+        DeadlineError where time is up and all still answer. An error of another cause comes out as it is.
+        Without liveness an error names what was waited for, and not always ranks.
 
         Args:
             what: completes "waiting for ..." in errors.
@@ -322,7 +325,7 @@ class TorchContext:
         return self.liveness.guard(what, self.deadline_s, peers=peers)
 
     def count_waits(self) -> WaitClock:
-        """Return a clock of how long runs wait, for programs bound in this context from now on.
+        """Return this context's one clock of how long runs wait, for programs bound from now on.
 
         Raises UnsupportedError on CUDA, where the host does not wait for each op.
         """

@@ -30,7 +30,7 @@ class CountedProgram:
         rank: the global rank, that of this process.
         calls: the functions that `call` ops name.
         lowered: rewrites the program of given counts before it is bound, such as `lower.lower_one_sided`.
-        options: arguments of `bind`.
+        options: further arguments of `bind`.
     """
 
     def __init__(
@@ -50,13 +50,16 @@ class CountedProgram:
         """Bind and run this rank's part for given counts, and return the bound program, which has the outputs.
 
         Args:
-            counts: the entries of each table, by name; equal on all ranks and within the capacities of the
-                program.
+            counts: for each table, by name, integers in its shape: the rows of each cell; equal on all ranks and
+                within the capacities of the program.
             tensors: by buffer name, all inputs, and memory for outputs if wanted; they are aliased.
 
         Raises:
-            ProgramError: the counts are over the capacities that the program declares.
-            BindError: tensors do not fit; see `bind` and `BoundProgram.run` for the rest.
+            ProgramError: a table has no counts, or counts over the capacities that the program declares.
+            BindError: tensors or calls do not fit, here or on another rank; other ranks are in another call.
+            RankLostError, DeadlineError: other ranks are missing or late.
+            UnsupportedError: `bind` refuses it, as one-sided ops without `memory`; or an earlier run in this
+                context failed.
         """
         plain = self.program.with_counts(counts)
         if self._lowered is not None:
@@ -76,7 +79,7 @@ class CountedProgram:
 
 def gathered(values: Tensor, context: TorchContext, ranks: tuple[int, ...], what: str) -> Tensor:
     """Return the `values` of all ranks, 1-D and of equal length, as a CPU tensor (ranks, values) in the order
-    of `ranks`.
+    of `ranks`; without a process group (1, values), those of this rank.
 
     Collective among them. A rank that raises an error in place of this call, or is in another one, ends the
     others' wait.

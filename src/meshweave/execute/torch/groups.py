@@ -106,10 +106,11 @@ def _is_along(program: Program, over: str, pair: tuple[int, int]) -> bool:
 
 def group_keys(program: Program, channel_of: Mapping[str, int]) -> list[GroupKey]:
     """Return (channel, ranks) of each process group that some rank of a program needs, in the same order on
-    all ranks.
+    all ranks; `channel_of` is by lane.
 
     They are read off the program as written: no rank instantiates what the others do. A lane's messages and
-    ring steps need a group over all ranks of the program; a collective needs the groups of its axis.
+    ring steps need a group over all ranks of the program; a collective needs the groups of its axis. Raises
+    BindError for a collective over a mesh that is not declared.
     """
     keys: dict[GroupKey, None] = {}
     for op in program.ops():

@@ -42,9 +42,10 @@ def thread_per_lane(
 ) -> Execute:
     """Return a function that runs `actions`, one per op of the rank: a thread per lane, each in program order.
 
-    The calling thread runs the lane with most compute ops. Where ops can only run one after another it runs them
-    all: a handover between threads takes longer than a small op. With `trace` the function returns (start, end)
-    in nanoseconds by the op's index, else {}.
+    The calling thread runs the lane with most calls, or with most compute ops where lanes have equally many
+    calls. Where ops can only run one after another it runs them all: a handover between threads takes longer
+    than a small op. With `trace`, or where the context has a recorder, the function returns (start, end) in
+    nanoseconds by the op's index, else {}.
     """
     ops = analysis.ops
     names = _lanes(ops)

@@ -137,7 +137,8 @@ class LaneThreads:
         """Run all lanes to their ends, the first in the calling thread; raise the first error of any.
 
         With `trace`, each lane's `spans` are the (start, end) of its steps in nanoseconds. Raises
-        UnsupportedError where an earlier run failed, or another is under way.
+        UnsupportedError where an earlier run failed, or another is under way, and RankLostError where ranks are
+        known to be lost.
         """
         self.check()
         if not self._busy.acquire(blocking=False):
@@ -166,7 +167,8 @@ class LaneThreads:
     def reserve(self) -> Iterator[None]:
         """Reserve the context for a run in the calling thread. An error inside breaks the context.
 
-        Raises UnsupportedError where an earlier run failed, or another is under way.
+        Raises UnsupportedError where an earlier run failed, or another is under way, and RankLostError where
+        ranks are known to be lost.
         """
         self.check()
         if not self._busy.acquire(blocking=False):

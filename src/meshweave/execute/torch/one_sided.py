@@ -100,7 +100,8 @@ class OneSidedAccess:
     def between_fences(self, execute: Callable[[], _Result]) -> Callable[[], _Result]:
         """Return a function that runs `execute` between two fences of all ranks of the program.
 
-        It raises UnsupportedError where the memory is closed.
+        It raises UnsupportedError where the memory is closed, an earlier run failed or another is under way, and
+        RankLostError or DeadlineError where other ranks are missing or late.
         """
         lane_threads = self._context.lane_threads
 

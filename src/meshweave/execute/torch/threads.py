@@ -28,6 +28,8 @@ def agreed_num_threads(context: TorchContext, ranks: tuple[int, ...]) -> int | N
     Collective among `ranks` at the first call for them in a context, which remembers the number.
 
     Raises:
+        BindError: another rank is in another call, or has raised an error in place of this one; or there is
+            no process group.
         RankLostError, DeadlineError: another rank died, or did not come in time.
     """
     if context.device.type != "cpu":

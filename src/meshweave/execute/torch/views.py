@@ -111,7 +111,7 @@ class StridedView:
 
 
 def bind_view(view: View, buffer: Tensor) -> StridedView:
-    """Return a view with plain integers as tensors that alias `buffer`, the tensor of its buffer slot."""
+    """Return a view, of which all numbers are plain integers, as tensors that alias `buffer`, its slot."""
     per_dim = [block_runs(selector) for selector in view.selectors]
     pieces = tuple((piece, _alias(buffer, piece)) for piece in itertools.product(*per_dim))
     direct = None

@@ -20,7 +20,7 @@ class WaitClock:
     waits. Compute ops in several lanes at once add up, so then the waits are a lower bound.
 
     Attributes:
-        run_ns: nanoseconds of runs; a run inside a call of another counts beside that.
+        run_ns: nanoseconds of runs; the time of a run inside a call of another run counts twice, once for each.
         compute_ns: nanoseconds of compute ops and of calls, what runs inside a call included.
         num_runs: how many runs there were, those inside calls included.
     """

@@ -211,6 +211,7 @@ class Wire:
 
         Args:
             what: completes "waiting for ..." in errors.
+            group: the process group of `over`.
             post: begins the collective, and returns torch's `Work`.
         """
         run = self._wait(what, over, lambda: [post()])
@@ -240,6 +241,7 @@ class Wire:
 
         Args:
             what: completes "waiting for ..." in errors.
+            group: a process group that has this rank and all peers; peers are global ranks.
             tag: tells messages of this program between two ranks apart; unused on CUDA, where they match in order.
         """
         sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
@@ -297,7 +299,7 @@ class Wire:
         apart: bool = False,
         use: str = "in",
     ) -> tuple[Tensor, list[Action]]:
-        """Return a dense tensor that receives what `view` is to hold, and the actions that take it from there.
+        """Return a dense tensor to receive into, and the actions that copy it, or add it, to `view` afterwards.
 
         The tensor has the view's dims permuted to `order`; there are no actions where it aliases the view.
 
@@ -306,7 +308,7 @@ class Wire:
             dtype: of the tensor; None for the view's.
             update: whether what arrives is added to the view.
             apart: whether the tensor must not alias the view.
-            use: which staging memory of the lane to take, if any.
+            use: names the staging memory, where it takes any: equal names in a lane may share memory.
         """
         bound_view = self.binder.view(view)
         dtype = dtype or bound_view.dtype

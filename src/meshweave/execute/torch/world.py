@@ -94,7 +94,7 @@ def join_ranks(backend: str = "gloo", *, deadline_s: float = 60.0) -> None:
 
     Raises:
         BindError: there is a default process group already, or the environment lacks RANK, WORLD_SIZE,
-            MASTER_ADDR or MASTER_PORT.
+            MASTER_ADDR or MASTER_PORT, or has no whole number for one but MASTER_ADDR.
         RankLostError, DeadlineError: ranks did not come.
     """
     global _current
