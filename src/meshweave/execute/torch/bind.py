@@ -169,6 +169,7 @@ class BoundProgram:
             take()
             return _nothing
         sequence = call.sequence
+        self.context.lane_threads.check_free()  # before this is a call, which others do not make
         with torch.no_grad():
             self._load_all(self.inputs)
             with call:
