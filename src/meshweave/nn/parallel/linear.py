@@ -212,6 +212,9 @@ class LinearGroup:
     """Linear layers with one input, as of queries, keys and values: one product where ranks communicate in it.
 
     All have the same number of units of inner features, such as heads; each unit is on one rank.
+
+    Args:
+        linears: at least one, all of one place and strategy.
     """
 
     def __init__(self, linears: Sequence[ParallelLinear]) -> None:

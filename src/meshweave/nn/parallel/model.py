@@ -164,7 +164,11 @@ class ParallelModel(AroundModule):
     # --- running --------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return this rank's part of the residual before the first layer, of tokens (batch, sequence)."""
+        """Return this rank's part of the residual before the first layer. Collective.
+
+        Args:
+            tokens: (batch, sequence), all of them, equal on all ranks.
+        """
         x = self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions(tokens.shape[1]).to(x.dtype)
@@ -230,7 +234,10 @@ class ParallelModel(AroundModule):
         return loss
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits (batch, sequence, vocabulary) of tokens (batch, sequence), whole on every rank."""
+        """Return the logits (batch, sequence, vocabulary) of tokens (batch, sequence), whole on every rank.
+
+        Collective; every rank gives the same tokens.
+        """
         logits: Tensor = self.module(tokens).logits
         return logits
 
@@ -250,18 +257,21 @@ class ParallelModel(AroundModule):
     def forward(
         self, input_ids: Tensor | None = None, *args: Any, targets: Tensor | None = None, **given: Any
     ) -> ParallelOutput | LogitsFirst:
-        """Return the logits, or with labels or targets the loss: the `forward` of the module.
+        """Return the logits, or with labels or targets the loss: the module's `forward`. Collective.
 
         Args:
-            input_ids: tokens (batch, sequence).
+            input_ids: tokens (batch, sequence), the same on every rank of the mesh.
             *args: arguments after the tokens, in the order of the module's own forward. Labels become targets,
                 shifted by one where the module's own forward shifts them. Other arguments may be refused.
             **given: the same by name.
             targets: per token the one that is to be predicted, or -100 for none; labels beside them are refused.
 
         Raises:
-            LayoutError: ranks give other arguments, or tokens or arguments do not fit the model.
-            UnsupportedError: an argument would change the result, and is not computed.
+            LayoutError: ranks give other arguments, tokens or arguments do not fit the model, or labels and
+                targets are both given.
+            UnsupportedError: an argument would change the result, and is not computed; since `parallelize` a
+                module or the loss function was replaced, or `.data` of a parameter assigned; a parameter is on
+                the meta device; or `detect_anomaly` looks for nan.
             RankLostError, DeadlineError, BindError: other ranks are missing, late, or in another call.
         """
         if torch.compiler.is_compiling():

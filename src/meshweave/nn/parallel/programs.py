@@ -45,7 +45,7 @@ def bound_program(
     All ranks of the strategy's mesh call it together.
 
     Args:
-        key: stands for the program in the cache.
+        key: stands for the program in the cache; equal keys are for equal programs.
         program: makes the program, where it is not bound yet.
         calls: by name, the functions that its `Call` ops run; None for none.
         meets: whether ranks exchange a message before the first of torch's own collectives in a run, so that

@@ -36,7 +36,7 @@ class TwoLayers:
     """Two linear layers, from `features` to `inner` and back, to time on each rank alone and shared by ranks.
 
     Attributes:
-        tokens: on which a rank runs both layers by itself, to compare with.
+        tokens: rows on which a rank runs both layers by itself, to compare with.
         between: rows and columns of the square matrices whose product follows the layers, which no ranks share.
     """
 
@@ -47,7 +47,8 @@ class TwoLayers:
     between: int
 
     def added_s(self, ranks: int, strategy: str, tokens: int) -> float:
-        """Return the seconds that both layers, forward and backward, take more if ranks share them. Collective.
+        """Return the seconds that both layers, forward and backward, take more if ranks share them than if each
+        rank runs them by itself on `self.tokens` rows. Collective.
 
         It is a median, and may be negative.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return numbers that change as tensors do in place; 0 for one of inference mode, which has none."""
+    """Return torch's count of in-place changes (`_version`) of each tensor; 0 for one of inference mode."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 

@@ -224,7 +224,7 @@ class Checkpoints:
 
     @property
     def is_saving(self) -> bool:
-        """Whether there was a `save` since the last `wait`, which `save`, `latest` and `load` call, too."""
+        """Return whether there was a `save` since the last `wait`, which `save`, `latest` and `load` call."""
         return self._saving is not None
 
     def wait(self) -> None:
@@ -349,12 +349,12 @@ class Checkpoints:
 
         Args:
             casts: whether a tensor of one floating-point dtype may be loaded into another.
-            extra: whether the checkpoint may have tensors that no rank gives; or a function of its name.
+            extra: whether the checkpoint may have tensors that no rank gives; or a function of a tensor's name.
 
         Raises:
-            CheckpointError: on all ranks, and no tensor was touched: it is not whole, a file has other bytes
-                than were written, it lacks a tensor, has one of another shape or dtype, or one that nobody
-                takes. The message says which other checkpoint is whole. Where a file cannot be read to its
+            CheckpointError: on all ranks, and no tensor was touched: the last `save` failed, it is not whole, a
+                file has other bytes than were written, it lacks a tensor, has one of another shape or dtype, or
+                one that nobody takes. The message says which other is whole. Where a file cannot be read to its
                 end although it could be just before, the message says that tensors were touched.
             RankLostError, DeadlineError: other ranks are missing or late.
         """
