@@ -177,10 +177,10 @@ class ParallelModel(AroundModule):
     def run_blocks(
         self, x: Tensor, batch: int, sequence: int, blocks: Iterable[nn.Module] | None = None
     ) -> Tensor:
-        """Return this rank's part of the residual after some layers.
+        """Return this rank's part of the residual after some layers. Collective.
 
         Args:
-            x: this rank's part of the residual before them.
+            x: this rank's part (batch, sequence, features) of the residual before them.
             batch, sequence: global sizes: the number of sequences, and the tokens of each.
             blocks: these layers, in order; None for all.
         """
@@ -201,7 +201,8 @@ class ParallelModel(AroundModule):
         """Return this rank's part (batch, sequence, words) of the logits. Collective.
 
         Args:
-            x: this rank's part of the residual after the last layer, before the last norm.
+            x: this rank's part (batch, sequence, features) of the residual after the last layer, before the last
+                norm.
             batch, sequence: global sizes: the number of sequences, and the tokens of each.
         """
         self.throughout.reach(len(self.blocks))
@@ -214,7 +215,8 @@ class ParallelModel(AroundModule):
         """Return the mean cross entropy over the tokens of all ranks, equal on all of them. Collective.
 
         Args:
-            x: this rank's part of the residual after the last layer, before the last norm.
+            x: this rank's part (batch, sequence, features) of the residual after the last layer, before the last
+                norm.
             targets: (batch, sequence), all of them on every rank; -100 where there is no loss.
         """
         return self.vocabulary(self.local_logits(x, *targets.shape), targets)

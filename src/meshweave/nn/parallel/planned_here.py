@@ -158,7 +158,7 @@ def _planned(problem: StepProblem, measured: MeasuredStep) -> list[tuple[dict[st
 def fastest_here(
     problem: StepProblem, measured: MeasuredStep, **fixed: Any
 ) -> list[tuple[Parallelism, float]]:
-    """Return (plan, predicted seconds of a step) of the best plan for each set of degrees, the fastest first.
+    """Return [(plan, predicted seconds of a step)], the best plan for each set of degrees, fastest first.
 
     ZeRO, recomputation and context parallelism are left out.
 

@@ -84,7 +84,7 @@ class ProductPrograms:
 
     @property
     def parts(self) -> BlockParts:
-        """Return the forward and the backward program, with weights (in, out) in memory as torch's (out, in).
+        """Return the forward and the backward program, with weights in memory as torch has them: (out, in).
 
         The last `PARTS_KEPT` are cached; others are written anew. Programs bound to tensors are kept by the
         context.

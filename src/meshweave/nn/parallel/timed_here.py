@@ -24,7 +24,10 @@ _SUMS, _REPEATS, _REPEATS_BY_TURNS = 5, 5, 15
 
 
 def group_mesh(among: AllRanks, ranks: int) -> DeviceMesh:
-    """Return a device mesh of the group of `ranks` ranks, neighbours in the world, that this rank is in."""
+    """Return a device mesh of the group of `ranks` ranks, neighbours in the world, that this rank is in.
+
+    All ranks call it; `ranks` divides their number.
+    """
     device, num_ranks = among.context.device.type, len(among.ranks)
     if ranks == num_ranks:
         return init_device_mesh(device, (ranks,))

@@ -185,10 +185,10 @@ class Pipeline:
     def evaluate(self, batch: Batch = None, target: Tensor | None = None) -> tuple[Any, Tensor | None]:
         """Run forwards alone; return (outputs, loss) on ranks of the last stage, else (None, None). Collective.
 
-        Outputs, a tensor or a tuple as the stage returns, are of this rank's rows of all micro-batches, along
-        dim 0. Batch, target and loss are those of `step`; without a target or `loss_fn` the loss is None. Raises
-        LayoutError where a batch is missing or has other rows than the first, or a stage has other outputs;
-        UnsupportedError where a step runs already; BindError, RankLostError or DeadlineError as `step`.
+        Outputs, a tensor or a tuple as the stage returns, are of this rank's rows of all micro-batches. Batch,
+        target and loss are those of `step`; without a target or a `loss_fn` the loss is None. Raises LayoutError
+        if a batch is missing or has other rows than the first, or a stage other outputs; UnsupportedError if a
+        step runs already; BindError, RankLostError or DeadlineError if others refuse, are missing or late.
         """
         loss, outputs = self._run(batch, target, trains=False, wants_outputs=True)
         return outputs, loss

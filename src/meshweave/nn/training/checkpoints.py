@@ -59,7 +59,7 @@ class Checkpoints:
     pipeline do, save all of them, and each rank loads those that it gives, whichever ranks had them.
 
     Args:
-        folder: is made where it is not there. What an earlier run left unfinished in it goes with the first save.
+        folder: is made where it is not there. The first save removes what an earlier run left unfinished in it.
         keep: how many whole checkpoints stay, at least 1. Those from which the last one does not descend, since
             the training was resumed from an earlier step, are removed first; then the oldest.
         context: deadline and liveness of waits for other ranks; default: those of the default process group.
