@@ -117,7 +117,7 @@ def added_s(among: AllRanks, run: Callable[[], object]) -> float:
 
 
 def each_s(among: AllRanks, run: Callable[[], object]) -> float:
-    """Return the seconds of one of 5 calls of `run` in a row: the median of 5 such rows. Collective."""
+    """Return the seconds of a call of `run` on the slowest rank: the median of 5 rows of 5 calls. Collective."""
     return among.median_s(_several(run), _REPEATS) / _SUMS
 
 

@@ -14,7 +14,9 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def random_states(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """Return the states of the random number generators of the CPU and of the device that tensors are on."""
+    """Return [(device type, state)] of the random number generators of the CPU and, if the first tensor is on
+    CUDA, of the current device.
+    """
     states = [("cpu", torch.get_rng_state())]
     kind = next((tensor.device.type for tensor in tensors), "cpu")
     if kind == "cuda":

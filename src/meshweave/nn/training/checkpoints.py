@@ -390,7 +390,7 @@ class Checkpoints:
         return dict(manifest.notes)
 
     def refuse_together(self, step: int, wrong: str) -> None:
-        """Raise CheckpointError on all ranks where one gives text in `wrong`, and not "" for nothing wrong.
+        """Raise CheckpointError on all ranks where any rank gives a `wrong` that is not "".
 
         Collective. The message is "the checkpoint of step N in FOLDER", then `wrong`, as "cannot be saved: ...".
         """
