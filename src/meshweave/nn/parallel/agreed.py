@@ -90,7 +90,7 @@ def agree(context: TorchContext, ranks: Sequence[int], words: Words, what: str) 
 
 
 def difference(subject: str, said: Mapping[int, Mapping[str, str]]) -> str:
-    """Return an error's sentence: which ranks have other words than most, which word differs first, a remedy.
+    """Return an error's sentence: which ranks differ from most ranks, the first thing that differs, a remedy.
 
     Args:
         subject: what is compared, a key of `REMEDIES` or another; " of parts ..." of `copy_words` may follow.

@@ -21,7 +21,7 @@ class Heads:
     """The sizes of attention.
 
     Attributes:
-        queries, keys: heads of queries, and of keys and values, of all ranks.
+        queries, keys: the number of heads of queries, and of heads of keys and values, over all ranks.
         width: features of a head.
         scale: what scores are multiplied by.
         window: how many keys a query attends to, itself included; None for all before it.

@@ -41,7 +41,7 @@ class KeptParameter:
     Attributes:
         layout: that in which ranks keep it.
         used: for each mesh axis the dim that it splits where a product uses the parameter; "" for none.
-        terms: as `used`, of its gradient where that is computed: "partial" along axes whose ranks have terms.
+        terms: the same of its gradient as a rank computes it; "partial" where ranks have terms of a sum.
     """
 
     strategy: LayerStrategy
@@ -75,7 +75,7 @@ class KeptParameter:
 
     @cached_property
     def alone(self) -> GradientSum | Mover | None:
-        """Return, for compiled graphs, its `Mover` if gathered, else its `GradientSum` if summed, else None."""
+        """Return for compiled graphs its gather (`Mover`), else its `GradientSum`; None if it has neither."""
         parts, kept = self.layout.parts, self.layout.dims
         sides = tuple(
             Side(s.dim, s.count * parts, s.unit) if s.dim == "inner" else s for s in self.layout.sides
@@ -182,7 +182,7 @@ class ParameterBucket:
 
     @cached_property
     def reduction(self) -> SizedMove:
-        """Return the program that reduces gradients: from terms of all rows to the sum of this rank's."""
+        """Return the program that sums gradients: this rank's terms of all rows in, its own row's sum out."""
         first = self.kept[0]
         terms: AxisDims = tuple("partial" if a in first.summed else "" for a in range(len(first.used)))
         return sized_move(MoveSite(self._sides, terms, self._kept_dims), self.strategy, self.dtype, True)
@@ -221,7 +221,7 @@ class ParameterBucket:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def fill(self, views: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        """Gather the parameters, of which this rank keeps `kept`, and write them to `views`. Collective."""
+        """Gather parameters from this rank's parts `kept` into `views`, each in its `used_shape`. Collective."""
         bound = self.gather.bound(views[0].device)
         (row,) = bound.inputs["x"]
         *places, last = row.split(self.sizes)
@@ -361,7 +361,7 @@ class NumberedSum:
         return total
 
     def run(self, values: Tensor) -> Tensor:
-        """Return the sums, without a gradient. Raises BindError, on CPUs, where ranks are in other calls."""
+        """Return (count,) sums, without gradient. Raises BindError, on CPUs, where ranks are in other calls."""
         bound = sized_move(self._site, self._strategy, values.dtype, True).bound(values.device)
         number = _number(bound, values.dtype, self._num_terms)
         bound.inputs["x"][:-1].copy_(values)

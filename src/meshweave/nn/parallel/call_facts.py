@@ -27,7 +27,8 @@ class CallFacts(NamedTuple):
     """What ranks must have alike in a call.
 
     Attributes:
-        steady: (subject, its facts) of what is mostly as it was in the call before, so that its number is kept.
+        steady: (subject, ((name, value), ...)) of what is mostly as in the call before, so that its number
+            is kept.
         calls: forward calls so far.
         steps: steps of optimizers so far.
         generator: a hash of the state of torch's generator; None where ranks need not have it alike.

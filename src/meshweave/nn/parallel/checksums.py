@@ -47,7 +47,7 @@ def bits_number(tensor: Tensor) -> Tensor | int:
 
 
 def digest_of(own: Tensor) -> int:
-    """Return a signed 64-bit hash of the bytes of a contiguous tensor on a CPU."""
+    """Return a signed 64-bit hash of the bytes of a contiguous tensor on a CPU, of a dtype that numpy has."""
     return int.from_bytes(hashlib.blake2b(own.numpy(), digest_size=8).digest(), "little", signed=True)
 
 

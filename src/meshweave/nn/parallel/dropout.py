@@ -20,7 +20,7 @@ from meshweave.nn.parallel.strategy import LayerStrategy
     "meshweave::block_dropout", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def block_dropout(x: Tensor, p: float, part: int) -> list[Tensor]:
-    """Return [x with elements dropped at probability `p`, the factor of each element: 0 or 1 / (1 - p)].
+    """Return [x times the factors, the factors]: each factor is 0 with probability `p`, else 1 / (1 - p).
 
     `part` is the number of the shard that x is: ranks with the same one drop the same elements. Ranks must
     have torch's generator in the same state.
@@ -58,6 +58,7 @@ class ShardDropout:
 
     Attributes:
         part: the number of this rank's shard, equal on ranks with copies of it.
+        is_shared: whether elements are dropped of a tensor of which ranks have copies.
     """
 
     def __init__(self, p: float, strategy: LayerStrategy, dims: AxisDims) -> None:

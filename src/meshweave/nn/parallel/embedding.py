@@ -18,6 +18,13 @@ class ParallelEmbedding(nn.Module):  # type: ignore[misc]
 
     A rank looks up the tokens whose words it has, with rows of zeros for others; rows are then summed over ranks
     to the layout of the residual. As with an `nn.Embedding`, looking up `padding_idx` gives its row no gradient.
+
+    Args:
+        embedding: an `nn.Embedding` with the whole table, or with a weight on the meta device.
+        name: its name in the model, for errors.
+
+    Raises:
+        LayoutError: DTensor has no placements for the part of the table that ranks keep.
     """
 
     def __init__(self, embedding: nn.Module, strategy: LayerStrategy, name: str) -> None:
@@ -75,7 +82,12 @@ class ParallelEmbedding(nn.Module):  # type: ignore[misc]
 
 
 class ParallelPositions(nn.Module):  # type: ignore[misc]
-    """A table of learned positions (positions, features), whole but for features that the residual splits."""
+    """A table of learned positions (positions, features), whole but for features that the residual splits.
+
+    Args:
+        embedding: an `nn.Embedding` with the whole table, or with a weight on the meta device.
+        name: its name in the model, for errors.
+    """
 
     def __init__(self, embedding: nn.Module, strategy: LayerStrategy, name: str) -> None:
         super().__init__()

@@ -334,7 +334,7 @@ class ForwardArguments:
         Raises:
             LayoutError: tokens are no tensor, there are too many arguments, targets and labels are both given,
                 or an argument has a shape or value that a subclass does not take.
-            UnsupportedError: an argument would change the result, and is not computed.
+            UnsupportedError: an argument, or a loss function set on the module, that is not computed.
         """
         if len(args) > len(self.names):
             raise LayoutError(f"forward takes tokens and {', '.join(self.names)}; {1 + len(args)} were given")

@@ -50,7 +50,7 @@ def is_hosted(module: nn.Module) -> bool:
 
 
 def title_of(module: nn.Module) -> str:
-    """Return what reports call a model that runs by its own code: class and version of transformers."""
+    """Return what reports call a model that runs by its own code: its class and the version of transformers."""
     import transformers
 
     return f"{type(module).__name__} (transformers {transformers.__version__})"

@@ -144,8 +144,8 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         return terms(roles.core(own.is_attention) if own.is_first else roles.residual, TOKENS)
 
     def bias_placement(self) -> tuple[Side, AxisDims]:
-        """Return (side, dims): the features of the bias, or of each fused part, and for each mesh axis the name
-        of that side if the axis splits it, else "".
+        """Return (side, dims): the dim of the bias, or of each fused part of it; and for each mesh axis the name
+        of that dim if the axis splits it, else "".
         """
         own, roles = self.site, self.layer_strategy.roles
         if not own.is_first:
@@ -212,6 +212,9 @@ class LinearGroup:
     """Linear layers with one input, as of queries, keys and values: one product where ranks communicate in it.
 
     All have the same number of units of inner features, such as heads; each unit is on one rank.
+
+    Args:
+        linears: at least one, all of one place and strategy.
     """
 
     def __init__(self, linears: Sequence[ParallelLinear]) -> None:

@@ -110,7 +110,9 @@ class MeasuredStep:
     gather: TimedMove = _NOTHING
 
     def is_replicas(self, parallelism: Parallelism, batch: int) -> bool:
-        """Return whether a step of `batch` sequences is the one of plain data parallelism that was measured."""
+        """Return whether a step of `batch` sequences by `parallelism` is the plain data parallelism that was
+        measured: on all ranks, two or more, each with the larger number of sequences in one micro-batch.
+        """
         rows = max(self.compute_s)
         plain = Parallelism(data=self.num_ranks, micro_batch=rows)
         kept = {name: getattr(plain, name) for name in ("strategy", "schedule", "virtual_stages", "order")}
@@ -188,6 +190,8 @@ def measured_problem(
         batch: sequences of a step, of all ranks together.
         sequence: tokens of a sequence.
         memory_bytes: the memory that each rank has.
+
+    Raises LayoutError or UnsupportedError where a step of these sizes cannot be priced.
     """
     cluster = _cluster(measured, model, sequence, memory_bytes)
     problem = StepProblem(model, cluster, batch, sequence, "float32", stack=STACK)
@@ -207,10 +211,11 @@ def measured_problem(
 def step_here_s(problem: StepProblem, parallelism: Parallelism, measured: MeasuredStep) -> float:
     """Estimate the seconds of a step on this machine, where ranks of a pipeline share the CPU cores.
 
-    Plain data parallelism takes what was measured of it. While some ranks of a pipeline wait, the others compute
-    `measured.sharing` times as fast. The result is then the larger of two bounds: a step at equal shares of the
-    cores less its bubble, and a whole step at the faster speed. Two small sums, of what ranks compare in a call
-    and of the loss, are added; not for replicas without ZeRO-3, where they are one beside the backward pass.
+    For the plain data parallelism that was measured they are the measured ones, else those of `step_of`. In a
+    pipeline, while some ranks wait, the others compute `measured.sharing` times as fast: it takes the larger of
+    two bounds, a step at equal shares of the cores less its bubble, and a whole step at the faster speed. Two
+    small sums, of what ranks compare in a call and of the loss, are added, but not for replicas without ZeRO-3,
+    where they are one beside the backward pass.
 
     Args:
         problem: made by `measured_problem` of `measured`.

@@ -164,7 +164,11 @@ class ParallelModel(AroundModule):
     # --- running --------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return this rank's part of the residual before the first layer, of tokens (batch, sequence)."""
+        """Return this rank's part of the residual before the first layer. Collective.
+
+        Args:
+            tokens: (batch, sequence), all of them, equal on all ranks.
+        """
         x = self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions(tokens.shape[1]).to(x.dtype)
@@ -173,10 +177,10 @@ class ParallelModel(AroundModule):
     def run_blocks(
         self, x: Tensor, batch: int, sequence: int, blocks: Iterable[nn.Module] | None = None
     ) -> Tensor:
-        """Return this rank's part of the residual after some layers.
+        """Return this rank's part of the residual after some layers. Collective.
 
         Args:
-            x: this rank's part of the residual before them.
+            x: this rank's part (batch, sequence, features) of the residual before them.
             batch, sequence: global sizes: the number of sequences, and the tokens of each.
             blocks: these layers, in order; None for all.
         """
@@ -197,7 +201,8 @@ class ParallelModel(AroundModule):
         """Return this rank's part (batch, sequence, words) of the logits. Collective.
 
         Args:
-            x: this rank's part of the residual after the last layer, before the last norm.
+            x: this rank's part (batch, sequence, features) of the residual after the last layer, before the last
+                norm.
             batch, sequence: global sizes: the number of sequences, and the tokens of each.
         """
         self.throughout.reach(len(self.blocks))
@@ -210,7 +215,8 @@ class ParallelModel(AroundModule):
         """Return the mean cross entropy over the tokens of all ranks, equal on all of them. Collective.
 
         Args:
-            x: this rank's part of the residual after the last layer, before the last norm.
+            x: this rank's part (batch, sequence, features) of the residual after the last layer, before the last
+                norm.
             targets: (batch, sequence), all of them on every rank; -100 where there is no loss.
         """
         return self.vocabulary(self.local_logits(x, *targets.shape), targets)
@@ -230,7 +236,10 @@ class ParallelModel(AroundModule):
         return loss
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits (batch, sequence, vocabulary) of tokens (batch, sequence), whole on every rank."""
+        """Return the logits (batch, sequence, vocabulary) of tokens (batch, sequence), whole on every rank.
+
+        Collective; every rank gives the same tokens.
+        """
         logits: Tensor = self.module(tokens).logits
         return logits
 
@@ -250,18 +259,21 @@ class ParallelModel(AroundModule):
     def forward(
         self, input_ids: Tensor | None = None, *args: Any, targets: Tensor | None = None, **given: Any
     ) -> ParallelOutput | LogitsFirst:
-        """Return the logits, or with labels or targets the loss: the `forward` of the module.
+        """Return the logits, or with labels or targets the loss: the module's `forward`. Collective.
 
         Args:
-            input_ids: tokens (batch, sequence).
+            input_ids: tokens (batch, sequence), the same on every rank of the mesh.
             *args: arguments after the tokens, in the order of the module's own forward. Labels become targets,
                 shifted by one where the module's own forward shifts them. Other arguments may be refused.
             **given: the same by name.
             targets: per token the one that is to be predicted, or -100 for none; labels beside them are refused.
 
         Raises:
-            LayoutError: ranks give other arguments, or tokens or arguments do not fit the model.
-            UnsupportedError: an argument would change the result, and is not computed.
+            LayoutError: ranks give other arguments, tokens or arguments do not fit the model, or labels and
+                targets are both given.
+            UnsupportedError: an argument would change the result, and is not computed; since `parallelize` a
+                module or the loss function was replaced, or `.data` of a parameter assigned; a parameter is on
+                the meta device; or `detect_anomaly` looks for nan.
             RankLostError, DeadlineError, BindError: other ranks are missing, late, or in another call.
         """
         if torch.compiler.is_compiling():

@@ -82,7 +82,8 @@ def module_words(module: nn.Module) -> dict[str, str]:
 def configuration_words(module: nn.Module) -> dict[str, str]:
     """Return the configuration of a model of transformers, or what it has as `config`, as text by key.
 
-    Private keys, those with "path" in them, which may differ between ranks, and its version are left out.
+    Left out are private keys, those with "path" in them, which may differ between ranks, and the version of
+    transformers that wrote it.
     """
     config = getattr(module, "config", None)
     to_dict = getattr(config, "to_dict", None)
@@ -142,9 +143,9 @@ def copy_words(subject: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str,
     """Return {subject: {name: checksum}} of local shards of DTensors; ranks with copies of a shard share
     subjects.
 
-    A subject is `subject`, " of parts " and this rank's coordinates along the mesh dims that shard the tensor.
-    `agree` compares ranks under each subject that they share, so it compares copies. Plain tensors, and DTensors
-    without copies, are left out.
+    A subject is `subject`, " of parts ", this rank's coordinates along the mesh dims that shard the tensor
+    ("all" where none does), " on " and the shape of the mesh. `agree` compares ranks under each subject that
+    they share, so it compares copies. Plain tensors, and DTensors without copies, are left out.
     """
     parts: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors:

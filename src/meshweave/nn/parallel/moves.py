@@ -23,7 +23,11 @@ OF_SHARED_LAYERS = "a layer that ranks share"
 def keep_order(op: Any) -> None:
     """Make a compiler that traces `op` keep the order of its calls, which must be the same on all ranks.
 
-    Callers pass batch and sequence as plain `int`: a program is of one size, and so is then the graph.
+    It is called by fake kernels of ops. These take batch and sequence as plain `int`: a program is of one size,
+    and so is then the graph.
+
+    Args:
+        op: of `torch.ops`, such as `torch.ops.meshweave.block_move`.
     """
     compat.keep_in_inductor(op.default)
 

@@ -52,6 +52,9 @@ class SiteProduct:
         """Return for each weight the view of its part of `fused`, in which those of all lie along `dim`.
 
         If interleaved, that dim is two in the views: (..., units, width, ...).
+
+        Args:
+            fused: this rank's weights, results or gradients of all weights in one tensor.
         """
         if len(self.widths) == 1:
             return [fused]

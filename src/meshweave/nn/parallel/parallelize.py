@@ -86,9 +86,12 @@ def parallelize(
 
     Raises:
         UnsupportedError: the model is none that is known, has parameters that would not take part, or hooks,
-            wrappers or gradients that would be lost; or there is no such strategy.
-        LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan; or ranks give
-            other models, arguments, versions or settings: on all of them, before anything is replaced.
+            wrappers or gradients that would be lost; there is no such strategy; degrees have pipeline ranks and
+            no `device_mesh` is given, or shard weights in groups of replicas; or `mapping` is given for a
+            model of transformers.
+        LayoutError: `module` is no `nn.Module`; "auto" comes without `trials` or with a mesh; the plan does not
+            fit the mesh, or the sizes of the model do not fit the plan; or ranks give other models, arguments,
+            versions or settings: on all of them, before anything is replaced.
         PlanError: the plan counts on overlap that is not obtained here, or no plan of `trials` could be run.
         DescriptionError: a plan file is wrong.
         ProofError: the model is not what it was taken for; it is as it was.

@@ -137,7 +137,7 @@ def on_meta(module: nn.Module) -> nn.Module:
 def fill(made: Any, whole: nn.Module, name: str) -> None:
     """Set the parameters of `made`, a parallel module planned on meta, to this rank's shards of those of `whole`.
 
-    `name` is the module's, for errors.
+    `name` is the module's, for errors. Raises LayoutError where a parameter of `whole` has another shape.
     """
     for key, layout in made.layouts.items():
         setattr(made, key, layout.distribute(f"{name} ({key})", getattr(whole, key), made.layer_strategy))
@@ -154,7 +154,7 @@ _VERSION = attrgetter("_version")
 
 
 def versions(parameters: Sequence[Tensor]) -> list[int]:
-    """Return numbers that change as parameters do in place, as a whole or in this rank's parts."""
+    """Return torch's counts of in-place changes (`_version`) of each parameter, then of each local part."""
     return [*map(_VERSION, parameters), *map(_VERSION, compat.local_tensors(parameters))]
 
 

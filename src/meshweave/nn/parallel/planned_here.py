@@ -44,7 +44,7 @@ def plans_here(
     free_bytes: float,
     context: TorchContext | None = None,
 ) -> list[tuple[Parallelism, float]]:
-    """Return (plan, predicted seconds of a step) for a model on all ranks; all ranks of the world call it.
+    """Return [(plan, predicted seconds of a step)] for a model on all ranks; all ranks of the world call it.
 
     First come data parallelism and ZeRO-3, where the batch is a multiple of the ranks, then the fastest in which
     ranks share layers, `NUM_PLANNED` at most. The list is empty if the sizes of the model are not known, it is
@@ -158,7 +158,7 @@ def _planned(problem: StepProblem, measured: MeasuredStep) -> list[tuple[dict[st
 def fastest_here(
     problem: StepProblem, measured: MeasuredStep, **fixed: Any
 ) -> list[tuple[Parallelism, float]]:
-    """Return (plan, predicted seconds of a step) of the best plan for each set of degrees, the fastest first.
+    """Return [(plan, predicted seconds of a step)], the best plan for each set of degrees, fastest first.
 
     ZeRO, recomputation and context parallelism are left out.
 

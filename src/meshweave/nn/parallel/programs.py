@@ -45,7 +45,7 @@ def bound_program(
     All ranks of the strategy's mesh call it together.
 
     Args:
-        key: stands for the program in the cache.
+        key: stands for the program in the cache; equal keys are for equal programs.
         program: makes the program, where it is not bound yet.
         calls: by name, the functions that its `Call` ops run; None for none.
         meets: whether ranks exchange a message before the first of torch's own collectives in a run, so that
@@ -84,7 +84,7 @@ class ProductPrograms:
 
     @property
     def parts(self) -> BlockParts:
-        """Return the forward and the backward program, with weights (in, out) in memory as torch's (out, in).
+        """Return the forward and the backward program, with weights in memory as torch has them: (out, in).
 
         The last `PARTS_KEPT` are cached; others are written anew. Programs bound to tensors are kept by the
         context.

@@ -117,7 +117,10 @@ def _sized(number: int, batch: int, sequence: int, dtype: torch.dtype) -> SizedR
 
 @torch.library.custom_op("meshweave::ring_attention", mutates_args=())  # type: ignore[untyped-decorator]
 def ring_attention(qkv: Tensor, number: int, batch: int, sequence: int) -> list[Tensor]:
-    """Return [attention of this rank's tokens, log-sum-exp of the scores of each of its queries]. Collective.
+    """Return [attention, log-sum-exp of scores] of this rank's tokens: for each head of queries. Collective.
+
+    The attention is (batch, sequence, features), with `width` features for each head; the log-sum-exp has one
+    number for each head and token.
 
     Args:
         qkv: this rank's shard (batch, sequence, features): for each group its queries, its key and its value.

@@ -72,7 +72,9 @@ def _anew(module: nn.Module, device: torch.device) -> nn.Module | None:
 
 
 class Rotary:
-    """The rotary module of a model, called with (x, positions) for all positions; each rank takes its rows.
+    """The rotary module of a model; called, it gives the cosines and sines of this rank's positions.
+
+    The module itself is called with (x, positions) for all positions, since some kinds depend on the last.
 
     Args:
         model: the model, or a part of it with the module.

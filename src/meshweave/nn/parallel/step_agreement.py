@@ -193,7 +193,7 @@ class StepAgreement:
         """Begin an all-reduce of `values` over the ranks, in place; return a function that waits for it.
 
         Args:
-            order: counts it as a call of its own.
+            order: the calls of this rank that other ranks make in the same order; this is one more of them.
             op: torch's, such as `ReduceOp.SUM`.
         """
         ranks = self.strategy.mesh.ranks

@@ -63,7 +63,7 @@ class LayerStrategy:
         Args:
             name: of the strategy.
             config: chunks and slices of products; None for the default.
-            entry: the strategy itself, for one that is not in the table; `name` is then ignored.
+            entry: the `BlockAlgorithm` itself, for one that is not in the table; `name` is then ignored.
             context: that programs run in; None for the default one of a device.
             experts: for each axis "expert" if its ranks have different experts, "inner" if they split each
                 expert, "" if they have equal ones; () for what the axes do in other feed-forward parts.

@@ -109,7 +109,11 @@ def check_layer(layer: nn.Module, names: LayerMap, where: str) -> None:
 
 
 def check_modules(module: nn.Module, names: ModelMap) -> None:
-    """Raise UnsupportedError where a model lacks a module that its map names, or has one of an unknown class."""
+    """Raise UnsupportedError where a model lacks a module that its map names, or has one of an unknown class.
+
+    The layers must be a non-empty `nn.ModuleList`, linear layers `nn.Linear`s and tables `nn.Embedding`s that
+    have the forward pass of that class. The classes of norms, activations and rotary modules are not looked at.
+    """
     kind = type(module).__name__
     if missing := names.missing(module):
         raise UnsupportedError(f"{kind} has no module {missing}, which the mapping names")

@@ -24,7 +24,10 @@ _SUMS, _REPEATS, _REPEATS_BY_TURNS = 5, 5, 15
 
 
 def group_mesh(among: AllRanks, ranks: int) -> DeviceMesh:
-    """Return a device mesh of the group of `ranks` ranks, neighbours in the world, that this rank is in."""
+    """Return a device mesh of the group of `ranks` ranks, neighbours in the world, that this rank is in.
+
+    All ranks call it; `ranks` divides their number.
+    """
     device, num_ranks = among.context.device.type, len(among.ranks)
     if ranks == num_ranks:
         return init_device_mesh(device, (ranks,))
@@ -36,7 +39,7 @@ class TwoLayers:
     """Two linear layers, from `features` to `inner` and back, to time on each rank alone and shared by ranks.
 
     Attributes:
-        tokens: on which a rank runs both layers by itself, to compare with.
+        tokens: rows on which a rank runs both layers by itself, to compare with.
         between: rows and columns of the square matrices whose product follows the layers, which no ranks share.
     """
 
@@ -47,7 +50,8 @@ class TwoLayers:
     between: int
 
     def added_s(self, ranks: int, strategy: str, tokens: int) -> float:
-        """Return the seconds that both layers, forward and backward, take more if ranks share them. Collective.
+        """Return the seconds that both layers, forward and backward, take more if ranks share them than if each
+        rank runs them by itself on `self.tokens` rows. Collective.
 
         It is a median, and may be negative.
 
@@ -113,7 +117,7 @@ def added_s(among: AllRanks, run: Callable[[], object]) -> float:
 
 
 def each_s(among: AllRanks, run: Callable[[], object]) -> float:
-    """Return the seconds of one of 5 calls of `run` in a row: the median of 5 such rows. Collective."""
+    """Return the seconds of a call of `run` on the slowest rank: the median of 5 rows of 5 calls. Collective."""
     return among.median_s(_several(run), _REPEATS) / _SUMS
 
 

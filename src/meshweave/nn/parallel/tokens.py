@@ -26,7 +26,7 @@ class TokenLimits:
     positions: int | None = None
 
     def check(self, tokens: Tensor | None, targets: Tensor | None = None) -> None:
-        """Raise LayoutError where the model does not take tokens or targets."""
+        """Raise LayoutError where the model does not take tokens or targets (batch, sequence); None passes."""
         if problem := self.problem(tokens, targets):
             raise LayoutError(problem)
 

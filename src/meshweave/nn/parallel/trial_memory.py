@@ -16,9 +16,9 @@ _MEMORY = Path("/proc/meminfo")
 
 
 def available_bytes() -> float:
-    """Return the free bytes of memory for a rank: of its GPU, or those of the host over the ranks of the world.
+    """Return the free bytes of memory for a rank: of its GPU, or its equal share of the host's.
 
-    It is infinity where the host does not say.
+    The host's are divided by the ranks of the world; infinity where the host does not say.
     """
     if device_type_here() == "cuda":
         return float(torch.cuda.mem_get_info()[0])

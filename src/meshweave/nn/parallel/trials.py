@@ -381,7 +381,10 @@ def _starter(
 
 
 def mesh_for(plan: Any, module: nn.Module) -> DeviceMesh | None:
-    """Return a one-dim mesh of all ranks for the name of a strategy; None for a `Parallelism`."""
+    """Return a one-dim mesh of all ranks for the name of a strategy; None for a `Parallelism`.
+
+    Its device type is that of the module's first parameter.
+    """
     if isinstance(plan, Parallelism):
         return None
     kind = next(module.parameters()).device.type

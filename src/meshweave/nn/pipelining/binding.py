@@ -42,7 +42,7 @@ class BoundPipeline:
         problem: stages and edges.
         schedule: the actions of the program.
         bound: the program, bound to this rank's buffers and to the functions of its stages.
-        functions, gradients: {number of a stage of this rank: what is of it}.
+        functions, gradients: by number of the stage, for the stages of this rank.
         tied: the table that the first and the last stage share; None where this rank has no copy, or without
             backwards.
     """
@@ -71,7 +71,7 @@ def bind_stages(
         stages: the modules of this rank, by number of the stage.
         data: on ranks of the first stage the shapes of the batch of one micro-batch, on those of the last that
             of the target, over all data-parallel ranks; else None.
-        memory: counts the bytes that stages keep; None, and without `trains`, nothing is counted.
+        memory: counts the bytes that stages keep, if the pipeline `trains`; None counts nothing.
         trains: whether there are backwards.
 
     Raises:

@@ -22,7 +22,10 @@ _PARTS = 3
 
 
 def num_loss_elements(dtype: torch.dtype, ranks: int) -> int:
-    """Return how many elements end a vector of gradients, for losses: 1, or 3 for each of `ranks` in 16 bits."""
+    """Return how many elements end a vector of gradients, for the sum of losses.
+
+    They are 1 where the dtype has more than 16 bits, else 3 for each of `ranks` data-parallel ranks.
+    """
     return 1 if dtype.itemsize > 2 else _PARTS * ranks
 
 

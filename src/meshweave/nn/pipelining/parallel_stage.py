@@ -78,7 +78,9 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         return self._flat(residual, rows)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Run the head, and return the mean loss over all tokens: a `loss_fn` for `pipeline`. Collective.
+        """Run the head, and return the mean loss over tokens with a target: a `loss_fn` for `pipeline`.
+
+        Collective among the ranks of the last stage.
 
         Args:
             x: what `forward` returned at the last stage.

@@ -175,7 +175,7 @@ class Pipeline:
         Raises:
             LayoutError: there is no `loss_fn`; a batch or target is missing, or has other rows than the first
                 one; a stage has other outputs or trained parameters; ranks that must give the same do not.
-            UnsupportedError: another step of this pipeline runs in another thread, or called this one.
+            UnsupportedError: inference mode is on, or a step runs already, in another thread or around this one.
             BindError, RankLostError, DeadlineError: other ranks refuse, are missing or late.
         """
         if self._options.loss_fn is None and self._is_last:
@@ -187,7 +187,8 @@ class Pipeline:
 
         Outputs, a tensor or a tuple as the stage returns, are of this rank's rows of all micro-batches. Batch,
         target and loss are those of `step`; without a target or a `loss_fn` the loss is None. Raises LayoutError
-        for a batch that is missing or has other rows than the first, and the errors of `step` for other ranks.
+        if a batch is missing or has other rows than the first, or a stage other outputs; UnsupportedError if a
+        step runs already; BindError, RankLostError or DeadlineError if others refuse, are missing or late.
         """
         loss, outputs = self._run(batch, target, trains=False, wants_outputs=True)
         return outputs, loss

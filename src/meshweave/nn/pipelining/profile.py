@@ -89,11 +89,11 @@ def profile_stage(
         targets: the stages that read its results, none for the last.
         loss_fn: of the last stage; None without a loss.
         target: what the loss compares the output with; None without a loss.
-        trains: whether backwards are run, too.
+        trains: whether backwards are run, too; else the FLOPs are of the forward, and no bytes are kept.
 
     Raises:
-        LayoutError: it does not run on such inputs, does not return one tensor for each of `targets`, or passes
-            on one that is not floating point.
+        LayoutError: it does not run on such inputs, returns what is no tensor, does not return one tensor for
+            each of `targets`, or passes on one that is not floating point.
     """
     clone = _on_meta(module)
     batch = tuple(torch.empty(kind.shape, dtype=kind.dtype, device="meta") for kind in inputs)

@@ -9,12 +9,14 @@ from torch import Tensor
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return numbers that change as tensors do in place; 0 for one of inference mode, which has none."""
+    """Return torch's count of in-place changes (`_version`) of each tensor; 0 for one of inference mode."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def random_states(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """Return the states of the random number generators of the CPU and of the device that tensors are on."""
+    """Return [(device type, state)] of the random number generators of the CPU and, if the first tensor is on
+    CUDA, of the current device.
+    """
     states = [("cpu", torch.get_rng_state())]
     kind = next((tensor.device.type for tensor in tensors), "cpu")
     if kind == "cuda":

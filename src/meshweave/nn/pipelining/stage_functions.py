@@ -157,6 +157,8 @@ class StageFunctions:
 
         The last stage returns zeros (rows, 1); with signals the others return one byte for each tensor.
         `operands` are the tensors that arrived, a token that only orders calls, and the micro-batch's number.
+
+        Raises LayoutError where outputs are not those of `shape`, or a stage that recomputes changes its inputs.
         """
         *arrived, token, micro_batch = operands
         inputs = self._inputs(arrived[: len(self.shape.ins)], micro_batch)
@@ -266,9 +268,12 @@ class StageFunctions:
     def input_grad(self, stash: dict[str, Any], *operands: Any) -> list[Tensor]:
         """Return the gradients of the tensors that arrived, none at the first stage.
 
-        For one of `whole_backwards` those of parameters are added to their `.grad`, too; else the rest of the
-        graph stays in `stash` for `weight_grad`. `operands` are the gradients of the tensors that the forward
-        sent, a token that only orders calls, and the micro-batch's number.
+        With signals there is one byte for each. For one of `whole_backwards` those of parameters are added to
+        their `.grad`, too; else the rest of the graph stays in `stash` for `weight_grad`. `operands` are the
+        gradients of the tensors that the forward sent, a token that only orders calls, and the micro-batch's
+        number.
+
+        Raises UnsupportedError, in the first backward in two parts, where it misses the gradient of a parameter.
         """
         *grads, _, micro_batch = operands
         inputs, outputs = stash["inputs"], stash.pop("outputs")

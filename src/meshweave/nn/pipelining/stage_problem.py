@@ -66,7 +66,7 @@ class StagePlaces:
         return tuple(target for source, target in self.edges if source == stage)
 
     def data_axes_of(self, stage: int) -> tuple[str, ...]:
-        """Return the names of the data-parallel axes that the mesh of a stage has."""
+        """Return the names of those of `data_axes` that the mesh of a stage has, in the order of the mesh."""
         return tuple(axis for axis in self.meshes[stage].axes if axis in self.data_axes)
 
     def data_parallelism(self, stage: int) -> int:

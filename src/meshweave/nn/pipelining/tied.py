@@ -64,7 +64,8 @@ class TiedTable:
     ) -> TiedTable | None:
         """Return the copies of the tied table that stages of this rank train; None where they have none.
 
-        Collective among the ranks of the first and the last stage.
+        Collective among the ranks of the first and the last stage. Raises LayoutError where their meshes have
+        neither the same ranks, nor one shape and no rank in common.
         """
         copies = {
             number: stage.tied

@@ -40,8 +40,9 @@ def torch_pipeline(
 ) -> Any:
     """Return torch's pipeline runtime with a schedule of ours: its `step` and `eval` are those of torch.
 
-    Transfers are listed by `list_transfers` unless the schedule lists them. The list is proved to end under
-    NCCL's rules before torch gets it.
+    Transfers are listed by `list_transfers` unless the schedule lists them. Gathers of parameters, at the begin,
+    and reductions of gradients, at the end, are added for stages for which the schedule lists none. The list is
+    proved to end under the strictest rules of transfers before torch gets it.
 
     Args:
         stages: this process's `torch.distributed.pipelining.PipelineStage`s.

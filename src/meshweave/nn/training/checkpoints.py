@@ -59,7 +59,7 @@ class Checkpoints:
     pipeline do, save all of them, and each rank loads those that it gives, whichever ranks had them.
 
     Args:
-        folder: is made where it is not there. What an earlier run left unfinished in it goes with the first save.
+        folder: is made where it is not there. The first save removes what an earlier run left unfinished in it.
         keep: how many whole checkpoints stay, at least 1. Those from which the last one does not descend, since
             the training was resumed from an earlier step, are removed first; then the oldest.
         context: deadline and liveness of waits for other ranks; default: those of the default process group.
@@ -224,7 +224,7 @@ class Checkpoints:
 
     @property
     def is_saving(self) -> bool:
-        """Whether there was a `save` since the last `wait`, which `save`, `latest` and `load` call, too."""
+        """Return whether there was a `save` since the last `wait`, which `save`, `latest` and `load` call."""
         return self._saving is not None
 
     def wait(self) -> None:
@@ -349,12 +349,12 @@ class Checkpoints:
 
         Args:
             casts: whether a tensor of one floating-point dtype may be loaded into another.
-            extra: whether the checkpoint may have tensors that no rank gives; or a function of its name.
+            extra: whether the checkpoint may have tensors that no rank gives; or a function of a tensor's name.
 
         Raises:
-            CheckpointError: on all ranks, and no tensor was touched: it is not whole, a file has other bytes
-                than were written, it lacks a tensor, has one of another shape or dtype, or one that nobody
-                takes. The message says which other checkpoint is whole. Where a file cannot be read to its
+            CheckpointError: on all ranks, and no tensor was touched: the last `save` failed, it is not whole, a
+                file has other bytes than were written, it lacks a tensor, has one of another shape or dtype, or
+                one that nobody takes. The message says which other is whole. Where a file cannot be read to its
                 end although it could be just before, the message says that tensors were touched.
             RankLostError, DeadlineError: other ranks are missing or late.
         """
@@ -390,7 +390,7 @@ class Checkpoints:
         return dict(manifest.notes)
 
     def refuse_together(self, step: int, wrong: str) -> None:
-        """Raise CheckpointError on all ranks where one gives text in `wrong`, and not "" for nothing wrong.
+        """Raise CheckpointError on all ranks where any rank gives a `wrong` that is not "".
 
         Collective. The message is "the checkpoint of step N in FOLDER", then `wrong`, as "cannot be saved: ...".
         """

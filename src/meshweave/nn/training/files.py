@@ -86,9 +86,10 @@ def write_synced(
 
     Args:
         folder: a descriptor of the folder.
+        parts: the bytes of the file, one part after another.
         tick: called now and then, between writes.
 
-    Raises OSError where it cannot be written.
+    Raises OSError where there is a file of that name, or it cannot be written.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     num_bytes = crc32 = unsynced = 0
@@ -164,7 +165,8 @@ def load_pieces(folder: int, manifest: Manifest, pieces: Mapping[str, ShardPiece
         pieces: for names of tensors in the manifest, the boxes that this rank has, which are written.
         tick: called now and then, between reads.
 
-    Raises CheckpointError where a file cannot be read to its end; some tensors are overwritten then.
+    Raises CheckpointError where a file is missing, has another size, cannot be read to its end, or has a byte
+    other than 0 and 1 for a bool; some tensors may be overwritten then.
     """
     boxes = manifest.boxes()
     wanted: dict[str, list[tuple[WrittenTensor, _Overlap]]] = {}

@@ -149,7 +149,8 @@ def _named(folder: Path) -> Iterator[tuple[int, str, Path]]:
 
 
 def sweep(folder: Path) -> None:
-    """Clear a folder after killed writers: rename whole `.new` folders, remove all others that have a suffix.
+    """Clear a folder after killed writers: rename `step-N.new` to `step-N` if whole, else remove it; remove
+    `step-N.part` and `step-N.old`.
 
     Raises OSError where that fails.
     """
@@ -258,7 +259,8 @@ class FolderLock:
     def take(cls, folder: Path, holder: Any, is_busy: Callable[[Any], bool]) -> None:
         """Take the lock on a folder for `holder`, until that is garbage-collected; does nothing where it has it.
 
-        Another holder in this process loses it, unless that is saving now.
+        Another holder in this process loses it, unless that is saving now. Where a file system has no such
+        locks, it warns, and keeps no other process out.
 
         Args:
             is_busy: called with the other holder; returns whether that is saving now.

@@ -83,6 +83,7 @@ class Manifest:
         tensors: all tensors, by name.
         files: all files besides the manifest, by name.
         notes: what is the same on all ranks and no tensor, as JSON.
+        digest: the SHA-256, in hexadecimal, that stands in the text it was read from; "" where it was not read.
     """
 
     step: int
@@ -149,7 +150,7 @@ class Manifest:
         )
 
     def boxes(self) -> dict[str, list[tuple[str, int, SavedBox]]]:
-        """Return for each tensor its boxes, as (file name, first byte in the file, box)."""
+        """Return {name of a tensor: its boxes}, each box as (file name, its first byte in the file, box)."""
         by_tensor: dict[str, list[tuple[str, int, SavedBox]]] = {name: [] for name in self.tensors}
         for name, file in self.files.items():
             at = 0

@@ -130,7 +130,8 @@ def assigned_boxes(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, WrittenTe
         offers: by rank, for each of its tensors (name, dtype, shape of the whole, boxes as (offsets, sizes)), as
             `ShardPieces.offer` returns it.
 
-    Raises CheckpointError where ranks differ in what a tensor is, or do not have all of it.
+    Raises CheckpointError where ranks give a tensor other dtypes or shapes, or the boxes of one have more or
+    fewer elements than the whole.
     """
     tensors: dict[str, WrittenTensor] = {}
     owners: dict[SavedBox, list[int]] = {}

@@ -72,7 +72,7 @@ class AgreementRound:
         return [json.loads(words) for words in store.multi_get(keys)] if store.check(keys) else None
 
     def forget(self) -> None:
-        """Remove what this rank wrote in the round; called once all ranks have read it."""
+        """Remove what this rank wrote in the round, rank 0 also "result"; called once all ranks have read it."""
         if not self._is_alone:
             store = signed_store(self._context.deadline_s)
             for name in (self._rank, f"tick{self._rank}", *(() if self._rank else ("result",))):

@@ -111,6 +111,7 @@ class TrainingState:
         Raises:
             CheckpointError: the checkpoint is harmed, or of another model or optimizer; on all ranks, and
                 then nothing here has changed, unless the message says so.
+            LayoutError: on this rank alone, the optimizer has state of a parameter of none of its modules.
             RankLostError, DeadlineError: other ranks are missing or late.
         """
         manifest = checkpoints.manifest(step)
