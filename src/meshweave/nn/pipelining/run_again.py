@@ -14,13 +14,10 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def random_states(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """Return [(device type, state)] of the random number generators of the CPU and, if the first tensor is on
-    CUDA, of the current device.
-    """
+    """Return (type of device, state) of the CPU's generator, and of CUDA's where a tensor is on such a device."""
     states = [("cpu", torch.get_rng_state())]
-    kind = next((tensor.device.type for tensor in tensors), "cpu")
-    if kind == "cuda":
-        states.append((kind, torch.cuda.get_rng_state()))
+    if any(tensor.device.type == "cuda" for tensor in tensors):
+        states.append(("cuda", torch.cuda.get_rng_state()))
     return states
 
 

@@ -11,6 +11,7 @@ the gradients of all parameters where several data-parallel ranks add them up.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -163,7 +164,7 @@ class StageFunctions:
         *arrived, token, micro_batch = operands
         inputs = self._inputs(arrived[: len(self.shape.ins)], micro_batch)
         if self.recomputes and self.trains:
-            stash["inputs"], stash["random"] = inputs, random_states(inputs)
+            stash["inputs"], stash["random"] = inputs, self._random_states(inputs)
             before = versions(inputs)
             with torch.no_grad():
                 outputs = self._run(inputs, micro_batch)
@@ -192,7 +193,7 @@ class StageFunctions:
         """
         micro_batch = operands[-1]
         inputs = stash["inputs"]
-        now = random_states(inputs)
+        now = self._random_states(inputs)
         set_random_states(stash.pop("random"))
         with torch.enable_grad(), self._hooks():
             outputs = self._run(inputs, micro_batch)
@@ -207,8 +208,7 @@ class StageFunctions:
         if self.is_first:
             return list(self.step.batch[micro_batch])
         if self.has_signals:
-            device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
-            made = [torch.zeros(kind.shape, dtype=kind.dtype, device=device) for kind in self.shape.ins]
+            made = self._zeros(self.shape.ins)
         else:
             made = [value.clone() for value in arrived]
         return [value.requires_grad_(self.trains) for value in made]
@@ -353,8 +353,15 @@ class StageFunctions:
         if self.is_last:
             return None
         if self.has_signals:
-            return [torch.zeros(kind.shape, dtype=kind.dtype) for kind in self.shape.outs]
+            return self._zeros(self.shape.outs)
         return [grad.clone() for grad in grads]
+
+    def _zeros(self, kinds: Sequence[TensorKind]) -> list[Tensor]:
+        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        return [torch.zeros(kind.shape, dtype=kind.dtype, device=device) for kind in kinds]
+
+    def _random_states(self, inputs: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+        return random_states([*inputs, *itertools.islice(self.module.parameters(), 1)])
 
     def _parameters(self) -> Any:
         return (parameter for parameter in self.module.parameters() if parameter.requires_grad)

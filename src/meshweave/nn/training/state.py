@@ -109,9 +109,9 @@ class TrainingState:
                 that says it of that one.
 
         Raises:
-            CheckpointError: the checkpoint is harmed, or of another model or optimizer; on all ranks, and
-                then nothing here has changed, unless the message says so.
-            LayoutError: on this rank alone, the optimizer has state of a parameter of none of its modules.
+            CheckpointError: the checkpoint is harmed, or of another model or optimizer, or an optimizer has state
+                of a parameter of no module; on all ranks, and then nothing here has changed, unless the message
+                says so.
             RankLostError, DeadlineError: other ranks are missing or late.
         """
         manifest = checkpoints.manifest(step)
@@ -123,6 +123,9 @@ class TrainingState:
         if not wrong:
             try:
                 made = self._fill_optimizer(stateful)
+                self._optimized(stateful)
+            except LayoutError as error:
+                wrong = f"cannot be loaded: {error}"
             except Exception as error:
                 wrong = f"cannot be loaded: the optimizer makes no state ({type(error).__name__}: {error})"
         try:
