@@ -69,7 +69,7 @@ class BoundarySide:
         return tuple(shape)
 
     def part_start(self, coordinates: Mapping[str, Index]) -> tuple[Index, ...]:
-        """Return the first index per dim of a rank's shard, given the rank's coordinates by axis."""
+        """Return for each dim of `shape` where a rank's shard begins, given its coordinates by axis."""
         start: list[Index] = [0] * len(self.shape)
         for number, (axis, dim) in enumerate(self.splits):
             start[dim] = start[dim] + coordinates[axis] * self.part_shape(number + 1)[dim]
@@ -103,7 +103,7 @@ class Boundary:
 
     @property
     def name(self) -> str:
-        """Return the beginning of the names of its buffers."""
+        """Return what the names of its buffers begin with: the kind and the stages, such as "h0_1"."""
         return f"{self.kind}{self.edge.name}"
 
     def _slots(self, name: str) -> int:
