@@ -120,7 +120,12 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return lay_step(step_of(problem, config).stages, folds=False).program
 
     def machine(self, problem: StepProblem, config: Parallelism, cluster: Cluster) -> Machine:
-        """Return the machine of the program, on the cluster of the problem; `cluster` is not used."""
+        """Return the machine of the program, on the cluster of the problem; `cluster` is not used.
+
+        Raises:
+            LayoutError: the degrees do not fit the chips, the batch or the model.
+            UnsupportedError: no program is written for a step of this kind.
+        """
         return lay_step(step_of(problem, config).stages, folds=False).machine
 
     # --- closed forms -----------------------------------------------------------------------------------
@@ -147,6 +152,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
             rank: a global rank, whose pipeline rank is meant.
 
         Raises:
+            LayoutError: the degrees do not fit the chips, the batch or the model.
             UnsupportedError: no program is written for such a step, or layers have experts or latent attention.
         """
         return program_memory(step_of(problem, config).stages)[

@@ -95,7 +95,10 @@ class ShardedParameters:
         return self.others + self.experts
 
     def shards(self, parallelism: Parallelism, from_level: int) -> int:
-        """Return how many a rank keeps: its shard if `parallelism.zero` is at least `from_level`, else all."""
+        """Return how many weights a chip keeps whose ZeRO level shards them from `from_level` on, else all.
+
+        `parallelism.zero` is the level: at `from_level` or above a chip keeps its shard.
+        """
         if parallelism.zero < from_level:
             return self.total
         others = -(-self.others // parallelism.shards)

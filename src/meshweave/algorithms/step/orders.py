@@ -24,7 +24,11 @@ class DegreeSizes(NamedTuple):
 
 
 def distinct_orders(cluster: Cluster, sizes: DegreeSizes) -> tuple[Order, ...]:
-    """Return orders of the degrees, innermost first, each with some degree on other links than any before."""
+    """Return the orders of the degrees, innermost first, that lay some degree on other links of the cluster.
+
+    Of orders by which every degree above 1, and data and context together, communicates on the same links there
+    is one, the first of them; the order of `DEGREES` comes first.
+    """
     return _distinct_orders(level_sizes(cluster.network), sizes)
 
 

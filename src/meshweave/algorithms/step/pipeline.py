@@ -120,7 +120,12 @@ def _time(
 def least_makespan_ps(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> int:
-    """Return a lower bound of the makespan of a schedule in picoseconds, in closed form, from `times` in these.
+    """Return a lower bound of the makespan of a schedule in picoseconds, in closed form.
+
+    Args:
+        name: of the schedule.
+        virtual_stages: stages on each rank.
+        times: those of stages and transfers in picoseconds, without `saved` (`ActionTimes.joined`).
 
     Raises:
         UnsupportedError: there is no such schedule.
@@ -139,6 +144,9 @@ def ranks_of_stages(name: str, num_ranks: int, virtual_stages: int) -> tuple[int
     Args:
         name: of the schedule.
         virtual_stages: stages on each rank.
+
+    Raises:
+        UnsupportedError: there is no such schedule.
     """
     placement = SCHEDULES.named(name).for_stages(virtual_stages).place_stages(num_ranks, virtual_stages)
     return looped(num_ranks, virtual_stages) if placement is None else placement
@@ -149,6 +157,10 @@ def splits_backward(name: str, num_ranks: int, virtual_stages: int) -> bool:
     """Return whether a schedule has weight gradients as actions of their own, apart from input gradients.
 
     `virtual_stages` is the number of stages of each rank.
+
+    Raises:
+        UnsupportedError: there is no such schedule.
+        LayoutError: the schedule does not take these numbers of ranks and stages.
     """
     entry = SCHEDULES.named(name).for_stages(virtual_stages)
     schedule = _schedule(entry.name, num_ranks, virtual_stages, 2 * num_ranks)
