@@ -212,9 +212,9 @@ def step_bound_s(
     """Return a lower bound of a step's seconds from the time of its layers, if stages divide them evenly.
 
     Every rank works on every micro-batch, and the rank of the last stage also on head and loss. Where the
-    schedule `waits_at_ends`, that rank waits besides for the first stages of the others before its first micro-
-    batch, and they for it after the last, as in 1F1B (Narayanan et al. 2021, section 2.2); zero-bubble schedules
-    fill that time.
+    schedule `waits_at_ends`, that rank waits besides for the first stages of the others before its first
+    micro-batch, and they for it after the last, as in 1F1B (Narayanan et al. 2021, section 2.2); zero-bubble
+    schedules fill that time.
 
     Args:
         num_layers: layers of the model.

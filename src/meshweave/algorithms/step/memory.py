@@ -95,9 +95,9 @@ class ShardedParameters:
         return self.others + self.experts
 
     def shards(self, parallelism: Parallelism, from_level: int) -> int:
-        """Return how many weights a chip keeps whose ZeRO level shards them from `from_level` on, else all.
+        """Return how many of the weights a chip keeps under ZeRO: a shard of them, or all.
 
-        `parallelism.zero` is the level: at `from_level` or above a chip keeps its shard.
+        It is the shard where `parallelism.zero` is at least `from_level`, a level from 1 to 3.
         """
         if parallelism.zero < from_level:
             return self.total

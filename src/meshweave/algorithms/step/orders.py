@@ -24,10 +24,10 @@ class DegreeSizes(NamedTuple):
 
 
 def distinct_orders(cluster: Cluster, sizes: DegreeSizes) -> tuple[Order, ...]:
-    """Return the orders of the degrees, innermost first, that lay some degree on other links of the cluster.
+    """Return orders of the degrees, innermost first: one of those that lay all degrees on the same links.
 
-    Of orders by which every degree above 1, and data and context together, communicates on the same links there
-    is one, the first of them; the order of `DEGREES` comes first.
+    Degrees of 1 do not count, and data and context together count as one more where they adjoin. The order of
+    `DEGREES` comes first.
     """
     return _distinct_orders(level_sizes(cluster.network), sizes)
 

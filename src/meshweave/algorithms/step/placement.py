@@ -198,7 +198,7 @@ def sharding_groups(
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
     """Return (size, stride in chips) of the groups over which ZeRO shards, and of those with copies of a shard.
 
-    `parallelism.zero` is not read: at level 0 nothing is sharded over the former.
+    They are those of levels 1 to 3; `parallelism.zero` is not read.
     """
     left = parallelism.shards
     shards: list[tuple[int, int]] = []
