@@ -128,7 +128,7 @@ class Boundary:
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
-        """Return the buffers of both sides."""
+        """Return the buffers of both sides and a reshard's scratch; a single one where nothing is sent."""
         if self.is_local:
             return (self._buffer(self.name, self.sender, self.sender.shape),)
         buffers = [

@@ -23,7 +23,7 @@ from meshweave.base.recurrence import follow
 
 @dataclass(frozen=True)
 class ListedAction:
-    """An action where it is listed: its pipeline rank, its position there (from 0), and its text."""
+    """An action where it is listed: its pipeline rank, its position there (from 0), and its text ("2F0")."""
 
     rank: int
     position: int

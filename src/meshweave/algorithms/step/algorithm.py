@@ -188,7 +188,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return 0.0 if isinstance(part, LayoutsPart) else part.tree.bound_s(part, is_tight=is_tight)
 
     def row(self, problem: StepProblem, part: StepPart) -> Hashable:
-        """Return a key of degrees and strategy: a ranking shows the best of each. A `LayoutsPart` is its own."""
+        """Return a key of degrees and strategy, of which a ranking shows the best; a `LayoutsPart` itself."""
         match part:
             case Parallelism():
                 return row_key(part)
@@ -199,7 +199,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return part
 
     def admits(self, problem: StepProblem, config: Parallelism) -> bool:
-        """Return whether the memory of the step, as its program holds it, fits the chips."""
+        """Return whether the step's memory (`memory_of`) fits the chips, less the problem's reserve."""
         return memory_of(problem, config).total <= problem.usable_bytes()
 
     def preference(self, problem: StepProblem, config: Parallelism, estimate: Estimate) -> Any:
@@ -230,7 +230,8 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         `outputs` are the program's output tensors.
 
         Raises:
-            UnsupportedError: the model has 2^24 weights or more.
+            LayoutError: the degrees do not fit the chips, the batch or the model.
+            UnsupportedError: the model has 2^24 weights or more, or no program is written that can be executed.
         """
         return LaidWeights(step_of(problem, config)).whole(outputs)
 

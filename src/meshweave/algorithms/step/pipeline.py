@@ -81,6 +81,7 @@ def time_pipeline(
     """Return when the ranks of a schedule end; times of stages and transfers are in picoseconds.
 
     Of many micro-batches the rounds that repeat are counted, each as long as the one before, and not timed.
+    Each rank has `virtual_stages` stages.
 
     Raises:
         UnsupportedError: there is no such schedule.
@@ -171,6 +172,9 @@ def splits_backward(name: str, num_ranks: int, virtual_stages: int) -> bool:
 def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: int) -> tuple[int, ...]:
     """Return for each rank the most stashes that it holds at once, one per stage and micro-batch.
 
+    Each rank has `virtual_stages` stages. Where no closed form is known, at most four micro-batches a rank are
+    counted.
+
     Raises:
         UnsupportedError: there is no such schedule.
         LayoutError: no closed form is known, and the schedule does not take these numbers of ranks, stages or
@@ -187,7 +191,9 @@ def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: i
 def schedule_of(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> Schedule:
-    """Return the schedule called `name`; `times` of stages and transfers are read if its order depends on them.
+    """Return the schedule called `name`, of `virtual_stages` stages a rank.
+
+    `times` of stages and transfers are read if its order depends on them; their unit makes no difference.
 
     Raises:
         UnsupportedError: there is no such schedule.

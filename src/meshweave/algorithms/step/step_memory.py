@@ -45,7 +45,7 @@ def memory_of(
 
 
 def memory_of_stages(stages: Stages) -> Memory:
-    """Return the bytes on a chip of each pipeline rank, of a step that has been checked; counted once."""
+    """Return the bytes on a chip of each pipeline rank, of a checked step; the problem caches them."""
     problem, p = stages.problem, stages.parallelism
     return problem.once("memory", p, lambda: _memory_of(stages))
 
