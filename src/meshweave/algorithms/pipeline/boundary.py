@@ -62,7 +62,7 @@ class BoundarySide:
         return cls(mesh, layout, (problem.rows // stage.data_parallelism, *edge.shape), splits)
 
     def part_shape(self, num_splits: int | None = None) -> tuple[int, ...]:
-        """Return the shape of a rank's shard after the first `num_splits` splits; None for all."""
+        """Return the shape of a rank's part after the first `num_splits` of `splits` have cut it; None: all."""
         shape = list(self.shape)
         for axis, dim in self.splits[:num_splits]:
             shape[dim] //= self.mesh.size(axis)

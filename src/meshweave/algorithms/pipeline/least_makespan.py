@@ -21,8 +21,8 @@ def whole_ticks(times: ActionTimes) -> list[int]:
 def least_of_looped(num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
     """Return a lower bound of a step, in ticks, for whole backwards on stages that are dealt out in turn.
 
-    It is the most of any rank: the rank begins when the first micro-batch has come through the ranks before it,
-    never waits after that, and the ranks before it end after it. `times` are without `saved`
+    It is the largest sum of a rank's fill, work and drain: the rank begins when the first micro-batch has come
+    through the ranks before it, never waits after that, and these end after it. `times` are without `saved`
     (`ActionTimes.joined`).
     """
     before, best, whole = 0, 0, whole_ticks(times)
@@ -35,7 +35,7 @@ def least_of_looped(num_ranks: int, micro_batches: int, times: ActionTimes) -> i
 def least_of_split(is_folded: bool, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
     """Return a lower bound of a step, in ticks, for backwards in two parts; `is_folded` for stages in a V.
 
-    It is the most of any rank: the rank begins when the ranks before it have sent it the first micro-batch, and
+    It is the largest bound of a rank: it begins when the ranks before it have sent it the first micro-batch, and
     never waits after that. Its last input gradient, which follows all its forwards and input gradients, goes
     back through the ranks before it.
     """

@@ -164,7 +164,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     def branches(
         self, problem: StepProblem, part: StepPart | None = None, limit_s: float = math.inf
     ) -> Iterator[StepPart] | None:
-        """Return the parts (`parts.StepPart`) or configurations of which a part consists; None for the latter.
+        """Return the parts (`parts.StepPart`) of which a part consists; None for a single configuration.
 
         Args:
             part: a part, or None for all configurations.

@@ -170,7 +170,10 @@ def rank_parameters(
 
 
 def rank_kinds(problem: StepProblem, parallelism: Parallelism) -> tuple[tuple[float, ...], ...]:
-    """Return for each pipeline rank its number of layers of each kind; () for one kind, or an unknown order."""
+    """Return for each pipeline rank how many layers of each of `problem.kinds` it has.
+
+    () where layers are of one kind, or their order is not known.
+    """
     p = parallelism
     if not problem.model.layers:
         return ()

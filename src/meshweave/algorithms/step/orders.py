@@ -58,7 +58,10 @@ def place_on_levels(levels: tuple[int, ...] | None, size: int, stride: int) -> t
     """Return a cache key of the links on which groups of `size` ranks, `stride` chips apart, communicate.
 
     The key has the number of a group's ranks in a block of chips of each level (a host, a subtree), and the
-    stride where groups straddle blocks, and on a torus, which has no levels (`levels` is None).
+    stride where groups straddle blocks, and on a torus.
+
+    Args:
+        levels: the chips in a block of each level; None on a torus, which has no levels.
     """
     if levels is None:
         return size, stride
