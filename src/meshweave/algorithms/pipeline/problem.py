@@ -204,8 +204,9 @@ class PipelineProblem:
 
         Args:
             stages: the stages, in the order of the model.
-            micro_batches, rows: attributes of the problem.
-            shape, dtype: of every edge's tensor: the dims after the rows.
+            micro_batches: micro-batches of a step.
+            rows: rows of a micro-batch, over all data-parallel ranks.
+            shape, dtype: the dims of every edge's tensor after the rows, and its dtype.
             skips: (source stage, target stage) of each edge that is not to the next stage.
         """
         listed = tuple(stages)

@@ -221,7 +221,9 @@ class LayerBlock:
 
     @property
     def spans(self) -> tuple[TaskSpan, ...] | None:
-        """Return when each task of `whole` runs, in picoseconds; None where broadcasts go along chains.
+        """Return when each task of `whole` begins and ends, in picoseconds.
+
+        None where broadcasts go along chains of ranks.
 
         Raises:
             LayoutError: the layer does not fit the strategy.

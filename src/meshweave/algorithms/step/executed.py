@@ -58,7 +58,7 @@ def zero_refusal(parallelism: Parallelism) -> str:
 
 
 def sequence_refusal(parallelism: Parallelism, sequence: int) -> str:
-    """Return in one line why layers with a model's own code take no `sequence` tokens; "" where they do.
+    """Return in one line why layers of a model's own code refuse sequences of so many tokens, or "".
 
     Where a rank has fewer tokens of the residual than in attention, all ranks must have equal shares of them.
     """

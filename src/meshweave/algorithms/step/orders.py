@@ -24,10 +24,10 @@ class DegreeSizes(NamedTuple):
 
 
 def distinct_orders(cluster: Cluster, sizes: DegreeSizes) -> tuple[Order, ...]:
-    """Return orders of the degrees, innermost first: one of those that lay all degrees on the same links.
+    """Return orders of the degrees, innermost first, that differ in the links on which a degree communicates.
 
-    Degrees of 1 do not count, and data and context together count as one more where they adjoin. The order of
-    `DEGREES` comes first.
+    Degrees of 1 do not count; data and context together count as one more where they adjoin. Of orders that do
+    not differ so the first one is there, that of `DEGREES` before all.
     """
     return _distinct_orders(level_sizes(cluster.network), sizes)
 
