@@ -36,7 +36,12 @@ _PAIRS = tuple(zip(SENDS, RECVS, strict=True))
 
 
 class TransferRuntime(Enum):
-    """How transfers between a pair of ranks proceed."""
+    """How transfers between a pair of ranks proceed; the module's docstring names who does so.
+
+    STRICT: one after another; a send ends only once its receive is posted. BATCHED: the same, but transfers of a
+    pair that are listed next to each other run together. BUFFERED: a send ends by itself, and its value waits in
+    a buffer.
+    """
 
     STRICT = "strict"
     BATCHED = "batched"

@@ -58,7 +58,7 @@ class ActionColumns:
     peers: dict[int, int]
 
     def rows(self, *kinds: ActionKind) -> IntArray:
-        """Return the numbers of the rows with one of these kinds, ascending."""
+        """Return the row indices, not the numbers of actions, of all rows with one of these kinds, ascending."""
         return np.flatnonzero(np.isin(self.code, [_CODES[kind] for kind in kinds]))
 
 
@@ -127,7 +127,8 @@ def tabulate(schedule: Schedule, edges: Sequence[tuple[int, int]] | None = None)
     Raises:
         LayoutError: an action is missing, doubled or out of order on its rank; a transfer is along no edge or
             between stages of one rank; gradients are reduced before the last weight gradient; or a stage that
-            lists UNSHARD or RESHARD computes while its parameters are not gathered.
+            lists UNSHARD or RESHARD computes while its parameters are not gathered, gathers them twice or frees
+            them twice.
     """
     pairs = chain_edges(schedule.num_stages) if edges is None else tuple(edges)
     lengths = [len(order) for order in schedule.actions]

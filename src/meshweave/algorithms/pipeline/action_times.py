@@ -65,7 +65,7 @@ class ActionTimes:
 
     @cached_property
     def backward(self) -> tuple[int, ...]:
-        """Return for each stage the ticks of a whole backward of one micro-batch, less `saved`."""
+        """Return for each stage the ticks of a whole backward of a micro-batch: both gradients, less `saved`."""
         saved = self.saved or (0,) * len(self.forward)
         parts = zip(self.input_grad, self.weight_grad, saved, strict=True)
         return tuple(soon + late - less for soon, late, less in parts)
@@ -202,7 +202,7 @@ def time_schedule(
 
     Args:
         schedule: compute actions alone, or with all transfers.
-        times: the ticks of each action and transfer. A whole backward takes `times.backward`, less `saved`.
+        times: the ticks of each action and transfer. A whole backward takes `times.backward`.
         runtime: how listed transfers proceed.
         edges: (source stage, target stage) of each activation that is passed on; default: each stage to the
             next.

@@ -172,7 +172,10 @@ class Schedule:
 
 
 def looped(num_ranks: int, per_rank: int) -> tuple[int, ...]:
-    """Return for each stage its rank, dealt out in turn: stage s on rank s mod `num_ranks`."""
+    """Return for each stage its rank, dealt out in turn: stage s on rank s mod `num_ranks`.
+
+    There are `num_ranks` times `per_rank` stages.
+    """
     return tuple(stage % num_ranks for stage in range(num_ranks * per_rank))
 
 

@@ -186,7 +186,8 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
     def reference(self, problem: PipelineProblem, inputs: Arrays) -> dict[str, Array]:
         """Return the outputs Y{i} and the gradients DW{i} of parameters, computed by numpy stage after stage.
 
-        Each stage runs once, on the whole batch, and computes `functions`.
+        Each stage runs once, on the whole batch, and computes `functions`. `inputs` are the whole W{i}, X{i} and
+        T{i} by name.
         """
         return reference(problem, inputs)
 
@@ -195,5 +196,5 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         return tensor_layouts(problem)
 
     def functions(self, problem: PipelineProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return functions that stand for the parts of stages in tests, by name; they compute integers."""
+        """Return by name what the calls of the program run in tests, on integers (`stage_functions`)."""
         return stage_functions(problem)

@@ -62,14 +62,14 @@ class BoundarySide:
         return cls(mesh, layout, (problem.rows // stage.data_parallelism, *edge.shape), splits)
 
     def part_shape(self, num_splits: int | None = None) -> tuple[int, ...]:
-        """Return the shape of a rank's shard after the first `num_splits` splits; None for all."""
+        """Return the shape of a rank's part after the first `num_splits` of `splits` have cut it; None: all."""
         shape = list(self.shape)
         for axis, dim in self.splits[:num_splits]:
             shape[dim] //= self.mesh.size(axis)
         return tuple(shape)
 
     def part_start(self, coordinates: Mapping[str, Index]) -> tuple[Index, ...]:
-        """Return the first index per dim of a rank's shard, given the rank's coordinates by axis."""
+        """Return for each dim of `shape` where a rank's shard begins, given its coordinates by axis."""
         start: list[Index] = [0] * len(self.shape)
         for number, (axis, dim) in enumerate(self.splits):
             start[dim] = start[dim] + coordinates[axis] * self.part_shape(number + 1)[dim]
@@ -103,7 +103,7 @@ class Boundary:
 
     @property
     def name(self) -> str:
-        """Return the beginning of the names of its buffers."""
+        """Return what the names of its buffers begin with: the kind and the stages, such as "h0_1"."""
         return f"{self.kind}{self.edge.name}"
 
     def _slots(self, name: str) -> int:
@@ -128,7 +128,7 @@ class Boundary:
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
-        """Return the buffers of both sides."""
+        """Return the buffers of both sides and a reshard's scratch; a single one where nothing is sent."""
         if self.is_local:
             return (self._buffer(self.name, self.sender, self.sender.shape),)
         buffers = [

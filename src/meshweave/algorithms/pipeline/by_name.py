@@ -50,8 +50,8 @@ def schedule_by_name(name: str, request: ScheduleRequest, times: ActionTimes) ->
 
     Raises:
         UnsupportedError: there is no such schedule.
-        LayoutError: the schedule does not take these numbers of stages or micro-batches, or times are of another
-            number of stages.
+        LayoutError: the schedule does not take these numbers of stages or micro-batches, `per_rank` does not
+            divide the stages, or times are of another number of stages.
     """
     if len(times.forward) != request.num_stages:
         raise LayoutError(f"times are of {len(times.forward)} stages, and {request.num_stages} are asked for")

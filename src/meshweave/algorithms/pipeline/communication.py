@@ -122,10 +122,11 @@ def communicating_steps(
     Args:
         schedule: compute actions.
         edges: (source stage, target stage) of all tensors; None for a chain.
-        durations: for each stage the times of forward, input gradient and weight gradient; None for 1 each.
+        durations: for each stage the times of forward, input gradient and weight gradient, in any unit; None for
+            1 each.
 
     Raises:
-        LayoutError: an action waits for one that never runs.
+        LayoutError: an action waits for one that never runs, or that itself waits for it.
     """
     listed = steps_of(schedule)
     if any(template.kind.communicates for template in listed.templates):

@@ -63,7 +63,7 @@ def chain_of_ranks(
 
     Args:
         stage_ranks: for each stage its rank.
-        micro_batches, rows: of the problem.
+        micro_batches, rows: micro-batches of a step, and rows of each.
         work: MFLOPs of each part of a stage; stages take them in turn, cyclically.
         skips: pairs of stages that a further edge joins.
         recomputes: the stages that recompute.

@@ -26,6 +26,9 @@ def stage_functions(problem: PipelineProblem) -> dict[str, Callable[..., Any]]:
 
     Those of stage i are stage{i} for the forward, and stage{i}_recompute, stage{i}_input_grad,
     stage{i}_weight_grad and, for both gradients in one, stage{i}_backward. "marker" does nothing.
+
+    Each takes the stash of a micro-batch (a dict, which it changes), the inputs of its call, and the number of
+    the micro-batch. It returns the outputs of its call, in order.
     """
     functions: dict[str, Callable[..., Any]] = {"marker": lambda *_: None}
     for number in range(problem.num_stages):
@@ -125,7 +128,11 @@ def _backward(input_grad: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reference(problem: PipelineProblem, inputs: Arrays) -> dict[str, Array]:
-    """Return outputs Y{i} and gradients DW{i} of the unpipelined model: each stage once, on the whole batch."""
+    """Return outputs Y{i} and gradients DW{i} of the unpipelined model: each stage once, on the whole batch.
+
+    `inputs` are the whole W{i} of each stage, X{i} of those without a predecessor and T{i} of those without a
+    successor, by these names.
+    """
     functions = stage_functions(problem)
     stashes: list[dict[str, Any]] = [{} for _ in problem.stages]
     values: dict[str, Array] = dict(inputs)

@@ -48,5 +48,8 @@ class GPipe(PipelineAlgorithm):
         return True
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return a lower bound of a step in ticks of `times`: fill before the busiest rank, its work, drain."""
+        """Return a lower bound of a step in ticks of `times`.
+
+        It is the largest sum of a rank's fill, work and drain.
+        """
         return least_of_looped(num_ranks, micro_batches, times)

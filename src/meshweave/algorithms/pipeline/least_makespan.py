@@ -11,15 +11,19 @@ from meshweave.algorithms.pipeline.action_times import ActionTimes
 
 
 def whole_ticks(times: ActionTimes) -> list[int]:
-    """Return for each stage the ticks of a micro-batch: forward and both gradients, without `times.saved`."""
+    """Return for each stage the ticks of a micro-batch: forward and both gradients.
+
+    `times.saved` is not subtracted.
+    """
     return [sum(each) for each in zip(times.forward, times.input_grad, times.weight_grad, strict=True)]
 
 
 def least_of_looped(num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
     """Return a lower bound of a step, in ticks, for whole backwards on stages that are dealt out in turn.
 
-    The busiest rank begins when the first micro-batch has come through the ranks before it, works all of its
-    time at best, and the ranks before it end after it.
+    It is the largest sum of a rank's fill, work and drain: the rank begins when the first micro-batch has come
+    through the ranks before it, never waits after that, and these end after it. `times` are without `saved`
+    (`ActionTimes.joined`).
     """
     before, best, whole = 0, 0, whole_ticks(times)
     for rank in range(num_ranks):
@@ -31,9 +35,9 @@ def least_of_looped(num_ranks: int, micro_batches: int, times: ActionTimes) -> i
 def least_of_split(is_folded: bool, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
     """Return a lower bound of a step, in ticks, for backwards in two parts; `is_folded` for stages in a V.
 
-    A rank begins when the ranks before it have sent it the first micro-batch, and works all of its time at
-    best. Its last input gradient, which follows all its forwards and input gradients, goes back through the ranks
-    before it.
+    It is the largest bound of a rank: it begins when the ranks before it have sent it the first micro-batch, and
+    never waits after that. Its last input gradient, which follows all its forwards and input gradients, goes
+    back through the ranks before it.
     """
     last = len(times.forward) - 1
     best = before = after = 0
@@ -49,7 +53,10 @@ def least_of_split(is_folded: bool, num_ranks: int, micro_batches: int, times: A
 
 
 def longest_of_1f1b(micro_batches: int, times: ActionTimes) -> int:
-    """Return a lower bound of a step of 1F1B, in ticks: the longest path at one rank with some round trips."""
+    """Return a lower bound of a step of 1F1B, in ticks: the longest path at one rank with some round trips.
+
+    `times` are without `saved` (`ActionTimes.joined`), one stage a rank.
+    """
     whole = whole_ticks(times)
     before, best, size = 0, 0, len(whole)
     after = sum(whole) + 2 * sum(times.transfer)

@@ -19,8 +19,13 @@ def actions_of_phases(
 ) -> tuple[Action, ...]:
     """Return the actions of one rank, without those of micro-batches from `num_micro_batches` on.
 
-    A whole backward ("B0") counts as an input and a weight gradient. "W" without a stage is the weight
-    gradient of the rank's oldest micro-batch that lacks it; it is left out if there is none.
+    A whole backward ("B0") counts as an input and a weight gradient. "W" without a stage is the weight gradient
+    of the rank's oldest input gradient ("I") that lacks one; it is left out if there is none.
+
+    Args:
+        phases: (repetitions, symbols separated by spaces), in order; "F0+B1" is an overlap.
+        stages: the stages of the rank, of which symbols name the index: "F0" is a forward of `stages[0]`.
+        num_micro_batches: the micro-batches of a step.
     """
     writer = _PhaseWriter(stages, num_micro_batches)
     for repeats, symbols in phases:

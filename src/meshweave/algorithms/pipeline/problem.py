@@ -200,7 +200,15 @@ class PipelineProblem:
         skips: Iterable[tuple[int, int]] = (),
         dtype: str = "float32",
     ) -> PipelineProblem:
-        """Return a problem of stages one after the other, with skip connections; every edge has the same shape."""
+        """Return a problem of stages one after the other, with skip connections; every edge has the same shape.
+
+        Args:
+            stages: the stages, in the order of the model.
+            micro_batches: micro-batches of a step.
+            rows: rows of a micro-batch, over all data-parallel ranks.
+            shape, dtype: the dims of every edge's tensor after the rows, and its dtype.
+            skips: (source stage, target stage) of each edge that is not to the next stage.
+        """
         listed = tuple(stages)
         pairs = [*((number, number + 1) for number in range(len(listed) - 1)), *skips]
         edges = tuple(Edge(source, target, shape, dtype=dtype) for source, target in pairs)

@@ -37,7 +37,11 @@ Transfers = Literal["overlapped", "blocking", "paired", "signals"]
 
 
 class StageWriter(Protocol):
-    """Writes one stage on its mesh: its buffers and the statements of its actions."""
+    """Writes one stage on its mesh: its buffers and the statements of its actions.
+
+    Attributes:
+        number: of the stage, from 0.
+    """
 
     number: int
 
@@ -58,7 +62,7 @@ class StageWriter(Protocol):
         """Return the statements after the last action; `reduces` if gradients are reduced there."""
 
     def action(self, kind: ActionKind, micro_batch: Index, label: str) -> Iterable[Statement]:
-        """Return the statements of an action that is no transfer, all ops called `label`."""
+        """Return the statements of an action that is no transfer; `label` names the ops that do its work."""
 
 
 StageFactory = Callable[[int, Mesh, Mapping[tuple[int, int, str], Boundary], Stashes], StageWriter]
@@ -98,8 +102,8 @@ def pipeline_program(
             given, inputs of a stage and arriving gradients are alive until its weight gradient.
 
     Raises:
-        LayoutError: `check_schedule` refuses the schedule, an action waits for one that never runs, or a listed
-            transfer is along no edge.
+        LayoutError: `check_schedule` refuses the schedule, an action waits for one that never runs or that
+            itself waits for it, or a listed transfer is along no edge.
     """
     check_schedule(problem, schedule)
     writer = _PipelineWriter(problem, schedule, transfers, chunks, strategy, network, writes_stage)

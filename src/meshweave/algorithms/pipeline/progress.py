@@ -23,7 +23,7 @@ from meshweave.base.recurrence import follow
 
 @dataclass(frozen=True)
 class ListedAction:
-    """An action where it is listed: its pipeline rank, its position there (from 0), and its text."""
+    """An action where it is listed: its pipeline rank, its position there (from 0), and its text ("2F0")."""
 
     rank: int
     position: int
@@ -69,7 +69,7 @@ def prove_progress(
 
 
 def in_order(graph: ActionGraph) -> list[int]:
-    """Return the nodes in an order in which each comes after those that it waits for.
+    """Return the numbers of the nodes in an order in which each comes after those that it waits for.
 
     Raises:
         ScheduleDeadlock: there is a cycle.
@@ -93,9 +93,10 @@ class OrderedActions:
     """The nodes of a graph in order, each preceded by the transfers that it waits for and that are not listed.
 
     Attributes:
-        places: the numbers of the nodes, in order; transfers have the numbers after all nodes.
-        waits: for each of them the numbers that it waits for.
-        carried: for each transfer, by number, the edge between stages.
+        places: the numbers of nodes and of these transfers, in order; transfers are numbered on from
+            `ActionGraph.num_nodes`.
+        waits: for each entry of `places` the numbers that it waits for.
+        carried: for each transfer, by number, the index of its edge in `ActionTable.edges`.
     """
 
     places: list[int]
@@ -103,11 +104,11 @@ class OrderedActions:
     carried: list[int]
 
     def ends(self, durations: Sequence[int], delays: Sequence[int]) -> list[int]:
-        """Return the ticks at which each node ends, followed by those at which each transfer ends.
+        """Return the ticks at which each node ends, by number, followed by those at which each transfer ends.
 
         Args:
             durations: the ticks of each node.
-            delays: the ticks of a transfer of each edge.
+            delays: the ticks of a transfer, for each edge of the table.
         """
         ticks = [*durations, *(delays[edge] for edge in self.carried)]
         ends = [0] * len(ticks)

@@ -28,7 +28,7 @@ FIRST, LAST = 0, 1
 def num_slots(
     problem: PipelineProblem, steps: Steps, spare: int, *, keeps_inputs: bool = False
 ) -> dict[str, int]:
-    """Return the slots of each buffer by name: "h0_1_out" for edge (0, 1), "h0_1_in" where it arrives.
+    """Return by name the number of slots of each buffer: "h0_1_out" for edge (0, 1), "h0_1_in" where it arrives.
 
     Names of gradients begin with "g". An edge inside a pipeline rank has one buffer without "_in" or "_out".
 
@@ -54,7 +54,10 @@ def num_slots(
 
 
 class Stashes(NamedTuple):
-    """The most micro-batches that are between two parts of a stage at the same time.
+    """The numbers of slots that a stage needs for what it keeps between two of its parts.
+
+    Micro-batch m lies in slot m modulo the number. That is how many micro-batches are between the two parts at
+    once, or more if these do not follow each other.
 
     Attributes:
         until_input_grad: between the forward part and the gradient of the stage's input.
@@ -68,7 +71,7 @@ class Stashes(NamedTuple):
 
 
 def stashes_of(problem: PipelineProblem, steps: Steps, stage: int) -> Stashes:
-    """Return the most micro-batches that are between two parts of a stage at the same time, at least 1 each."""
+    """Return how many slots a stage needs between its parts, at least 1 each, from the steps of all ranks."""
     order = steps.of_rank[problem.stage_ranks[stage]]
     positions = _positions(steps, order, problem.micro_batches)
 
@@ -150,7 +153,8 @@ def _at(
 def most_alive(first: Positions, last: Positions) -> int:
     """Return the slots that values need if value i takes slot i modulo their number; 0 for no values.
 
-    Value i is alive from `first[i]` to `last[i]`. A negative `first` stands for a value that is never made.
+    Value i is alive from position `first[i]` to position `last[i]` in a rank's order of steps. A negative
+    `first` stands for a value that is never made.
     """
     order = np.argsort(first, kind="stable")
     order = order[first[order] >= 0]

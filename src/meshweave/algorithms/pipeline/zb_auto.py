@@ -65,7 +65,10 @@ class StashLimit:
             )
 
     def peak(self, order: Sequence[Action]) -> int:
-        """Return the most that a rank's stashes take at once, in the unit of `limit`, if it runs `order`."""
+        """Return the most that a rank's stashes take at once, in the unit of `limit`, if it runs `order`.
+
+        Overlaps in `order` are not counted.
+        """
         live = peak = 0
         for action in order:
             if action.kind is ActionKind.FORWARD:

@@ -69,7 +69,7 @@ class ZeroBubbleH1(_ZeroBubble):
         return (num_ranks,) * num_ranks if micro_batches >= num_ranks else None
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return a lower bound of a step in the ticks of `times`: no rank waits once it has begun."""
+        """Return a lower bound of a step in ticks of `times`: as if no rank waited once it has begun."""
         return least_of_split(False, num_ranks, micro_batches, times)
 
 
@@ -98,7 +98,7 @@ class ZeroBubbleV(_ZeroBubble):
         return (2 * num_ranks,) * num_ranks if micro_batches >= 2 * num_ranks else None
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return a lower bound of a step in the ticks of `times`: no rank waits once it has begun."""
+        """Return a lower bound of a step in ticks of `times`: as if no rank waited once it has begun."""
         return least_of_split(True, num_ranks, micro_batches, times)
 
 

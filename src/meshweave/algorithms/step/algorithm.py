@@ -120,7 +120,12 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return lay_step(step_of(problem, config).stages, folds=False).program
 
     def machine(self, problem: StepProblem, config: Parallelism, cluster: Cluster) -> Machine:
-        """Return the machine of the program, on the cluster of the problem; `cluster` is not used."""
+        """Return the machine of the program, on the cluster of the problem; `cluster` is not used.
+
+        Raises:
+            LayoutError: the degrees do not fit the chips, the batch or the model.
+            UnsupportedError: no program is written for a step of this kind.
+        """
         return lay_step(step_of(problem, config).stages, folds=False).machine
 
     # --- closed forms -----------------------------------------------------------------------------------
@@ -147,6 +152,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
             rank: a global rank, whose pipeline rank is meant.
 
         Raises:
+            LayoutError: the degrees do not fit the chips, the batch or the model.
             UnsupportedError: no program is written for such a step, or layers have experts or latent attention.
         """
         return program_memory(step_of(problem, config).stages)[
@@ -158,7 +164,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     def branches(
         self, problem: StepProblem, part: StepPart | None = None, limit_s: float = math.inf
     ) -> Iterator[StepPart] | None:
-        """Return the parts (`parts.StepPart`) or configurations of which a part consists; None for the latter.
+        """Return the parts (`parts.StepPart`) of which a part consists; None for a single configuration.
 
         Args:
             part: a part, or None for all configurations.
@@ -182,7 +188,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return 0.0 if isinstance(part, LayoutsPart) else part.tree.bound_s(part, is_tight=is_tight)
 
     def row(self, problem: StepProblem, part: StepPart) -> Hashable:
-        """Return a key of degrees and strategy: a ranking shows the best of each. A `LayoutsPart` is its own."""
+        """Return a key of degrees and strategy, of which a ranking shows the best; a `LayoutsPart` itself."""
         match part:
             case Parallelism():
                 return row_key(part)
@@ -193,7 +199,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return part
 
     def admits(self, problem: StepProblem, config: Parallelism) -> bool:
-        """Return whether the memory of the step, as its program holds it, fits the chips."""
+        """Return whether the step's memory (`memory_of`) fits the chips, less the problem's reserve."""
         return memory_of(problem, config).total <= problem.usable_bytes()
 
     def preference(self, problem: StepProblem, config: Parallelism, estimate: Estimate) -> Any:
@@ -224,7 +230,8 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         `outputs` are the program's output tensors.
 
         Raises:
-            UnsupportedError: the model has 2^24 weights or more.
+            LayoutError: the degrees do not fit the chips, the batch or the model.
+            UnsupportedError: the model has 2^24 weights or more, or no program is written that can be executed.
         """
         return LaidWeights(step_of(problem, config)).whole(outputs)
 

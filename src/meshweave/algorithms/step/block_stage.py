@@ -184,9 +184,9 @@ class BlockStage:
     def begin(self, *, gathers: bool) -> Iterator[Statement]:
         """Yield the statements that run once before the first action of the stage.
 
-        Weights that stay gathered for the whole step are gathered, gradients are zeroed, constants are filled, and
-        unsharded weights are unpacked into matrices. `gathers` changes nothing: the stage's settings say which
-        weights are gathered here.
+        Weights that stay gathered for the whole step are gathered, gradients are zeroed, constants are filled,
+        and, without ZeRO, weights are unpacked into matrices. `gathers` changes nothing: the stage's settings
+        say which weights are gathered here.
         """
         del gathers
         yield from self.buckets.begin()

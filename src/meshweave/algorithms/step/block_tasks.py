@@ -132,7 +132,7 @@ class PricedTasks:
         """Return the time of the tasks on a machine, without waits for the host.
 
         Args:
-            known: caches the picoseconds of each transfer on this machine.
+            known: a cache of the picoseconds of each transfer on this machine, which grows.
             waits: whether the software waits for each transfer, so that none is hidden.
         """
         durations = self._priced(machine, known)
@@ -192,7 +192,8 @@ class PricedTasks:
     def issued(self, machine: Machine, known: dict[Transfer, int], start: int = 0) -> list[IssuedTask]:
         """Return the tasks from number `start` on as a host issues them, with waits numbered from 0 again.
 
-        Tasks before `start` are taken to have ended. `known` caches the picoseconds of transfers there.
+        Tasks before `start` are taken to have ended. `known` is a cache of the picoseconds of transfers on
+        `machine`, which grows.
         """
         durations = self._priced(machine, known)
         transfers = {place: work for place, work, _ in self._transfers}

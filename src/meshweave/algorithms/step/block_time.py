@@ -36,7 +36,10 @@ from meshweave.ir.skeleton import Skeleton
 
 
 def layer_key(parallelism: Parallelism) -> tuple[object, ...]:
-    """Return what of `parallelism` a layer's time without recomputation depends on, as a cache key."""
+    """Return what of `parallelism` a `LayerBlock` depends on, as a cache key.
+
+    It has the strategy, the micro-batch, the mesh axes of a layer with their strides, and the axes of experts.
+    """
     p = parallelism
     experts = (p.expert, p.expert_tensor, expert_axes(p)) if p.expert * p.expert_tensor > 1 else ()
     return p.strategy, p.micro_batch, block_axes(p), experts
@@ -157,7 +160,7 @@ class LayerBlock:
     def split(self) -> tuple[PartTime, PartTime] | None:
         """Return the times of the backward part in two: gradient of the residual, gradients of weights.
 
-        None where tasks are not priced one by one.
+        None where tasks are not priced one by one. Raises LayoutError where the layer does not fit the strategy.
         """
         if self._is_estimated:
             return None
@@ -168,7 +171,7 @@ class LayerBlock:
     def issued(self) -> tuple[list[IssuedTask], list[IssuedTask]] | None:
         """Return the tasks of forward and backward part, each in the order in which the host issues them.
 
-        None where tasks are not priced one by one.
+        None where tasks are not priced one by one. Raises LayoutError where the layer does not fit the strategy.
         """
         if self._is_estimated:
             return None
@@ -182,6 +185,9 @@ class LayerBlock:
 
         It begins with the last element-wise call before attention and ends with the first one after it. None
         without context parallelism, or where tasks are not priced one by one.
+
+        Raises:
+            LayoutError: the layer does not fit the strategy.
         """
         if self._ranks.context == 1 or self._is_estimated:
             return None
@@ -198,7 +204,15 @@ class LayerBlock:
         return priced.time(self._machine, self._transfers, self.problem.stack.waits_for_tensor).part
 
     def piece(self, training: bool, piece: Piece) -> BlockTime:
-        """Return the time of `piece` ("embedding" or "head"), forward or (`training`) forward and backward."""
+        """Return the time of an end of the model alone, in the config of the layer.
+
+        Args:
+            training: whether it is forward and backward; forward alone otherwise.
+            piece: "embedding", or "head" for last norm, logits and loss.
+
+        Raises:
+            LayoutError: the layer does not fit the strategy.
+        """
         problem, entry, config = self.problem, self._entry, self.config
         block = block_of(problem, self._ranks, training, problem.model.vocab_size or 0)
         key = entry.name, block, config, piece  # wherever the ranks lie
@@ -207,7 +221,9 @@ class LayerBlock:
 
     @property
     def spans(self) -> tuple[TaskSpan, ...] | None:
-        """Return when each task of `whole` begins and ends; None where broadcasts go along chains of ranks.
+        """Return when each task of `whole` begins and ends, in picoseconds.
+
+        None where broadcasts go along chains of ranks.
 
         Raises:
             LayoutError: the layer does not fit the strategy.

@@ -74,7 +74,7 @@ class LayerBounds:
         return flops / self._most_flops_per_s / (sizes.context * sizes.tensor)
 
     def apart(self) -> LayerBounds:
-        """Return bounds of the same space with the same prices of kernels, but no representatives chosen yet."""
+        """Return bounds of the same space with the same prices of kernels, but with no `representative` yet."""
         other = copy(self)
         other._layers, other._places = {}, {}
         return other
@@ -209,15 +209,17 @@ def step_bound_s(
     layer_s: float,
     head_s: float = 0.0,
 ) -> float:
-    """Return a lower bound of a step's seconds from the time of its layers.
+    """Return a lower bound of a step's seconds from the time of its layers, if stages divide them evenly.
 
-    A rank works on every micro-batch, one of them also on head and loss. The last rank may also wait for the
-    first stages of the others before its first micro-batch, and they for it after the last, as in 1F1B
-    (Narayanan et al. 2021, section 2.2); zero-bubble schedules fill that time.
+    Every rank works on every micro-batch, and the rank of the last stage also on head and loss. Where the
+    schedule `waits_at_ends`, that rank waits besides for the first stages of the others before its first
+    micro-batch, and they for it after the last, as in 1F1B (Narayanan et al. 2021, section 2.2); zero-bubble
+    schedules fill that time.
 
     Args:
         num_layers: layers of the model.
         pipeline, virtual: pipeline ranks, and stages on each.
+        schedule: its name.
         num_micro_batches: micro-batches of a step through each pipeline.
         layer_s: seconds of one layer for one micro-batch, forward and backward.
         head_s: likewise of last norm, logits and loss.

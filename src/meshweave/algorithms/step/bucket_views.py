@@ -101,15 +101,23 @@ class BucketViews:
                     yield self.scratch(name, (slots * unit.elements // self._divisor(unit, level),), dtype)
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: str, slots: int = 1) -> Buffer:
-        """Declare a scratch buffer of the stage and return it."""
+        """Return a scratch buffer of the stage, on its mesh.
+
+        Args:
+            name: without the stage's number, which is put before it.
+            shape: of one slot on one rank.
+        """
         return Buffer(self.name(name), "scratch", self.mesh.name, dtype, shape=shape, slots=slots)
 
     def name(self, name: str) -> str:
-        """Return a name with the stage's number before it, as buffers of the stage are called."""
+        """Return the name of a buffer of the stage: its number before `name`, as in "s0_x"."""
         return f"s{self.number}_{name}"
 
     def whole(self, name: str, dims: int, slot: Index = 0) -> View:
-        """Return the view of one slot of a buffer of the stage, all of its `dims` dims."""
+        """Return the view of one slot of a buffer of the stage, all of its `dims` dims.
+
+        `name` is without the stage's number.
+        """
         return View(self.name(name), (FULL,) * dims, slot)
 
     def matrix_slots(self, unit: Unit) -> int:

@@ -47,8 +47,8 @@ class StageBuckets(BucketViews):
     def begin(self) -> Iterator[Statement]:
         """Yield the statements before the first action.
 
-        Weights that are gathered once a step are gathered, gradients are zeroed, constants are filled, and weights
-        that are not sharded are unpacked into matrices.
+        Weights that are gathered once a step are gathered, gradients are zeroed, constants are filled, and,
+        without ZeRO, weights are unpacked into matrices.
         """
         order = self._in_order()
         for is_waited in (True, False):
@@ -129,6 +129,11 @@ class StageBuckets(BucketViews):
 
         The call reads `ins`, and writes an element that the gather overwrites. Yields nothing where no gather
         overlaps.
+
+        Args:
+            unit, layer: the layer that the action gathers first: its unit, and its number among those here.
+            ins: views of what must be there before the gather begins; () for nothing.
+            is_forward: whether the action is a forward one.
         """
         yield from self._before_gather(self._gathers_beside(unit, layer, is_forward=is_forward), ins)
 

@@ -17,7 +17,8 @@ def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
     """Raise an error of one line where a step or its experts cannot be laid out.
 
     Raises:
-        LayoutError: the degrees do not fit the chips, the batch or the model, or a strategy does not fit experts.
+        LayoutError: the degrees do not fit the chips, the batch, the model or the strategy, or the strategy does
+            not fit experts.
         UnsupportedError: a strategy or schedule is unknown.
     """
     check_laid_out(problem, parallelism)

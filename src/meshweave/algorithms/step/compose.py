@@ -70,7 +70,7 @@ def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """Return a lower bound of a step's seconds, close to `step_of` and much cheaper: for searches.
 
     Raises:
-        LayoutError: the degrees do not fit the chips, the batch or the model.
+        LayoutError: the degrees do not fit the chips, the batch, the model or the schedule.
         UnsupportedError: a strategy or schedule is unknown, or the machine cannot place its groups.
     """
     check_step(problem, parallelism)
@@ -133,9 +133,12 @@ def step(
 
 
 def with_defaults(problem: StepProblem, degrees: dict[str, Any]) -> Parallelism:
-    """Return the parallelism with these attributes, by their names.
+    """Return the `Parallelism` whose attributes are `degrees`, values by the attributes' names.
 
     Without "data" it has as many replicas as the chips of the cluster have room for, at least one.
+
+    Raises:
+        LayoutError: `Parallelism` refuses the values.
     """
     if "data" not in degrees:
         alone = {"zero_group": None, "expert": 1, "expert_tensor": 1}  # what replicas are shared by

@@ -20,8 +20,8 @@ def check_executed(problem: StepProblem, parallelism: Parallelism) -> None:
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch, the model or the strategy.
-        UnsupportedError: the problem's stack does not run the configuration, or the strategy splits rows that a
-            router reads, or has weights in parts that ZeRO cannot divide.
+        UnsupportedError: a strategy or schedule is unknown, the problem's stack does not run the configuration,
+            or the strategy splits rows that a router reads, or has weights in parts that ZeRO cannot divide.
     """
     check_parallelism(problem.stack, parallelism)
     check_laid_out(problem, parallelism)
@@ -58,7 +58,7 @@ def zero_refusal(parallelism: Parallelism) -> str:
 
 
 def sequence_refusal(parallelism: Parallelism, sequence: int) -> str:
-    """Return in one line why layers with a model's own code do not take a sequence; "" where they do.
+    """Return in one line why layers of a model's own code refuse sequences of so many tokens, or "".
 
     Where a rank has fewer tokens of the residual than in attention, all ranks must have equal shares of them.
     """

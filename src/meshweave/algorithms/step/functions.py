@@ -132,13 +132,15 @@ def local_bucket(
 ) -> Array:
     """Return one rank's shard of the weights of some layers of a model, as one vector, layer after layer.
 
+    Of each layer it has the rank's part of each run of the bucket, one run after the other.
+
     Args:
         unit: the unit of these layers.
-        weights: those of the whole model by name.
+        weights: those of the whole model by name, unsharded.
         layers: the numbers of the layers in the model; (0,) for embedding or head.
         mesh, replicas: the ranks of the pipeline rank, with the axes of blocks and with those of replicas.
         settings: which groups of replicas shard a bucket, and into which runs it is cut (`runs_of`).
-        rank: the rank.
+        rank: a global rank of these meshes.
     """
     program, kept = unit.parts.forward, []
     for layer in layers:

@@ -73,7 +73,7 @@ def issued_s(block: LayerBlock, parallelism: Parallelism) -> tuple[float, float,
 def stalls_s(
     block: LayerBlock, parallelism: Parallelism, added_s: tuple[float, float]
 ) -> tuple[float, float]:
-    """Return the seconds by which host waits for collectives lengthen a layer's forward and backward part.
+    """Return the seconds by which a host that waits for collectives lengthens a layer's forward and backward.
 
     `added_s` are seconds on the chip that the software adds to the two parts. Both results are 0 where the host
     does not wait or has graphs, without collectives, and where tasks are not priced one by one

@@ -258,7 +258,7 @@ def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 
 def least_added_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the seconds that software and plain attention add to a layer, but for gaps after own kernels."""
+    """Return the seconds that software and plain attention add to a layer, but for gaps between its kernels."""
     return sum(_added_s(problem, parallelism, 0, part) for part in ("forward", "backward"))
 
 

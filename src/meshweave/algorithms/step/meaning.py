@@ -34,7 +34,7 @@ _MOST_NUMBERED = 1 << 24
 
 
 def whole_block(problem: StepProblem) -> BlockProblem:
-    """Return all layers of a step's model with embedding and head, on the whole batch, one rank and integers."""
+    """Return the step's whole model and batch, on one rank, as a block whose functions compute integers."""
     model = problem.model
     block = BlockProblem.of(model, problem.workload, (1, 1), layers=model.num_layers)
     return replace(block, vocabulary=model.vocab_size or 0, exact=True)

@@ -95,7 +95,10 @@ class ShardedParameters:
         return self.others + self.experts
 
     def shards(self, parallelism: Parallelism, from_level: int) -> int:
-        """Return how many a rank keeps: its shard if `parallelism.zero` is at least `from_level`, else all."""
+        """Return how many of the weights a chip keeps under ZeRO: a shard of them, or all.
+
+        It is the shard where `parallelism.zero` is at least `from_level`, a level from 1 to 3.
+        """
         if parallelism.zero < from_level:
             return self.total
         others = -(-self.others // parallelism.shards)
@@ -167,7 +170,10 @@ def rank_parameters(
 
 
 def rank_kinds(problem: StepProblem, parallelism: Parallelism) -> tuple[tuple[float, ...], ...]:
-    """Return for each pipeline rank its number of layers of each kind; () for one kind, or an unknown order."""
+    """Return for each pipeline rank how many layers of each of `problem.kinds` it has.
+
+    () where layers are of one kind, or their order is not known.
+    """
     p = parallelism
     if not problem.model.layers:
         return ()

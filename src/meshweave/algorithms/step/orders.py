@@ -24,7 +24,11 @@ class DegreeSizes(NamedTuple):
 
 
 def distinct_orders(cluster: Cluster, sizes: DegreeSizes) -> tuple[Order, ...]:
-    """Return orders of the degrees, innermost first, each with some degree on other links than any before."""
+    """Return orders of the degrees, innermost first, that differ in the links on which a degree communicates.
+
+    Degrees of 1 do not count; data and context together count as one more where they adjoin. Of orders that do
+    not differ so the first one is there, that of `DEGREES` before all.
+    """
     return _distinct_orders(level_sizes(cluster.network), sizes)
 
 
@@ -54,7 +58,10 @@ def place_on_levels(levels: tuple[int, ...] | None, size: int, stride: int) -> t
     """Return a cache key of the links on which groups of `size` ranks, `stride` chips apart, communicate.
 
     The key has the number of a group's ranks in a block of chips of each level (a host, a subtree), and the
-    stride where groups straddle blocks, and on a torus, which has no levels (`levels` is None).
+    stride where groups straddle blocks, and on a torus.
+
+    Args:
+        levels: the chips in a block of each level; None on a torus, which has no levels.
     """
     if levels is None:
         return size, stride

@@ -107,7 +107,7 @@ class StepTree:
 
     @property
     def parts(self) -> tuple[LayoutsPart, LayoutsPart]:
-        """Return the plain layouts and all others; plain ones give an early answer, which excludes most."""
+        """Return the plain layouts and all others; a good step found among the former rules out most others."""
         return LayoutsPart(self, True), LayoutsPart(self, False)
 
     def apart(self) -> StepTree:

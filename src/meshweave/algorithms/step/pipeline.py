@@ -81,6 +81,7 @@ def time_pipeline(
     """Return when the ranks of a schedule end; times of stages and transfers are in picoseconds.
 
     Of many micro-batches the rounds that repeat are counted, each as long as the one before, and not timed.
+    Each rank has `virtual_stages` stages.
 
     Raises:
         UnsupportedError: there is no such schedule.
@@ -120,7 +121,12 @@ def _time(
 def least_makespan_ps(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> int:
-    """Return a lower bound of the makespan of a schedule in picoseconds, in closed form, from `times` in these.
+    """Return a lower bound of the makespan of a schedule in picoseconds, in closed form.
+
+    Args:
+        name: of the schedule.
+        virtual_stages: stages on each rank.
+        times: those of stages and transfers in picoseconds, without `saved` (`ActionTimes.joined`).
 
     Raises:
         UnsupportedError: there is no such schedule.
@@ -139,6 +145,9 @@ def ranks_of_stages(name: str, num_ranks: int, virtual_stages: int) -> tuple[int
     Args:
         name: of the schedule.
         virtual_stages: stages on each rank.
+
+    Raises:
+        UnsupportedError: there is no such schedule.
     """
     placement = SCHEDULES.named(name).for_stages(virtual_stages).place_stages(num_ranks, virtual_stages)
     return looped(num_ranks, virtual_stages) if placement is None else placement
@@ -149,6 +158,10 @@ def splits_backward(name: str, num_ranks: int, virtual_stages: int) -> bool:
     """Return whether a schedule has weight gradients as actions of their own, apart from input gradients.
 
     `virtual_stages` is the number of stages of each rank.
+
+    Raises:
+        UnsupportedError: there is no such schedule.
+        LayoutError: the schedule does not take these numbers of ranks and stages.
     """
     entry = SCHEDULES.named(name).for_stages(virtual_stages)
     schedule = _schedule(entry.name, num_ranks, virtual_stages, 2 * num_ranks)
@@ -158,6 +171,9 @@ def splits_backward(name: str, num_ranks: int, virtual_stages: int) -> bool:
 @lru_cache(maxsize=4096)
 def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: int) -> tuple[int, ...]:
     """Return for each rank the most stashes that it holds at once, one per stage and micro-batch.
+
+    Each rank has `virtual_stages` stages. Where no closed form is known, at most four micro-batches a rank are
+    counted.
 
     Raises:
         UnsupportedError: there is no such schedule.
@@ -175,7 +191,9 @@ def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: i
 def schedule_of(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> Schedule:
-    """Return the schedule called `name`; `times` of stages and transfers are read if its order depends on them.
+    """Return the schedule called `name`, of `virtual_stages` stages a rank.
+
+    `times` of stages and transfers are read if its order depends on them; their unit makes no difference.
 
     Raises:
         UnsupportedError: there is no such schedule.

@@ -32,8 +32,8 @@ Axis = tuple[str, int, int]
 def axis_machine(cluster: Cluster, axes: Sequence[Axis], expert_axes: Sequence[Axis] = ()) -> Machine:
     """Return a machine with a mesh of these axes (name, size, stride in chips) over hosts of a cluster.
 
-    They are the first hosts that blocks of its groups fill, or all. The mesh has further axes, "inside..." and
-    "outside", for the chips between and beside the groups.
+    The hosts are the fewest that whole groups of all axes fill, the first ones, or all of the cluster. The mesh
+    has further axes, "inside..." and "outside", for the chips between and beside the groups.
 
     Args:
         expert_axes: those of a second mesh, over the same chips; () for none.
@@ -196,7 +196,10 @@ def _stage_groups(
 def sharding_groups(
     parallelism: Parallelism,
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-    """Return (size, stride) of the groups over which ZeRO shards, and of those that hold copies of a shard."""
+    """Return (size, stride in chips) of the groups over which ZeRO shards, and of those with copies of a shard.
+
+    They are those of levels 1 to 3; `parallelism.zero` is not read.
+    """
     left = parallelism.shards
     shards: list[tuple[int, int]] = []
     copies: list[tuple[int, int]] = []

@@ -366,7 +366,7 @@ class StepProblem:
 
     @property
     def priced_cluster(self) -> Cluster:
-        """Return the cluster at this step's rates of attention and products, without casts for a recipe."""
+        """Return the cluster at this step's rates of attention and products, casts of a recipe left out."""
         kept = self.cache("cluster")
         if not kept:
             cluster = with_rates(self.cluster, self.attention_rate, self.stack.sustains)

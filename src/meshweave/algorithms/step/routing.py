@@ -34,7 +34,7 @@ def expert_ranks(problem: StepProblem, parallelism: Parallelism) -> ExpertRanks 
 
 
 def rank_loads(problem: StepProblem, parallelism: Parallelism) -> tuple[float, ...]:
-    """Return how many copies of tokens the ranks of an expert group get over the average, the most first.
+    """Return for the ranks of an expert group their copies of tokens, divided by the average, the most first.
 
     They are expected numbers; the first one is the load of `expert_ranks`. () without imbalance, expert
     parallelism or experts.
@@ -56,7 +56,10 @@ def _drawn_by(problem: StepProblem, p: Parallelism) -> tuple[int, int, int, int,
 
 
 def expert_load(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the expected copies of tokens on the busiest expert rank over the average; 1 without experts."""
+    """Return the expected copies of tokens on the busiest expert rank, divided by the mean of these ranks.
+
+    It is 1 without experts or imbalance.
+    """
     ranks = expert_ranks(problem, parallelism)
     return ranks.load if ranks is not None else 1.0
 
@@ -65,13 +68,16 @@ def expert_load(problem: StepProblem, parallelism: Parallelism) -> float:
 def drawn_loads(
     experts: int, ranks: int, chosen: int, tokens: int, exponent: float, seed: int = SEED
 ) -> tuple[float, ...]:
-    """Return for each of 64 drawn micro-batches the copies on the most loaded rank over the average, at least 1.
+    """Return for each of 64 drawn micro-batches the copies on the most loaded rank over the mean of all ranks.
+
+    These are ratios, at least 1 each.
 
     Args:
         experts, ranks: experts of a layer, and ranks that divide them.
         chosen: experts that each token takes.
         tokens: tokens of a micro-batch on all these ranks.
         exponent: that of the power law of the experts' popularity.
+        seed: that of the random numbers.
     """
     shares = _drawn_shares(experts, ranks, chosen, tokens, exponent, seed)
     return tuple(max(1.0, float(each)) for each in shares.max(axis=1))
@@ -96,9 +102,10 @@ def _drawn_shares(
 
 
 def chosen_shares(popularity: Shares, chosen: int) -> Shares:
-    """Return the probability that each expert is one of a token's `chosen`, which differ from each other.
+    """Return the probability that each expert is one of the `chosen` different experts of a token, (experts,).
 
-    It is 1 - (1 - p)^c with the c of which the sum over experts is `chosen`.
+    It is 1 - (1 - p)^c, with p from `popularity`, (experts,), whose sum is 1, and the c for which the
+    probabilities add up to `chosen`.
     """
     low, high = float(chosen), float(chosen)
     while (1 - (1 - popularity) ** high).sum() < chosen and high < 1e12:

@@ -230,7 +230,8 @@ class StepSpace:
     def degrees(self) -> tuple[DegreeSizes, ...]:
         """Return the sizes of degrees whose product is the number of chips, those with few model ranks first.
 
-        Model ranks are tensor times pipeline times context.
+        Model ranks are tensor times pipeline times context. What the options or the rules of divisibility
+        exclude is left out.
         """
         chips = self.problem.cluster.num_chips
         divisors = divisors_of(chips)
@@ -324,7 +325,7 @@ class StepSpace:
     def schedules(self, pipeline: int, num_micro_batches: int) -> tuple[tuple[str, int], ...]:
         """Return the (schedule, stages per pipeline rank) that take these numbers of ranks and micro-batches.
 
-        Those that the stack does not run are left out.
+        Those that the stack does not run, or that have more stages than the model has layers, are left out.
 
         One pipeline rank has one pair, with one stage, or none if the options exclude one stage a rank.
         """

@@ -261,5 +261,8 @@ def load_stack(name: str = DEFAULT_STACK) -> SoftwareStack:
 
 
 def attention_shares(kernel: str) -> tuple[tuple[str, float], ...]:
-    """Return (beginning of chip names, rate of an attention kernel over the measured one); () if unknown."""
+    """Return (beginning of chip names, rate of an attention kernel over the measured one); () if unknown.
+
+    The rate is a ratio. `kernel` is a value of `KERNELS_OF_ATTENTION`.
+    """
     return tuple(stack_table().get("attention", {}).get(kernel, {}).items())

@@ -37,9 +37,9 @@ def _layers_by_cost(num_layers: int, num_stages: int, layer: int, head: int) -> 
 
 
 def stage_kinds(problem: StepProblem, layers: Sequence[int]) -> tuple[tuple[float, ...], ...]:
-    """Return for each stage its number of layers of each kind; () for one kind, or where their order is not known.
+    """Return for each stage its number of layers of each of `problem.kinds`; a stage without layers has ().
 
-    A stage without layers has ().
+    () where layers are of one kind, or their order is not known.
     """
     if len(problem.kinds) == 1 or not problem.model.layers:
         return ()

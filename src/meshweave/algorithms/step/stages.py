@@ -107,8 +107,9 @@ class Stages:
         """Return the times of stages and of transfers between them, for one micro-batch, in picoseconds.
 
         Where the two gradients are not timed apart, the input gradient has recomputation and half of the rest,
-        the weight gradient the other half. Where a stack waits for its sends (`blocks_transfers`), their time is
-        in the stages' and not between them.
+        the weight gradient the other half. Where they are, `saved` is what both take beyond the whole backward
+        part. Where a stack waits for its sends (`blocks_transfers`), their time is in the stages' and not
+        between them.
 
         Args:
             with_transfers: whether transfers take time.
@@ -160,7 +161,7 @@ class Stages:
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
 
     def gathers_s(self) -> float:
-        """Return the seconds by which gathers of a rank's weights delay a step, of the rank that waits longest.
+        """Return the seconds by which gathers of weights delay a step at its begin: the most of any rank.
 
         A rank waits from when the first micro-batch reaches it. 0 but for ZeRO-1, and for ZeRO-2 where the stack
         gathers weights once a step.

@@ -35,7 +35,7 @@ def memory_of(
             all of the memory is that of closed forms, also where the stack runs programs.
 
     Raises:
-        LayoutError: the degrees do not fit the chips, the batch or the model.
+        LayoutError: the degrees do not fit the chips, the batch, the model or the schedule.
         UnsupportedError: a strategy or schedule is unknown.
     """
     check_step(problem, parallelism)
@@ -45,7 +45,7 @@ def memory_of(
 
 
 def memory_of_stages(stages: Stages) -> Memory:
-    """Return the bytes on a chip of each pipeline rank, of a step that has been checked; counted once."""
+    """Return the bytes on a chip of each pipeline rank, of a checked step; the problem caches them."""
     problem, p = stages.problem, stages.parallelism
     return problem.once("memory", p, lambda: _memory_of(stages))
 
@@ -95,7 +95,7 @@ def least_memory(problem: StepProblem, parallelism: Parallelism) -> RankMemory:
     For a stack that does not run programs it is the peak of `memory_of` itself.
 
     Raises:
-        LayoutError: the degrees do not fit the chips, the batch or the model.
+        LayoutError: the degrees do not fit the chips, the batch, the model or the schedule.
         UnsupportedError: a strategy or schedule is unknown.
     """
     check_step(problem, parallelism)

@@ -168,7 +168,7 @@ class Unit:
 
     @property
     def kept(self) -> Iterator[Buffer]:
-        """Yield the buffers that the forward part keeps for the backward part, as the forward program has them."""
+        """Yield the buffers of the forward program that hold what the backward part reads later."""
         yield from (self.parts.forward.buffer_of[name] for name in self.parts.kept)
 
     def buffers_of(self, names: tuple[str, ...]) -> Iterator[tuple[Program, Buffer]]:
