@@ -98,7 +98,7 @@ def _line(problem: Problem) -> str:
 
 
 def format_value(value: object) -> str:
-    """Return a wrong value as text for an error: "a table", "a list", or its repr cut to 60 characters."""
+    """Return a wrong value as error text: "a table", "a list", "true", or its repr cut to 60 characters."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list | tuple):

@@ -143,7 +143,8 @@ def move_work(num_elements: int, dtype: str, kind: str = "copy") -> Compute:
 def call_dtype(program: Program, op: ops.Call) -> str:
     """Return the dtype in which a call computes: the declared one, else that of its first output, or else input.
 
-    Attention multiplies its inputs, and so computes in their dtype: in a ring its sums so far are in another.
+    Attention takes that of its first input, as in a ring its outputs, sums so far, are in another. "" where the
+    call has no views.
     """
     if op.dtype:
         return op.dtype
@@ -178,7 +179,8 @@ def exchange_work(op: ops.Exchange, axis: str) -> Transfer:
     """Return the transfer by whose price an exchange over the mesh axis `axis` is timed.
 
     Raises:
-        ProgramError: its sizes are out of range, such as more chosen experts than there are.
+        ProgramError: its sizes are out of range, such as more chosen experts than there are, or what it
+            `carries` is unknown.
     """
     if reason := _exchange_reason(op):
         raise ProgramError(reason, op=op.title)

@@ -61,7 +61,7 @@ class ProcessGrid:
     def over(
         cls, num_ranks: int, shape: tuple[int, int] | None = None, replicas: int = 1, *, name: str = "grid"
     ) -> ProcessGrid:
-        """Return the grid of `num_ranks` ranks in `replicas` replicas, each of `shape` (rows, cols).
+        """Return the row-major grid of ranks 0 to `num_ranks` - 1 in replicas, each of `shape` (rows, cols).
 
         Without `shape` it is as square as possible, with rows <= cols.
 
@@ -118,7 +118,7 @@ class ProcessGrid:
 
 
 def row_block(num_ranks: int, replicas: int = 1) -> Layout:
-    """Return the layout of one block of rows per rank, in each of `replicas` replicas.
+    """Return the layout of one block of rows per rank; `num_ranks` counts those of all `replicas` replicas.
 
     Raises:
         LayoutError: a number is below 1, or `replicas` does not divide `num_ranks`.
@@ -127,7 +127,7 @@ def row_block(num_ranks: int, replicas: int = 1) -> Layout:
 
 
 def column_block(num_ranks: int, replicas: int = 1) -> Layout:
-    """Return the layout of one block of columns per rank, in each of `replicas` replicas.
+    """Return the layout of one block of columns per rank; `num_ranks` counts those of all `replicas` replicas.
 
     Raises:
         LayoutError: a number is below 1, or `replicas` does not divide `num_ranks`.

@@ -89,7 +89,7 @@ class TorusNetwork:
                 yield owner, tuple(shape)
 
     def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
-        """Return the mesh shapes in which mesh neighbours are torus neighbours.
+        """Return the shapes of the meshes of `num_dims` axes in which mesh neighbours are torus neighbours.
 
         Raises:
             LayoutError: `num_dims` is below 1, or above the axes of a reconfigurable torus.

@@ -45,7 +45,7 @@ class Router(LayerNode):
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return the weight matrix of the scores (hidden, experts), and biases."""
+        """Return WR (hidden, experts), the weights of scores, and BR (`parameters_each`, experts), if any."""
         columns = Features("choices", self.experts)
         modules = ((self.module, self.experts),) if self.module else ()
         weights = [NodeWeight("WR", (Features("hidden", self.hidden), columns), "whole", modules)]

@@ -114,7 +114,7 @@ class LayerGraph(Shown):
 
     @cached_property
     def jointly_reduced(self) -> frozenset[str]:
-        """Return the edges that are partial sums on ranks and terms of one sum.
+        """Return the edges that may be partial sums on ranks and that a sum adds to another such edge.
 
         A rank adds up its own terms first, so that one reduction over ranks does for all of them.
         """

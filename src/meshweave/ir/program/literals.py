@@ -143,7 +143,7 @@ def read_int(node: ast.expr) -> int:
 
 
 def read_number(node: ast.expr) -> float:
-    """Return the number that a node is, which has no sign. Raises ProgramError for another node."""
+    """Return the unsigned number that a node is, as a float. Raises ProgramError for another node."""
     value = node.value if isinstance(node, ast.Constant) else None
     if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
         return float(value)
