@@ -62,7 +62,7 @@ def with_outer_links(network: Network, factor: float) -> Network:
 
 
 def link_levels(cluster: Cluster) -> tuple[tuple[str, Callable[[float], Cluster]], ...]:
-    """Return (name, function that scales the rate) of the levels of links of a cluster, outermost first.
+    """Return (name in words, function that scales the rate) of a cluster's levels of links, outermost first.
 
     The function takes a factor and returns the cluster with these links at so many times their rate. Several
     hosts of several chips have two levels, NICs and links inside; of other networks only the outermost is

@@ -195,7 +195,9 @@ class _OneLinkNetwork(AnyShapeNetwork):
     def axis(
         self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
     ) -> NetworkAxis:
-        """Return the links that mesh axis `i` runs over: the same for all axes.
+        """Return the links that mesh axis `i` of `num_dims` runs over: the same for all axes.
+
+        `shared` changes nothing: the groups of an axis do not slow each other down here.
 
         Raises:
             LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
@@ -246,11 +248,11 @@ class HostsNetwork(AnyShapeNetwork):
     ) -> NetworkAxis:
         """Return `intra` if every group of mesh axis `i` stays within a host, else `nic`.
 
-        Without a shape, the last of several mesh axes is taken to be the one within a host. With `shared` the
-        rate of a NIC is divided by the flows on it: a group that takes every n-th rank leaves a host beside n -
-        1 others (ATP, equation 3); where a host holds the end of one block of such groups and the beginning of
-        the next it has both blocks' groups; and each direction of a ring counts. All of these share the host's
-        NICs evenly.
+        Without a shape, the last of several mesh axes is taken to be the one within a host, and `shared` changes
+        nothing. With a shape and `shared` the rate of a NIC is divided by the flows on it: a group that takes
+        every n-th rank leaves a host beside n - 1 others (ATP, equation 3); where a host holds the end of one
+        block of such groups and the beginning of the next it has both blocks' groups; and each direction of a
+        ring counts. All of these share the host's NICs evenly.
 
         Raises:
             LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
@@ -320,7 +322,7 @@ class FullMeshNetwork(AnyShapeNetwork):
         """Return `inner` if every group of mesh axis `i` stays within a package, else `link`.
 
         Without a shape it is `link` where there are several packages. A ring of chips in order uses each link
-        once, so that one link sets its pace.
+        once, so that one link sets its pace, and `shared` changes nothing.
 
         Raises:
             LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
@@ -353,7 +355,7 @@ Network = TorusNetwork | RingNetwork | SwitchNetwork | HostsNetwork | TreeNetwor
 
 
 def with_axes(network: Network, change: Callable[[NetworkAxis], NetworkAxis]) -> Network:
-    """Return a network in which `change` is applied to every kind of link."""
+    """Return the network with `change(links)` in place of the links of every kind that it has."""
     match network:
         case TorusNetwork():
             joined = network.slices and change(network.slices)

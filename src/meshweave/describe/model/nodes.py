@@ -92,7 +92,7 @@ class Kept:
     by_keys: bool = False
 
     def num_bytes(self, item_bytes: int, keys: int) -> int:
-        """Return the bytes per token; `item_bytes` are an activation's, `keys` those that a token attends to."""
+        """Return the bytes per token; an activation has `item_bytes`, a token attends to `keys` keys."""
         return self.elements * (self.item_bytes or item_bytes) * (keys if self.by_keys else 1)
 
 

@@ -38,7 +38,7 @@ class WindowRule:
     is_optional: bool = False
 
     def windowed(self, data: Mapping[str, Any], count: int) -> list[bool]:
-        """Return for each of `count` layers whether it has the window.
+        """Return for each of the `count` layers of a config whether it has the window.
 
         Raises:
             ValueError: the rule is not known, or the config's value is not valid; its text begins with the key.
