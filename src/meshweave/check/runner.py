@@ -42,9 +42,11 @@ class MeasuredProduct:
     """A product of a plan that ran on local processes at reduced size.
 
     Attributes:
+        title: its algorithm, layer, pass and config in words.
+        product: the product in the plan, and the program of reduced size.
         error: the largest absolute difference from the dense product over all runs.
         runs_s: seconds of every measured run, ascending.
-        measured: the trace of the median run.
+        measured: the trace of the median run (of two, the shorter).
         predicted: the trace of a simulation of the same program.
         constants: the constants of the prediction, where they were measured beside the runs; else None.
         num_orderings: number of edges of the program that held, over all measured runs; none was broken.

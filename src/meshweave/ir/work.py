@@ -358,7 +358,8 @@ def bytes_moved(program: Program, op: ops.Op, rank: int) -> int:
 def traffic(program: Program, rank: int) -> dict[str, int]:
     """Return the logical bytes that the global rank `rank` moves, by mesh axis ("tp.row") or mesh ("tp").
 
-    `bytes_moved` says what counts. "" is for point to point and one-sided ops, and for groups that are neither.
+    Includes are expanded, and `bytes_moved` says what counts. "" is for point to point and one-sided ops, and
+    for groups that are neither. What moves nothing is not listed.
     """
     out: dict[str, int] = {}
     program = program.expanded

@@ -144,8 +144,8 @@ def is_off(value: object) -> bool:
 def wrong_types(data: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield an error for each key of a config that is of a wrong type and would else count as left out.
 
-    Keys are the flags (`FLAGS`: true, false or null), windows and maximum positions (a whole number; -1 means
-    none).
+    Keys are the flags (`FLAGS`: true, false or null) and the windows and maximum positions (a whole number; -1
+    means none; lists and tables are let pass).
     """
     for key in FLAGS:
         if not isinstance(data.get(key, False), bool | None):

@@ -59,8 +59,8 @@ def sampled_counts(program: WrittenProgram, seed: int) -> dict[str, Cells]:
 def check_cells(program: Program, flow: Dataflow) -> None:
     """Raise ProgramError where the views of an op do not name the same cells in the same order in memory.
 
-    All members of a collective, and a send with its recv, count as one op. `flow` is that of the program with
-    one row a cell.
+    So must what one member of a message or collective sends and another takes. `flow` is that of the program
+    with one row a cell.
     """
     _Cells(program, flow).check()
 

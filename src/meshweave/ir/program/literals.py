@@ -24,7 +24,7 @@ def fault_at(node: ast.AST, message: str) -> ProgramError:
 
 
 def read_slots(name: str, node: ast.expr | None) -> int:
-    """Return the number of slots that `node` gives buffer `name`, 1 for None.
+    """Return the number of slots that `node` gives buffer `name`; 1 where `node` is None.
 
     Raises ProgramError where it is no integer or over the limit.
     """

@@ -211,7 +211,7 @@ class View:
             env: the integer of each variable.
 
         Raises ProgramError where a range or the slot is outside the buffer, the numbers of dims differ, a block
-        or its stride is not positive, or a variable has no value.
+        is negative or its stride below 1, or a variable has no value.
         """
         if len(self.selectors) != len(shape):
             raise ProgramError(f"view {self} has {len(self.selectors)} dims, its buffer has {len(shape)}")
