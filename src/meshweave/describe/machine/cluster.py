@@ -121,7 +121,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 
 def gives_chips(name: str) -> bool:
-    """Return whether the text that `load_cluster` takes says how many chips there are: `:N`, or words."""
+    """Return whether a text for `load_cluster` says how many chips there are: `:N` at its end, or words."""
     return not _is_there(name) and (_split(name)[1] is not None or is_phrase(name))
 
 

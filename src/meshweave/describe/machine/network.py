@@ -106,8 +106,9 @@ class TorusNetwork:
     ) -> NetworkAxis:
         """Return the links that mesh axis `i` of `num_dims` runs over: the slowest torus axis under it.
 
-        `shape` None takes the first mesh of so many axes that the torus carries. Of a reconfigurable torus mesh
-        axis `i` is torus axis `i`. `shared` changes nothing: groups share no links here.
+        `shape` None takes the first mesh of so many axes that the torus carries. A mesh axis of size 1 under
+        which no torus axis lies has the slowest of all. Of a reconfigurable torus mesh axis `i` is torus axis
+        `i`. `shared` changes nothing: groups share no links here.
 
         Raises:
             LayoutError: the torus cannot carry that mesh, or the mesh has no axis `i`.

@@ -121,7 +121,7 @@ class Experts(LayerNode):
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Return one row: what the first product makes and the second one reads, of all copies of a token."""
+        """Return one row: what the first product makes and what the second reads, for all copies of a token."""
         return (Kept("experts", self.out, self.chosen * (self.columns + 1) * self.inner),)
 
     @property
