@@ -56,8 +56,10 @@ def prove_contract(
     """Yield a proof for each of the first `max_configs` configs that an algorithm offers for a problem.
 
     A config passes if `validate` proves its program, the numbers are those of the dense reference in several
-    legal orders, the closed forms of traffic and peak memory agree with the program, and copies of outputs have
-    the same bits. A config that fails is yielded, not raised; so is one without a program.
+    legal orders, the closed forms agree with the program (traffic on every rank, peak memory on the lowest, if
+    the algorithm states an accuracy for it), and copies of outputs have the same bits. Programs of an algorithm
+    whose calls have no equations are run and not proved. A config that fails is yielded, not raised; so is one
+    without a program.
 
     Raises:
         ProgramError: the algorithm refuses the problem.

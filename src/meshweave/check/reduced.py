@@ -77,6 +77,7 @@ def reduce_layer(
 
     Args:
         sizes: (tokens over all ranks, in features, out features) of the planned layer.
+        planned_mesh: (rows, columns) of the planned mesh.
     """
     shape = nearest_mesh_shape(planned_mesh, mesh_shapes)
     ratio = (shape[0] / planned_mesh[0], shape[1] / planned_mesh[1], shape[1] / planned_mesh[1])

@@ -51,7 +51,8 @@ def reference(program: Program, inputs: Tensors) -> dict[str, Array]:
         inputs: whole tensors by name.
 
     Raises:
-        UnsupportedError: an output depends on a `call`, whose function the program does not hold.
+        UnsupportedError: an output depends on a `call`, whose function the program does not hold, or the
+            program does not declare what it is computed from.
     """
     tensors, waiting = dict(inputs), list(program.computes)
     while meaning := next((m for m in waiting if all(name in tensors for name in sources_of(m))), None):
@@ -88,7 +89,8 @@ def expected_shard(program: Program, inputs: Tensors, buffer: str, rank: int) ->
         inputs: whole tensors by name.
 
     Raises:
-        UnsupportedError: the output depends on a `call`, or is laid out as partial sums.
+        UnsupportedError: the output depends on a `call` or on what is not declared, or is laid out as partial
+            sums.
     """
     declared = program.buffer_of[buffer]
     assert declared.layout is not None and declared.tensor is not None

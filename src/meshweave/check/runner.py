@@ -42,9 +42,11 @@ class MeasuredProduct:
     """A product of a plan that ran on local processes at reduced size.
 
     Attributes:
+        title: its algorithm, layer, pass and config in words.
+        product: the product in the plan, and the program of reduced size.
         error: the largest absolute difference from the dense product over all runs.
         runs_s: seconds of every measured run, ascending.
-        measured: the trace of the median run.
+        measured: the trace of the median run (of two, the shorter).
         predicted: the trace of a simulation of the same program.
         constants: the constants of the prediction, where they were measured beside the runs; else None.
         num_orderings: number of edges of the program that held, over all measured runs; none was broken.
@@ -141,7 +143,7 @@ def run(
     seed: int = 0,
     timeout_s: float = 120.0,
 ) -> RunReport:
-    """Execute a layer of a plan at reduced size on local processes, and check its numbers and its order of events.
+    """Execute a layer of a plan at reduced size on local processes, and check its numbers and order of events.
 
     Args:
         cluster: the machine that the prediction beside the measurement is made for. By default these
@@ -149,7 +151,7 @@ def run(
         layer: name of a layer of the plan.
         passes: of "forward", "backward_data", "backward_weight"; None for all.
         algorithms: names, "best" for the first of the plan that has a mesh of `num_ranks`, or "all".
-        num_ranks: number of local processes.
+        num_ranks: number of local processes, 1 to 64.
         max_dim: sizes are reduced by one factor until none is larger.
         repeat: measured runs of each program, after one to warm up.
         num_ring_directions: directions of the rings that collectives run as, 1 or 2; 0 leaves them to gloo.
@@ -160,9 +162,10 @@ def run(
         DescriptionError: the plan has no such layer, pass or algorithm.
         LayoutError: an argument is out of range, an algorithm has no mesh of so many ranks, or a product does
             not fit at this size.
-        ProgramError: a run broke the order that its program demands.
+        ProgramError: a program is unsound, or a run broke the order that its program demands.
         UnsupportedError: torch is missing.
-        RankLostError, DeadlineError: a process died or hung.
+        RankLostError, DeadlineError: a process died, hung, or all took too long.
+        MeshweaveError, RankError: what a rank raised.
     """
     check_num_ranks(num_ranks)
     if not (1 <= repeat <= 1000 and 8 <= max_dim <= 1 << 20 and 0 < timeout_s < 1e6):
@@ -190,12 +193,14 @@ def prepare(
         layer: name of a layer of the plan.
         passes: of "forward", "backward_data", "backward_weight"; None for all.
         algorithms: names, "best" for the first of the plan that has a mesh of `num_ranks`, or "all".
+        num_ranks: number of local processes.
         max_dim: sizes are reduced by one factor until none is larger.
         num_ring_directions: directions of the rings that collectives become, 1 or 2; 0 leaves them as they are.
 
     Raises:
         DescriptionError: the plan has no such layer, pass or algorithm.
-        LayoutError: a product cannot be reduced, or no algorithm has a mesh of so many ranks.
+        LayoutError: a product cannot be reduced, or an algorithm has no mesh of so many ranks.
+        ProgramError: a program is unsound, or its collectives cannot become rings.
     """
     select_layers(plan, [layer])
     if passes is not None:

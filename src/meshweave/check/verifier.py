@@ -234,7 +234,7 @@ def _planned_verifications(
 def verify_in_process(verification: Verification, num_ring_directions: NumRingDirections, seed: int) -> None:
     """Validate a program, run it on numpy against the reference, and record the results in `verification`.
 
-    Sets `unproved`, `replicas` and `error_in_process`, or `failed` where the program is unsound.
+    Sets `unproved`, `replicas` and `error_in_process`, or `failed` where the program is unsound or cannot run.
 
     Args:
         num_ring_directions: directions of the rings in one more run, lowered to rings; 0 counts as 1.
@@ -326,8 +326,11 @@ def program_run(
     Args:
         num_ring_directions: its all-gathers and reduce-scatters become rings of so many directions; 0 leaves
             them to gloo.
+        seed: seed of the inputs.
         deadline_s: seconds that one wait for another rank may take.
-        repeat: number of measured runs, after one that is checked alone.
+        repeat: number of measured runs, after one to warm up; all of them are checked, that one, too.
+
+    Raises ProgramError where a collective cannot become a ring.
     """
     if num_ring_directions:
         program = lower_rings(program, 2 if num_ring_directions == 2 else 1)

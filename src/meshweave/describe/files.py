@@ -98,7 +98,7 @@ def _line(problem: Problem) -> str:
 
 
 def format_value(value: object) -> str:
-    """Return a wrong value as text for an error: "a table", "a list", or its repr cut to 60 characters."""
+    """Return a wrong value as error text: "a table", "a list", "true", or its repr cut to 60 characters."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list | tuple):
@@ -254,7 +254,11 @@ def load_table(path: str | Path) -> dict[str, Any]:
 
 
 def check_table(model: type[_M], data: Any, file: str | Path, at: tuple[str | int, ...] = ()) -> _M:
-    """Return `data` as an instance of `model`. `at` is the key path of `data` in the file.
+    """Return `data` as an instance of `model`.
+
+    Args:
+        file: what errors name.
+        at: the key path of `data` in the file; () for the whole file.
 
     Raises:
         DescriptionError: `data` does not fit the model; the error lists at most `MAX_PROBLEMS` of the problems.

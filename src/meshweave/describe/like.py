@@ -17,7 +17,7 @@ def table_like(kind: str, data: dict[str, Any], file: str | Path) -> dict[str, A
     entry's takes nothing from it. Without the key `like` the table is returned as it is.
 
     Args:
-        kind: of the catalog, such as "clusters".
+        kind: the folder of the catalog that has the entry, such as "clusters".
         file: what errors name.
 
     Raises:

@@ -73,12 +73,14 @@ def runs_on(
     is_routed: bool | None = False,
     fitted: bool = False,
 ) -> tuple[RunScore, ...]:
-    """Return the saved runs on a chip on which no constant was fitted; with `fitted` those on which some were.
+    """Return the saved runs on a chip, of models on whose family no constant was fitted, in file order.
 
     Args:
+        chip: name of the chip, as in its cluster's description.
         stack: the stack that they were predicted with; "" for all.
         is_low: whether their products were below 16 bits; None for both.
         is_routed: whether their models have experts; None for both.
+        fitted: True for the runs of the other models instead, on whose family constants were fitted.
     """
     return tuple(
         score
@@ -152,10 +154,14 @@ def _none_like(chip: str, kind: str, is_low: bool, is_routed: bool) -> str:
 
 
 def evidence_on(chip: str, stack: str = "", *, is_routed: bool = False) -> tuple[bool, str]:
-    """Return whether published runs on a chip judge predictions, and in words how far predictions were off.
+    """Return (whether saved runs on a chip judge predictions, in words how far off these were or why none does).
 
-    Runs in 16 bits and below are told apart. With a `stack` only its runs count; runs of models with experts
-    (`is_routed`) judge those alone.
+    Only runs count of models on whose family no constant was fitted. Those in 16 bits and below are told apart.
+
+    Args:
+        chip: name of the chip, as in its cluster's description.
+        stack: the stack whose runs count; "" for all.
+        is_routed: whether runs of models with experts count, or those of dense ones.
     """
     lows = [is_low for is_low in (False, True) if runs_on(chip, stack, is_low, is_routed=is_routed)]
     if lows:

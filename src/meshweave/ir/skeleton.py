@@ -101,7 +101,7 @@ class Skeleton:
         return tuple(dict.fromkeys(task.lane for _, task in self.counted_tasks()))
 
     def counted_tasks(self) -> Iterator[tuple[int, Task]]:
-        """Yield (count, task) for every task, those of parts too: it stands for `count` ops over all turns."""
+        """Yield (count, task) for every task, those of parts too: over all turns it stands for `count` ops."""
         for phase in self.phases:
             for task in phase.tasks:
                 if isinstance(task, Part):
@@ -124,8 +124,8 @@ def _joined(tasks: tuple[Task, ...], others: tuple[Task, ...]) -> tuple[Task, ..
 def skeleton_of(program: Program) -> Skeleton:
     """Return a skeleton of one turn: the ops of the lowest rank, with its local edges as dependences.
 
-    It is exact where all ranks do the same work on shards of equal size, and slower to make than a skeleton that
-    an algorithm writes itself.
+    Includes are expanded. It is exact where all ranks do the same work on shards of equal size, and slower to
+    make than a skeleton that an algorithm writes itself.
 
     Raises:
         UnsupportedError: there are messages or one-sided ops, whose partners a skeleton does not hold.

@@ -143,7 +143,8 @@ def move_work(num_elements: int, dtype: str, kind: str = "copy") -> Compute:
 def call_dtype(program: Program, op: ops.Call) -> str:
     """Return the dtype in which a call computes: the declared one, else that of its first output, or else input.
 
-    Attention multiplies its inputs, and so computes in their dtype: in a ring its sums so far are in another.
+    Attention takes that of its first input, as in a ring its outputs, sums so far, are in another. "" where the
+    call has no views.
     """
     if op.dtype:
         return op.dtype
@@ -178,7 +179,8 @@ def exchange_work(op: ops.Exchange, axis: str) -> Transfer:
     """Return the transfer by whose price an exchange over the mesh axis `axis` is timed.
 
     Raises:
-        ProgramError: its sizes are out of range, such as more chosen experts than there are.
+        ProgramError: its sizes are out of range, such as more chosen experts than there are, or what it
+            `carries` is unknown.
     """
     if reason := _exchange_reason(op):
         raise ProgramError(reason, op=op.title)
@@ -356,7 +358,8 @@ def bytes_moved(program: Program, op: ops.Op, rank: int) -> int:
 def traffic(program: Program, rank: int) -> dict[str, int]:
     """Return the logical bytes that the global rank `rank` moves, by mesh axis ("tp.row") or mesh ("tp").
 
-    `bytes_moved` says what counts. "" is for point to point and one-sided ops, and for groups that are neither.
+    Includes are expanded, and `bytes_moved` says what counts. "" is for point to point and one-sided ops, and
+    for groups that are neither. What moves nothing is not listed.
     """
     out: dict[str, int] = {}
     program = program.expanded

@@ -42,16 +42,16 @@ def lower_chains(
 ) -> Program:
     """Return the program with its broadcasts and reduces over mesh axes as chains of `send` and `recv`.
 
-    Packets are cut along the dim that is outermost in memory among those in which both views are ranges; there are
-    at most as many as it has elements. Lanes of lowered collectives become first-in-first-out. Included
-    sub-programs are lowered, too.
+    Packets are cut along the dim that is outermost in memory among those in which both views are ranges; there
+    are at most as many as the view has elements in that dim. Lanes of lowered collectives become first-in-first-
+    out. Included sub-programs are lowered, too.
 
     Args:
-        should_lower: selects the collectives to lower; the others stay.
+        should_lower: returns whether to lower a collective; the others stay.
 
     Raises:
-        ProgramError: a reduction is not a sum, or in every dim one of its views has strided blocks, so that none
-            can be cut.
+        ProgramError: a reduction is not a sum, or a collective has no dim in which both of its views are
+            ranges, not blocks, so that none can be cut.
     """
     program = program.with_parts(lambda part: lower_chains(part, should_lower))
     return _ChainLowering(program, should_lower).run()

@@ -52,8 +52,9 @@ def lower_rings(
         should_lower: returns whether to lower a collective; the others stay.
 
     Raises:
-        ProgramError: a collective has no `sizes`, and the sizes of its parts do not follow from its views; a view
-            has no such dim, or blocks along one; or the rings are over `base.limits.RING_NUMBERS`.
+        ProgramError: a collective has no `sizes`, and the sizes of its parts do not follow from its views; a
+            view has no dim `dim`; a view that is cut selects blocks in a dim; or the rings are over
+            `base.limits.RING_NUMBERS`.
     """
     program = program.with_parts(lambda part: lower_rings(part, num_directions, should_lower))
     lowering = _RingLowering(program, num_directions, should_lower)

@@ -61,7 +61,7 @@ class ProcessGrid:
     def over(
         cls, num_ranks: int, shape: tuple[int, int] | None = None, replicas: int = 1, *, name: str = "grid"
     ) -> ProcessGrid:
-        """Return the grid of `num_ranks` ranks in `replicas` replicas, each of `shape` (rows, cols).
+        """Return the row-major grid of ranks 0 to `num_ranks` - 1 in replicas, each of `shape` (rows, cols).
 
         Without `shape` it is as square as possible, with rows <= cols.
 
@@ -108,17 +108,18 @@ class ProcessGrid:
     def block_cyclic_layout(self, tile: tuple[int, int], offsets: tuple[int, int] = (0, 0)) -> Layout:
         """Return the block-cyclic layout of tiles of `tile` (rows, cols) elements.
 
-        The first tile of a dim is shorter by its offset, which shifts all cuts.
+        Args:
+            offsets: (rows, cols) elements by which the first tile of each dim is shorter, which shifts all cuts.
 
         Raises:
-            LayoutError: a tile size is below 1, or an offset is not smaller than its tile.
+            LayoutError: a tile size is below 1, or an offset is negative or not smaller than its tile.
         """
         (height, width), (down, right) = tile, offsets
         return Layout(self.mesh, (Replicate(), Tile(0, height, down), Tile(1, width, right)))
 
 
 def row_block(num_ranks: int, replicas: int = 1) -> Layout:
-    """Return the layout of one block of rows per rank, in each of `replicas` replicas.
+    """Return the layout of one block of rows per rank; `num_ranks` counts those of all `replicas` replicas.
 
     Raises:
         LayoutError: a number is below 1, or `replicas` does not divide `num_ranks`.
@@ -127,7 +128,7 @@ def row_block(num_ranks: int, replicas: int = 1) -> Layout:
 
 
 def column_block(num_ranks: int, replicas: int = 1) -> Layout:
-    """Return the layout of one block of columns per rank, in each of `replicas` replicas.
+    """Return the layout of one block of columns per rank; `num_ranks` counts those of all `replicas` replicas.
 
     Raises:
         LayoutError: a number is below 1, or `replicas` does not divide `num_ranks`.
@@ -138,7 +139,8 @@ def column_block(num_ranks: int, replicas: int = 1) -> Layout:
 def block_2d(num_ranks: int, shape: tuple[int, int] | None = None, replicas: int = 1) -> Layout:
     """Return the layout of one block per process of a grid `shape` (rows, cols), in each replica.
 
-    Without `shape` the grid is as square as possible, with rows <= cols.
+    `num_ranks` counts the ranks of all replicas. Without `shape` the grid is as square as possible, with rows <=
+    cols.
 
     Raises:
         LayoutError: a number is below 1, or the replicas and `shape` do not use every rank.
@@ -151,7 +153,8 @@ def block_cyclic(
 ) -> Layout:
     """Return the layout that deals tiles of `tile` (rows, cols) elements around a grid `shape`, in each replica.
 
-    Without `shape` (rows, cols) the grid is as square as possible, with rows <= cols.
+    `num_ranks` counts the ranks of all replicas. Without `shape` (rows, cols) the grid is as square as possible,
+    with rows <= cols.
 
     Raises:
         LayoutError: a number is below 1, or the replicas and `shape` do not use every rank.
@@ -162,7 +165,8 @@ def block_cyclic(
 def cyclic(num_ranks: int, shape: tuple[int, int] | None = None, replicas: int = 1) -> Layout:
     """Return the layout that deals single elements around a grid `shape` (rows, cols), in each replica.
 
-    Without `shape` the grid is as square as possible, with rows <= cols.
+    `num_ranks` counts the ranks of all replicas. Without `shape` the grid is as square as possible, with rows <=
+    cols.
 
     Raises:
         LayoutError: a number is below 1, or the replicas and `shape` do not use every rank.

@@ -52,7 +52,11 @@ class Mesh:
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], axes: tuple[str, ...], first_rank: int = 0) -> Mesh:
-        """Return the mesh over consecutive ranks from `first_rank`."""
+        """Return the mesh over consecutive ranks from `first_rank`.
+
+        Raises:
+            LayoutError: `shape` and `axes` do not agree, a size is below 1, or an axis name repeats.
+        """
         return cls(name, shape, axes, _consecutive(first_rank, math.prod(shape)))
 
     def __hash__(self) -> int:
@@ -118,7 +122,10 @@ class Mesh:
         return self.ranks[first : first + stride * self.shape[position] : stride]
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """Yield every group of `axis` once: its global ranks in the order of that coordinate."""
+        """Yield every group of `axis` once: its global ranks in the order of that coordinate.
+
+        Raises LayoutError if there is no such axis.
+        """
         position = self.axis(axis)
         stride = math.prod(self.shape[position + 1 :])
         length = stride * self.shape[position]

@@ -9,9 +9,10 @@ from meshweave.base.errors import LayoutError
 
 
 def nearest_mesh_shape(planned: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the one of `shapes` whose ratios of sides are nearest to those of `planned`, whatever its size.
+    """Return the one of `shapes` whose axis sizes are nearest in their ratios to `planned`, whatever its size.
 
-    All have as many sides. Shapes with a side of 1 count only where there are no others.
+    Each has one size for each axis of `planned`. Shapes with an axis of size 1 count only where there are no
+    others.
 
     Raises:
         LayoutError: `shapes` is empty.

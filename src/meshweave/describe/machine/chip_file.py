@@ -93,7 +93,7 @@ class ChipFile(FileModel):
         """Return the chip that this table describes.
 
         Args:
-            source: stands in if the table names none.
+            source: where its numbers are from, if the table does not say.
             folder: where files of kernels and GPUs are found from; None for the working directory.
 
         Raises:

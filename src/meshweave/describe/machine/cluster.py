@@ -94,8 +94,10 @@ def cluster_from(data: dict[str, Any], file: str | Path) -> Cluster:
 def load_cluster(name_or_path: str | Path) -> Cluster:
     """Return the cluster of a catalog name (`tpu-v4-pod`), of a TOML or JSON file, or of words.
 
-    `:N` after a name or file sets the number of chips (`tpu-v4-pod:64`). Words begin with that number:
-    `64 x H100, 8 a host, 8 x 400Gb` (`describe.machine.cluster_phrase`).
+    `:N` after a name or file sets the number of chips (`tpu-v4-pod:64`). Words begin with that number or with
+    the number of hosts: `64 x H100, 8 a host, 8 x 400Gb`, `8 hosts of 8 x H100`
+    (`describe.machine.cluster_phrase`). A `Path`, and a string that names an existing file, is read as that
+    file, with any colon in it.
 
     Raises:
         DescriptionError: there is no such entry or file, the cluster does not come with so many chips, or the
@@ -119,7 +121,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 
 def gives_chips(name: str) -> bool:
-    """Return whether the text that `load_cluster` takes says how many chips there are: `:N`, or words."""
+    """Return whether a text for `load_cluster` says how many chips there are: `:N` at its end, or words."""
     return not _is_there(name) and (_split(name)[1] is not None or is_phrase(name))
 
 

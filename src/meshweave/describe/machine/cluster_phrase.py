@@ -35,7 +35,7 @@ _UNITS = {"g": 1e9, "t": 1e12}
 
 
 def is_phrase(text: str) -> bool:
-    """Return whether a text may describe a cluster in words: it begins with a number, and names no file."""
+    """Return whether a text may be a cluster in words: a digit first, and no .toml or .json at the end."""
     return re.match(r"\s*\d", text) is not None and not text.lower().endswith((".toml", ".json"))
 
 

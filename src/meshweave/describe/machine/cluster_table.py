@@ -30,6 +30,9 @@ def cluster_table(cluster: Cluster, *, whole: bool = True) -> dict[str, Any]:
     Args:
         whole: whether the table holds the constants of kernels, and a GPU that is not in the catalog; else it has
             the catalog name or file of each, where there is one.
+
+    Raises:
+        DescriptionError: the file of the chip's GPU, which a `whole` table holds, is missing or wrong.
     """
     return _without_nothing(
         {

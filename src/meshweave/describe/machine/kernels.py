@@ -264,7 +264,10 @@ class ProductTable:
 
     @classmethod
     def of(cls, seconds: Mapping[tuple[int, ...], float], source: str = "") -> ProductTable:
-        """Return the table of measured `seconds`, by (m, n, k)."""
+        """Return the table of measured products: their `seconds` by (m, n, k), and where these are from.
+
+        Raises DescriptionError if there are none, or a size or time is not positive.
+        """
         return cls(tuple((m, n, k, time) for (m, n, k), time in seconds.items()), source)
 
     def __post_init__(self) -> None:

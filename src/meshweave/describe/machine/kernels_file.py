@@ -229,7 +229,7 @@ def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) ->
 
     Args:
         file: what errors name.
-        folder: where files of measured products are found from; None for those of the catalog.
+        folder: where files of measured products are found from; None for the files in the catalog.
 
     Raises:
         DescriptionError: the description is wrong; the error names `file` and lists the problems.

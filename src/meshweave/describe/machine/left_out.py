@@ -19,7 +19,7 @@ def best_product_rate(chip: Chip, dtype: str) -> float | None:
 
 
 def unmeasured_kernels(chip: Chip, dtype: str) -> str:
-    """Return in one line the rate at which products are priced where none were measured; "" where some were."""
+    """Return in a line at what rate products in a dtype are priced if none were measured; "" if some were."""
     if best_product_rate(chip, dtype) is not None:
         return ""
     rate, peak = chip.flops_per_s(dtype), dict(chip.peak_flops_per_s).get(dtype)

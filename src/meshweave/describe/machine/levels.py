@@ -21,10 +21,10 @@ from meshweave.describe.machine.tree import TreeNetwork
 
 
 def level_sizes(network: Network) -> tuple[int, ...] | None:
-    """Return the number of chips in a block of each level below the whole network, the smallest first.
+    """Return the number of chips in a block of each level, the smallest first; the whole of a tree is left out.
 
-    A host of a cluster of hosts, a package of a full mesh and each subtree of a tree are blocks; one switch
-    has none. None for tori and rings, whose links join neighbours.
+    Blocks are the hosts of a cluster of hosts and the packages of a full mesh, even if there is one only, and
+    the subtrees of a tree. () for one switch. None for tori and rings, whose links join neighbours.
     """
     match network:
         case HostsNetwork():
@@ -62,7 +62,7 @@ def with_outer_links(network: Network, factor: float) -> Network:
 
 
 def link_levels(cluster: Cluster) -> tuple[tuple[str, Callable[[float], Cluster]], ...]:
-    """Return (name, function that scales the rate) of the levels of links of a cluster, outermost first.
+    """Return (name in words, function that scales the rate) of a cluster's levels of links, outermost first.
 
     The function takes a factor and returns the cluster with these links at so many times their rate. Several
     hosts of several chips have two levels, NICs and links inside; of other networks only the outermost is

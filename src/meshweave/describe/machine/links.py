@@ -142,12 +142,12 @@ def _known_kind(kind: str) -> None:
 
 
 def slowest_axis(axes: Iterable[NetworkAxis]) -> NetworkAxis:
-    """Return the axis that sets the pace of a ring over all of `axes`; of equally slow ones the first."""
+    """Return the axis with the lowest `ring_bytes_per_s`; of equally slow ones the first."""
     return min(axes, key=lambda axis: axis.ring_bytes_per_s)
 
 
 def check_axis(i: int, num_dims: int, shape: tuple[int, ...] | None, num_chips: int) -> None:
-    """Raise LayoutError unless a mesh of `num_dims` axes has an axis `i`, and `shape` (if any) uses all chips."""
+    """Raise LayoutError unless 0 <= `i` < `num_dims`, and `shape` (if any) is `num_dims` sizes for all chips."""
     check_dims(num_dims)
     if not 0 <= i < num_dims:
         raise LayoutError(f"a mesh of {num_dims} axes has no axis {i}")

@@ -94,11 +94,11 @@ class MeasuredKernels:
 
 
 def read_measured(path: str | Path) -> MeasuredKernels:
-    """Return the kernels of a file.
+    """Return the measured kernels in a file.
 
     Raises:
-        DescriptionError: the file cannot be read, or is wrong; the error names file, line and column of the first
-            wrong row.
+        DescriptionError: the file cannot be read, or is wrong; the error names file, line and column of the
+            first wrong row.
     """
     return parse_measured(read_text(path), path)
 
@@ -109,7 +109,10 @@ def shipped_measured(name: str) -> MeasuredKernels:
 
 
 def parse_measured(text: str, file: str | Path) -> MeasuredKernels:
-    """Return the kernels in the text of a file.
+    """Return the measured kernels in `text`, the content of a file.
+
+    Args:
+        file: what errors name.
 
     Raises:
         DescriptionError: the text is no such table, has no rows or too many, or a row is wrong; the error names

@@ -89,7 +89,7 @@ class TorusNetwork:
                 yield owner, tuple(shape)
 
     def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
-        """Return the mesh shapes in which mesh neighbours are torus neighbours.
+        """Return the shapes of the meshes of `num_dims` axes in which mesh neighbours are torus neighbours.
 
         Raises:
             LayoutError: `num_dims` is below 1, or above the axes of a reconfigurable torus.
@@ -106,8 +106,9 @@ class TorusNetwork:
     ) -> NetworkAxis:
         """Return the links that mesh axis `i` of `num_dims` runs over: the slowest torus axis under it.
 
-        `shape` None takes the first mesh of so many axes that the torus carries. Of a reconfigurable torus mesh
-        axis `i` is torus axis `i`. `shared` changes nothing: groups share no links here.
+        `shape` None takes the first mesh of so many axes that the torus carries. A mesh axis of size 1 under
+        which no torus axis lies has the slowest of all. Of a reconfigurable torus mesh axis `i` is torus axis
+        `i`. `shared` changes nothing: groups share no links here.
 
         Raises:
             LayoutError: the torus cannot carry that mesh, or the mesh has no axis `i`.
@@ -195,7 +196,9 @@ class _OneLinkNetwork(AnyShapeNetwork):
     def axis(
         self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
     ) -> NetworkAxis:
-        """Return the links that mesh axis `i` runs over: the same for all axes.
+        """Return the links that mesh axis `i` of `num_dims` runs over: the same for all axes.
+
+        `shared` changes nothing: the groups of an axis do not slow each other down here.
 
         Raises:
             LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
@@ -246,11 +249,11 @@ class HostsNetwork(AnyShapeNetwork):
     ) -> NetworkAxis:
         """Return `intra` if every group of mesh axis `i` stays within a host, else `nic`.
 
-        Without a shape, the last of several mesh axes is taken to be the one within a host. With `shared` the
-        rate of a NIC is divided by the flows on it: a group that takes every n-th rank leaves a host beside n -
-        1 others (ATP, equation 3); where a host holds the end of one block of such groups and the beginning of
-        the next it has both blocks' groups; and each direction of a ring counts. All of these share the host's
-        NICs evenly.
+        Without a shape, the last of several mesh axes is taken to be the one within a host, and `shared` changes
+        nothing. With a shape and `shared` the rate of a NIC is divided by the flows on it: a group that takes
+        every n-th rank leaves a host beside n - 1 others (ATP, equation 3); where a host holds the end of one
+        block of such groups and the beginning of the next it has both blocks' groups; and each direction of a
+        ring counts. All of these share the host's NICs evenly.
 
         Raises:
             LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
@@ -320,7 +323,7 @@ class FullMeshNetwork(AnyShapeNetwork):
         """Return `inner` if every group of mesh axis `i` stays within a package, else `link`.
 
         Without a shape it is `link` where there are several packages. A ring of chips in order uses each link
-        once, so that one link sets its pace.
+        once, so that one link sets its pace, and `shared` changes nothing.
 
         Raises:
             LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
@@ -353,7 +356,7 @@ Network = TorusNetwork | RingNetwork | SwitchNetwork | HostsNetwork | TreeNetwor
 
 
 def with_axes(network: Network, change: Callable[[NetworkAxis], NetworkAxis]) -> Network:
-    """Return a network in which `change` is applied to every kind of link."""
+    """Return the network with `change(links)` in place of the links of every kind that it has."""
     match network:
         case TorusNetwork():
             joined = network.slices and change(network.slices)

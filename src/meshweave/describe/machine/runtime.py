@@ -23,7 +23,7 @@ class Runtime:
     source: str
 
     def communicator_bytes(self, num_ranks: int) -> int:
-        """Return the bytes of buffers of one communicator; 0 for a rank alone."""
+        """Return the bytes of a chip's buffers for a communicator of `num_ranks` ranks; 0 for a rank alone."""
         return 0 if num_ranks < 2 else self.pair_bytes if num_ranks == 2 else self.group_bytes
 
 

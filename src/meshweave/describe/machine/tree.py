@@ -108,7 +108,10 @@ class TreeNetwork(AnyShapeNetwork):
         return slowest_axis(crossed)
 
     def axis_between(self, src: int, dst: int) -> NetworkAxis:
-        """Return the slowest links from chip `src` to chip `dst`; from a chip to itself, its own link."""
+        """Return the slowest links that a message from chip `src` to `dst` takes, all parallel links as one.
+
+        Of equally slow ones the highest in the tree; from a chip to itself, its link to the lowest switch.
+        """
         crossed: list[NetworkAxis] = []
         for level, below in zip(self.levels, self.chips_below, strict=True):
             meet = src // (below * level.fanout) == dst // (below * level.fanout)
@@ -137,7 +140,10 @@ class TreeNetwork(AnyShapeNetwork):
         return max(crossed, default=0)
 
     def with_chips(self, chips: int) -> TreeNetwork:
-        """Return the tree with more or fewer subtrees at the top. Raises DescriptionError for part of one."""
+        """Return the tree with `chips` chips: more or fewer children of the top switch, each as large as before.
+
+        Raises DescriptionError unless `chips` is a positive multiple of the chips of such a child.
+        """
         per_child = self.chips_below[-1]
         if chips % per_child:
             raise DescriptionError(

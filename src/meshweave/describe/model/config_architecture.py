@@ -35,9 +35,13 @@ _READ = {*_BIAS_KEYS, "no_bias", "qk_layernorm", "use_qk_norm", "alibi", "learne
 
 
 def read_architecture(data: Mapping[str, Any], known: KnownModelType | None, head_dim: int) -> Architecture:
-    """Return the architecture in a config besides sizes, with the defaults of its family for keys left out.
+    """Return the architecture that a config describes, besides sizes.
 
-    `known` is None for a family that is not known; `head_dim` is the size of a head.
+    Args:
+        data: the config, with the defaults of its family already filled in.
+        known: the facts on its family, for the norm, positions and biases that no key says; None for a family
+            that is not known.
+        head_dim: features of a head, by which `rotary_dim` is divided.
     """
     base, share, scaling = _rotary(data, head_dim)
     positions = _positions(data, known, base)

@@ -142,9 +142,10 @@ def is_off(value: object) -> bool:
 
 
 def wrong_types(data: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the errors in flags, windows and maximum positions of a config, which would else count as left out.
+    """Yield an error for each key of a config that is of a wrong type and would else count as left out.
 
-    A window, or a maximum of positions, of -1 means none.
+    Keys are the flags (`FLAGS`: true, false or null) and the windows and maximum positions (a whole number; -1
+    means none; lists and tables are let pass).
     """
     for key in FLAGS:
         if not isinstance(data.get(key, False), bool | None):
@@ -157,7 +158,7 @@ def wrong_types(data: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def refusal(data: Mapping[str, Any], *, is_known: bool) -> str | None:
-    """Return why a config is not of a supported causal decoder, beginning with its key; None if it is.
+    """Return why a config is refused, as text that begins with the key at fault; None for a supported decoder.
 
     Args:
         is_known: whether the config's `model_type` is a family known to be causal, which may have
@@ -190,7 +191,7 @@ def _most(value: object) -> float:
 
 
 def other_layers(data: Mapping[str, Any]) -> str | None:
-    """Return why a config with layers that are not attention is refused, from its key on; None for others."""
+    """Return why a config with other layers than attention is refused, its key first; None if it has none."""
     kinds = layer_kinds(data)
     for key, names in kinds.items():
         other = next((name for name in names if name not in KINDS_OF_ATTENTION), None)
@@ -241,6 +242,8 @@ _MOST_TOKENS = 2**31
 
 def not_priced(data: Mapping[str, Any], hidden: int, *, is_known: bool, learned: bool) -> Iterator[NotPriced]:
     """Yield a note for each property of a config that predictions leave out.
+
+    An unknown family has a note too, and so have all keys together that are not understood.
 
     Args:
         data: the content of a `config.json`.

@@ -68,8 +68,10 @@ def dense_layer(
     columns of a gated W1_ alternate.
 
     Args:
+        heads, kv_heads: heads of queries, and of keys and values.
         width: features of a head.
         ffn: inner features of the feed-forward part.
+        form: what the layer has besides sizes.
     """
     gated, norm, biases = form.gated, form.norm, form.biases
     residual, per_group = Features("hidden", hidden), heads // kv_heads

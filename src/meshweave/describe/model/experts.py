@@ -45,7 +45,7 @@ class Router(LayerNode):
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return the weight matrix of the scores (hidden, experts), and biases."""
+        """Return WR (hidden, experts), the weights of scores, and BR (`parameters_each`, experts), if any."""
         columns = Features("choices", self.experts)
         modules = ((self.module, self.experts),) if self.module else ()
         weights = [NodeWeight("WR", (Features("hidden", self.hidden), columns), "whole", modules)]
@@ -121,7 +121,7 @@ class Experts(LayerNode):
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Return one row: what the first product makes and the second one reads, of all copies of a token."""
+        """Return one row: what the first product makes and what the second reads, for all copies of a token."""
         return (Kept("experts", self.out, self.chosen * (self.columns + 1) * self.inner),)
 
     @property

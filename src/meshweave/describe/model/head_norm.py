@@ -39,7 +39,7 @@ class JointNorm(HeadNorm):
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return the gains of all queries and of all keys."""
+        """Return the gains of all queries and then of all keys, as one tensor of one dim."""
         sizes = self.groups * self.per_group * self.width, self.groups * self.width
         modules = tuple((f"self_attn.{name}_norm", size) for name, size in zip("qk", sizes, strict=True))
         return (NodeWeight(self.gain, (Features("", sum(sizes)),), "norm", modules),)
@@ -51,5 +51,5 @@ class SinkAttention(Attention):
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return the learned score of each head."""
+        """Return SINK (heads,), the learned scores: one for each head of queries."""
         return (NodeWeight("SINK", (Features("", self.heads),), "bias", (("self_attn.sinks", self.heads),)),)

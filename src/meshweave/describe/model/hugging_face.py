@@ -39,7 +39,7 @@ _GATED_ACTIVATIONS = ("silu", "swish", "swiglu", "geglu", "reglu")
 
 
 def transformer_from_config(data: dict[str, Any], file: str | Path) -> Transformer:
-    """Return the model of a Hugging Face config.
+    """Return the model of a Hugging Face config; `file` is what errors name, and what the model's name is from.
 
     Raises:
         DescriptionError: sizes are missing or wrong; the error lists them.
@@ -105,8 +105,8 @@ def head_problems(
 ) -> Iterator[Problem]:
     """Yield the errors in the sizes of a model's heads.
 
-    `num_kv_heads` must divide `num_heads`, and `num_heads` must divide `hidden` where `head_dim` is None. None
-    stands for as many as `num_heads`. `kv_key` is the key of `num_kv_heads` in the file.
+    `num_kv_heads` must divide `num_heads`; if it is None, it is `num_heads`. `num_heads` must divide `hidden`
+    where `head_dim` is None. `kv_key` is the key of `num_kv_heads` in the file.
     """
     if num_heads % (num_kv_heads or num_heads):
         yield Problem(kv_key, f"{num_kv_heads} does not divide the {num_heads} heads; give a divisor")

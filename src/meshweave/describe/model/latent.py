@@ -73,7 +73,7 @@ class LatentAttention(Attention):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return the features of a token that stacks count memory traffic by.
+        """Return the features of a token by which software stacks count memory traffic.
 
         "heads": those of all values, heads * value. "keys": those of all keys, heads * (own + shared): the
         shared part counts once for each head.

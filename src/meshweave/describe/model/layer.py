@@ -114,7 +114,7 @@ class LayerGraph(Shown):
 
     @cached_property
     def jointly_reduced(self) -> frozenset[str]:
-        """Return the edges that are partial sums on ranks and terms of one sum.
+        """Return the edges that may be partial sums on ranks and that a sum adds to another such edge.
 
         A rank adds up its own terms first, so that one reduction over ranks does for all of them.
         """
@@ -248,7 +248,9 @@ class LayerGraph(Shown):
     def kept_bytes(self, item_bytes: int, keys: int, kinds: Collection[KeptKind]) -> int:
         """Return the bytes per token that are kept: edges that gradients read, and what is of the given kinds.
 
-        `item_bytes` are those of an activation, `keys` the keys that each token attends to.
+        Args:
+            item_bytes: bytes of an element of an activation.
+            keys: the number of keys that each token attends to.
         """
         edges = sum(self.features[edge].size for edge in self.kept_edges) * item_bytes
         return edges + sum(row.num_bytes(item_bytes, keys) for row in self.kept(kinds))

@@ -118,11 +118,11 @@ class ChipMemory:
         return self.state_bytes + self.activation_bytes[recompute]
 
     def least_recompute(self, memory_bytes: int) -> Recompute | None:
-        """Return the least recomputation with which states and activations fit; None if "full" does not do."""
+        """Return the least recomputation with which all fits into `memory_bytes`; None if "full" does not."""
         return next((kind for kind in RECOMPUTES if self.total_bytes(kind) <= memory_bytes), None)
 
     def summary(self, memory_bytes: int) -> str:
-        """Return one line of text: bytes by kind against a chip's memory, and the recomputation that fits."""
+        """Return one line of text: bytes by kind of `memory_bytes`, and the least recomputation that fits."""
         activations = self.activation_bytes
         kind = self.least_recompute(memory_bytes)
         if kind is None:

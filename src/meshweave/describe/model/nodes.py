@@ -92,7 +92,7 @@ class Kept:
     by_keys: bool = False
 
     def num_bytes(self, item_bytes: int, keys: int) -> int:
-        """Return the bytes per token; `item_bytes` are an activation's, `keys` those that a token attends to."""
+        """Return the bytes per token; an activation has `item_bytes`, a token attends to `keys` keys."""
         return self.elements * (self.item_bytes or item_bytes) * (keys if self.by_keys else 1)
 
 
@@ -150,7 +150,7 @@ class LayerNode(ABC):
 
     @property
     def input_gradient(self) -> str:
-        """Return the name of the tensor of its term in the gradient of its input; "" for the default name."""
+        """Return the name of the tensor that it adds to the gradient of its input; "" for the default name."""
         return ""
 
     @property
@@ -160,7 +160,7 @@ class LayerNode(ABC):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return the features of a token that stacks count memory traffic by: of "heads", "keys" and "ffn"."""
+        """Return {"heads", "keys" or "ffn": features per token}, from which stacks count memory traffic."""
         return {}
 
     def attention_flops(self, pairs: int) -> int:
@@ -209,7 +209,7 @@ class Norm(LayerNode):
 
     @property
     def input_gradient(self) -> str:
-        """Return the name of the norm's term in the gradient of its input."""
+        """Return the name of the tensor that the norm adds to the gradient of its input."""
         return f"DI{self.statistics[1:]}"
 
     @property

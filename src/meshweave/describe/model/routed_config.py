@@ -119,9 +119,14 @@ def is_routed(data: Mapping[str, Any]) -> bool:
 def routed_transformer(data: dict[str, Any], name: str, file: str) -> Transformer:
     """Return the model of a config with experts.
 
+    Args:
+        data: the content of a `config.json`.
+        name: of the model.
+        file: what errors name, and the source of the model.
+
     Raises:
         DescriptionError: sizes are missing or wrong; the error lists them.
-        UnsupportedError: some layers are not attention.
+        UnsupportedError: some layers are not attention, or which of them have the window is not known.
         KeyError: the family is not in `FAMILIES`; see `is_routed`.
     """
     if (reason := other_layers(data)) is not None:

@@ -38,7 +38,7 @@ class WindowRule:
     is_optional: bool = False
 
     def windowed(self, data: Mapping[str, Any], count: int) -> list[bool]:
-        """Return for each of `count` layers whether it has the window.
+        """Return for each of the `count` layers of a config whether it has the window.
 
         Raises:
             ValueError: the rule is not known, or the config's value is not valid; its text begins with the key.
@@ -77,7 +77,7 @@ def with_layer_kinds(data: dict[str, Any], count: int, file: str) -> dict[str, A
     """Return a config of `count` layers with `layer_types`, where its family has a rule and it has a window.
 
     Of a config that names the kinds of more layers the first `count` are kept. One without a rule, without a
-    window, or of more layers than `base.limits.STEP_LAYERS` is returned as it is.
+    window, or of more layers than `base.limits.STEP_LAYERS` is returned as it is. `file` is what errors name.
 
     Raises:
         DescriptionError: the config names the kinds of fewer layers.

@@ -53,7 +53,7 @@ class CallLabels:
         self._stashes: dict[tuple[object, ...], Stashed] = {}
 
     def call(self, op: Call, rank: int, ins: list[Labels]) -> list[Labels]:
-        """Return the labels of a call's outputs, as their meanings say.
+        """Return the labels of a call's outputs from those of its inputs, `ins`, as their meanings say.
 
         Without a meaning, an output in a declared tensor is taken for the finished elements of that tensor,
         and one in scratch is an opaque term. Raises ProgramError for inputs that are not what the call needs.

@@ -57,9 +57,10 @@ def sampled_counts(program: WrittenProgram, seed: int) -> dict[str, Cells]:
 
 
 def check_cells(program: Program, flow: Dataflow) -> None:
-    """Raise ProgramError where the views of one op do not name the same cells in the same order.
+    """Raise ProgramError where the views of an op do not name the same cells in the same order in memory.
 
-    `flow` is that of the program with one row a cell.
+    So must what one member of a message or collective sends and another takes. `flow` is that of the program
+    with one row a cell.
     """
     _Cells(program, flow).check()
 

@@ -20,7 +20,10 @@ from meshweave.ir.program.views import View
 
 
 def exposed_buffers(program: Program) -> frozenset[str]:
-    """Return the names of the buffers that some op accesses on another rank; fences order accesses to them."""
+    """Return the names of the buffers that some op accesses on another rank; fences order accesses to them.
+
+    Ops inside included sub-programs are not seen: give the expanded program for these.
+    """
     return frozenset(
         view.buffer for op in program.ops() for _, view in op.accesses() if view.rank is not None
     )

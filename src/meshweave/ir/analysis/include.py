@@ -68,7 +68,7 @@ Summaries = Mapping[str, PartSummary]
 
 
 def with_include_lane(program: Program) -> Program:
-    """Return the program with a lane "" for its includes, which holds none of them up; itself if it has none."""
+    """Return the program with a ready-first lane "" for its includes; the same program if it has none."""
     if not program.includes:
         return program
     return replace(program, lanes=(*program.lanes, Lane("", "ready", 1 << 30)))

@@ -113,7 +113,7 @@ class Interpreter:
                         self.memory[rank, buffer.name, slot][...] = values(buffer, rank)
 
     def run(self, order: Iterable[Event]) -> None:
-        """Execute the events (`untimed_order` returns them) in the given order.
+        """Execute the events in the given order; `untimed_order` returns all events of a program in a legal one.
 
         Raises ProgramError from the algebra, with op and rank, and for an `Exchange`, which cannot be run.
         """

@@ -192,12 +192,12 @@ class LabelAlgebra:
     def add(self, x: Labels, y: Labels) -> Labels:
         """Return the labels of a sum, element by element.
 
-        Raises ProgramError where elements of other positions or values meet.
+        Raises ProgramError where different positions, or values that no declared tensor sums, meet.
         """
         return self.combine("sum", x, y)
 
     def reduce(self, op: str, terms: Sequence[Labels]) -> Labels:
-        """Return the labels of the reduction of some blocks.
+        """Return the labels of the reduction `op` ("sum", ...) of blocks of one shape, element by element.
 
         Raises ProgramError where they are no parts of one value.
         """
@@ -209,7 +209,8 @@ class LabelAlgebra:
     def combine(self, op: str, x: Labels, y: Labels) -> Labels:
         """Return the labels of the sum, or other reduction `op`, of two blocks of one shape.
 
-        Raises ProgramError where elements of other positions or values meet, or zeros in another reduction.
+        Raises ProgramError where different positions or values that do not add up meet, or zeros in another
+        reduction.
         """
         x_zero, y_zero = x["term"] == ZERO, y["term"] == ZERO
         if op != "sum" and (x_zero.any() or y_zero.any()):

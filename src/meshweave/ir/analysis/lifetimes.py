@@ -35,7 +35,8 @@ def lifetimes(
 ) -> dict[Slot, list[tuple[int, int]]]:
     """Return the (first, last) op index of each life of each slot of `rank` that ops use, by (buffer, slot).
 
-    Slots that one-sided ops of other ranks access live throughout, because those accesses may come at any time.
+    Indices count the ops of the global rank `rank` in program order, includes expanded. Slots that one-sided ops
+    of other ranks access live throughout, because those accesses may come at any time.
 
     Args:
         kinds: the kinds of buffers to list. By default those whose memory can be reused, scratch and temp.

@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 def part_sizes(sizes: Any, total: int, count: int) -> tuple[int, ...]:
-    """Return the size of each member's part: `sizes` as given, or `count` parts of `total // count` for None."""
+    """Return each of `count` members' elements along a dim of `total`: `sizes`, or equal parts for None."""
     return (total // count,) * count if sizes is None else sizes
 
 

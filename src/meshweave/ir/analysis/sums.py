@@ -19,7 +19,10 @@ from meshweave.ir.program.views import View
 
 
 def has_updates(program: Program) -> bool:
-    """Return whether any op of a program updates memory: an accumulate, or a release with `update`."""
+    """Return whether any op of a program updates memory: an accumulate, or a release with `update`.
+
+    Ops inside included sub-programs are not seen: give the expanded program for these.
+    """
     return any(mode == UPDATE for op in program.ops() for mode, _ in op.accesses())
 
 

@@ -176,7 +176,10 @@ class TermTable:
         return number
 
     def part(self, basis: str, counts: Counts) -> int:
-        """Return the number of the term with these counts of the summands of `basis`, in their numbering."""
+        """Return the number of the term in which each summand of `basis` was added as often as `counts` says.
+
+        `counts` is flat, in the row-major order of `extents(basis)`.
+        """
         if self.reduction(basis) in _IDEMPOTENT:
             counts = np.minimum(counts, 1)
         return self.number(Term(((basis, counts.astype(np.int32).tobytes()),)))

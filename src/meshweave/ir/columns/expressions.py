@@ -51,7 +51,7 @@ class ExpressionColumns:
 
     @property
     def num_slots(self) -> int:
-        """Return the number of slots: of different names, "rank" and "peer" among them."""
+        """Return the number of slots, one for each different name, "rank" and "peer" included."""
         return len(self._slots)
 
     def slot(self, name: str) -> int:

@@ -108,7 +108,7 @@ class GroupColumns:
         return known
 
     def group_price(self, row: Column) -> int:
-        """Return the index of the cost constants of the group at positions `row` in `ranks`.
+        """Return the index of the cost constants of a group; its members are at positions `row` of `ranks`.
 
         This one returns 0: nothing has a price.
         """

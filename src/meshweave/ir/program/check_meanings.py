@@ -14,7 +14,7 @@ from meshweave.ir.program.written import Tensor
 
 
 def check_meanings(program: Program) -> None:
-    """Check the declared meanings: names, shapes, one a tensor, and that no tensor is computed from itself.
+    """Check the meanings of a program: names, shapes, one for a tensor, and none of a tensor from itself.
 
     Raises ProgramError naming the tensor.
     """
@@ -115,12 +115,12 @@ def _inner(meanings: Mapping[str, Meaning], name: str) -> list[str]:
 
 
 def running_tensors(meanings: Mapping[str, Meaning], meaning: Meaning) -> frozenset[str]:
-    """Return the inputs of a function that hold reductions so far: those that calls of its own `fn` reduce.
+    """Return the inputs that hold partial reductions which a meaning continues: those reduced by its `fn`.
 
     Args:
-        meanings: by the tensor that each is of.
-        meaning: the meaning of the function's result, which may itself be no reduction: a call can return
-            gradients of inputs beside sums of those of parameters. Of other meanings the result is empty.
+        meanings: every declared meaning, by its result.
+        meaning: that of a function's result, which may itself be no reduction: a call can return gradients
+            of inputs beside sums of those of parameters. Of other meanings the result is empty.
     """
     if not isinstance(meaning, Function):
         return frozenset()

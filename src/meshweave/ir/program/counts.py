@@ -50,7 +50,10 @@ def one_row_a_cell(program: WrittenT) -> WrittenT:
 
 
 def with_counts(program: WrittenT, values: CountValues) -> WrittenT:
-    """Return the plain program whose cells have the rows of `values`, without meanings of their tensors."""
+    """Return the plain program whose cells have as many rows as `values` says, by name of their table.
+
+    Meanings of tensors of cells are dropped. Raises ProgramError where values or an op do not fit.
+    """
     if not program.counts and not values:
         return program
     tables = checked_values(program, values)
@@ -79,7 +82,7 @@ def with_counts(program: WrittenT, values: CountValues) -> WrittenT:
 
 
 def checked_values(program: WrittenProgram, values: CountValues) -> dict[str, NDArray[np.int64]]:
-    """Return the values of each table by name. Raises ProgramError where some are missing or not allowed."""
+    """Return the values of each table by name. Raises ProgramError for missing, unknown or impossible ones."""
     for name in values:
         if name not in program.counts_of:
             known = did_you_mean(name, program.counts_of)
@@ -109,10 +112,7 @@ def checked_values(program: WrittenProgram, values: CountValues) -> dict[str, ND
 
 
 def cell_rows(program: WrittenProgram, tables: Mapping[str, NDArray[np.int64]]) -> dict[str, CellRows]:
-    """Return where the rows of cells lie, by name of each buffer that holds cells.
-
-    `tables` has the entries of each table of counts.
-    """
+    """Return where the rows of cells lie, by name of their buffer, given the entries of each table by name."""
     out = {}
     for buffer in program.buffers:
         tensor = None if buffer.tensor is None else program.tensor_of[buffer.tensor]
@@ -290,9 +290,8 @@ class CellRows:
     def part_sizes(self, view: View, dim: int, count: int) -> Index:
         """Return the number of rows of part `peer` of a view cut along `dim` into `count` equal runs of cells.
 
-        It is an expression in `peer` and in the executing rank's coordinates.
-
-        Raises ProgramError where `count` does not divide its cells, or they are not cut so in memory.
+        It is an expression in `peer` and in the executing rank's coordinates. Raises ProgramError where `count`
+        does not divide its cells, or they are not cut so in memory.
         """
         chosen, before, first, last = self._run(view, dim)
         length = binary("-", last, first)

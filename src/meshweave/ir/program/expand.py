@@ -280,12 +280,12 @@ class _Expansion:
 
 
 def placements(program: WrittenProgram, op: Include) -> Iterator[dict[int, int]]:
-    """Yield every rank map of an include, {rank of the sub-program: global rank here}.
+    """Yield every rank map of an include, {rank of the sub-program: global rank of `program`}.
 
     There is one map, or one for each set of ranks that runs the include where these depend on coordinates.
 
     Raises:
-        ProgramError: the ranks depend on a loop index, or do not fit.
+        ProgramError: the ranks depend on a loop index, or do not fit the sub-program's meshes.
     """
     if not op.rank_variables:
         yield op.rank_map(program.mesh_of, {})

@@ -24,7 +24,7 @@ def fault_at(node: ast.AST, message: str) -> ProgramError:
 
 
 def read_slots(name: str, node: ast.expr | None) -> int:
-    """Return the number of slots that `node` gives buffer `name`, 1 for None.
+    """Return the number of slots that `node` gives buffer `name`; 1 where `node` is None.
 
     Raises ProgramError where it is no integer or over the limit.
     """
@@ -143,7 +143,7 @@ def read_int(node: ast.expr) -> int:
 
 
 def read_number(node: ast.expr) -> float:
-    """Return the number that a node is, which has no sign. Raises ProgramError for another node."""
+    """Return the unsigned number that a node is, as a float. Raises ProgramError for another node."""
     value = node.value if isinstance(node, ast.Constant) else None
     if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
         return float(value)

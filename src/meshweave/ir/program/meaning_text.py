@@ -19,7 +19,7 @@ from meshweave.ir.program.written import Tensor
 
 
 def read_meaning(out: ast.expr, call: ast.Call, tensors: dict[str, Tensor]) -> Meaning:
-    """Return the meaning that `computes(out, call)` declares, of tensors by name.
+    """Return the meaning that `computes(out, call)` declares; `tensors` are the declared ones by name.
 
     Raises ProgramError where it is in none of the forms, or names an unknown tensor.
     """

@@ -350,7 +350,7 @@ class Send(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class Recv(Op):
-    """out = src of the matching send of rank `peer`, or with `update` out += src."""
+    """out = src of the matching send of global rank `peer`, or with `update` out += src."""
 
     kind: ClassVar[str] = "recv"
     out: View

@@ -167,7 +167,7 @@ class Program(Shown, WrittenProgram):
 
         Each rank is a step, each statement that it comes to and each turn of a loop; a collective has one more
         for every 64 members. Takes time in proportion to the limit, whatever the program. Raises ProgramError
-        where an expression has no value.
+        where an expression has no value or counts have none.
         """
         steps = StepBudget(limit)
         try:

@@ -44,10 +44,11 @@ class RegionReader(Protocol):
 
 
 def read_product(node: ast.stmt, reader: RegionReader) -> tuple[Statement, ...]:
-    """Return the statements of a product with regions; () for other nodes.
+    """Return the statements of a product with regions; () for a node that is no call of `product`.
 
     Raises:
-        ProgramError: it does not read `product(a, b, (region, ...), release=, transpose_a=, transpose_b=, lane=)`.
+        ProgramError: it does not read `product(a, b, (region, ...), release=, transpose_a=, transpose_b=,
+            lane=)`, a name in it is unknown, or the first region is one of a loop.
     """
     match node:
         case ast.Expr(value=ast.Call(func=ast.Name(id="product")) as call):

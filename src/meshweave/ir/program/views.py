@@ -160,7 +160,8 @@ class View:
         """Return whether a resolved view is not one run of memory, in a dense buffer of local `shape`.
 
         The view must not be empty. `order` lists dims from outermost to innermost in memory, None the order
-        written. A view of blocks counts as strided if its [start, stop) spans two periods.
+        written. A view of blocks counts as strided if its [start, stop) reaches into a second period of the
+        stride.
         """
         is_inside = False  # a dim of which the view has more than one element
         for dim in range(len(shape)) if order is None else order:
@@ -209,7 +210,8 @@ class View:
         Args:
             env: the integer of each variable.
 
-        Raises ProgramError where it is outside the buffer, or a variable has no value.
+        Raises ProgramError where a range or the slot is outside the buffer, the numbers of dims differ, a block
+        is negative or its stride below 1, or a variable has no value.
         """
         if len(self.selectors) != len(shape):
             raise ProgramError(f"view {self} has {len(self.selectors)} dims, its buffer has {len(shape)}")

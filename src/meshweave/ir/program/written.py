@@ -252,7 +252,7 @@ class WrittenProgram:
         return view.num_elements * dtype_bytes(self.buffer_of[view.buffer].dtype)
 
     def group_size(self, over: Over) -> int:
-        """Return the number of members of the groups that `over` means: a mesh axis, a mesh or listed ranks.
+        """Return the number of members of a group that `over` means: a mesh axis, a mesh or listed ranks.
 
         It is 0 for a mesh or axis that is not declared.
         """
