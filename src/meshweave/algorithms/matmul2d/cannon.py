@@ -308,8 +308,12 @@ def _sum(problem: Matmul2dProblem, steps: CannonSteps, after: str) -> Task:
 def traffic(problem: Matmul2dProblem, rank: int, count: int, start: int = 0) -> dict[str, int]:
     """Return the bytes that a rank receives on its own mesh in `count` steps from `start` on, by "mesh.axis".
 
-    A moving input arrives once per step, except for step 0 where the skew is 0. A moving output arrives once per
-    step after the first, and once more in the end where the unskew is not 0.
+    A moving input arrives once per step, except for step `start` where the skew is 0. A moving output arrives
+    once per step after the first, and once more in the end where the unskew is not 0. Reductions over `depth`
+    are not counted. An axis without bytes is left out.
+
+    Args:
+        rank: a global rank.
     """
     mesh = problem.mesh
     layout = Layout(mesh, two_d_placements(problem)["a"])

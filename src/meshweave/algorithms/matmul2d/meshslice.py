@@ -241,7 +241,10 @@ def _move_tasks(
 
 
 def lower_bound_tasks(problem: Matmul2dProblem, placements: Placements) -> tuple[Task, ...]:
-    """Return tasks that together take no longer than any slicing: the whole product, one collective per matrix."""
+    """Return tasks that together take no longer than any slicing: the whole product, one collective per matrix.
+
+    None waits for another. `placements` has one placement per mesh axis for each of "a", "b" and "c".
+    """
     tasks = [product_task(problem, placements, problem.sliced_size)]
     for moving in (problem.horizontal, problem.vertical):
         size = problem.axis_size(moving.axis)
@@ -260,7 +263,7 @@ def slice_counts(problem: Matmul2dProblem, block: int = 8, most: int = 128) -> l
 
     Each divides the number of blocks of the sliced dim in a shard, along `row` and along `col`. Where the mesh
     axes do not divide the sliced dim into whole blocks, they are the powers of two up to the elements of the
-    sliced dim over the longest side of the mesh.
+    sliced dim over the longest side of the mesh, 1 at least.
 
     Args:
         block: elements of a block.

@@ -259,7 +259,7 @@ def _num_selections(pools: Sequence[Sequence[int]], sizes: Sequence[int], width:
 
 
 def next_state(state: ScheduleState, stage: IssueStage) -> ScheduleState:
-    """Return the state after a stage."""
+    """Return the state after a stage, three bit sets: products computed, tiles fetched, results accumulated."""
     return (
         state[0] | bit_set(stage.products),
         state[1] | bit_set(stage.fetches),

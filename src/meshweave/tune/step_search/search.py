@@ -130,7 +130,7 @@ class StepSearch(BestFirst):
         return False
 
     def ranking(self) -> StepRanking:
-        """Return the ranking of the search. Ctrl-C ends it with the best so far, once there is one."""
+        """Run the search and return its ranking. Ctrl-C ends it with the best so far, if there is one."""
         tree = self._tree
         self.answer_early(tree.apart().parts)
         self.run(tree.parts)

@@ -57,7 +57,7 @@ class RingDirection:
     suffix: str
 
     def steps_in(self, iteration: Steps) -> range:
-        """Return which ring steps of an iteration, [start, stop), there are in this direction of `steps`."""
+        """Return the ring steps of `iteration`, [start, stop), that are below this direction's `steps`."""
         return range(iteration[0], min(iteration[1], self.steps))
 
 

@@ -203,7 +203,7 @@ def _extent(size: int, parts: int, at: int) -> int:
 
 
 def peak_bytes(ring: RingProduct) -> int:
-    """Return the most bytes that rank 0 holds at once.
+    """Return the most bytes that rank 0 of the mesh, which has the largest shards, holds at once.
 
     They are the shards of all operands, the gathered (or not yet reduced) matrices, and if the matrix of the
     ring is scattered, two receive buffers per direction. In a ring of fewer than six ranks fewer receive buffers
