@@ -247,7 +247,7 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return peak_bytes(self.program(problem, config), rank)
 
     def gradients(self, problem: ProblemT) -> tuple[Gradient[Any], ...]:
-        """Return for each differentiable input the problem of its gradient.
+        """Return for each differentiable input the problem of its gradient; this default returns none.
 
         An input is left out where the placements of the operands do not fit the problem of its gradient.
         """

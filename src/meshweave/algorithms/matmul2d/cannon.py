@@ -72,7 +72,10 @@ class CannonSteps:
         return self.side // self.count
 
     def chunk_at(self, step: Index) -> Index:
-        """Return which chunk of the sliced dim chip (row, col) multiplies at a step of this mesh, from 0 on."""
+        """Return the number of the chunk of the sliced dim that chip (row, col) multiplies at a step.
+
+        `step` counts this mesh's own steps, 0 at `start`. The result is an expression in the mesh coordinates.
+        """
         return (Var(f"{MESH}.row") + Var(f"{MESH}.col") + self.start + step) % self.side
 
     def skew(self, axis: str) -> Index:

@@ -140,7 +140,7 @@ def _copy_name(moving: MovingMatrix) -> str:
 def build(
     problem: Matmul2dProblem, slices: Slices, name: str, placements: Placements | None = None
 ) -> Program:
-    """Return a program, called `name`, for slices of any widths; with one slice it is Collective's.
+    """Return a program, called `name`, for slices of any widths; one slice makes the collective product.
 
     Args:
         placements: of the operands; they may shard the dims that are not sliced over further axes. None for
@@ -180,7 +180,8 @@ def runs(
 ) -> Iterator[tuple[int, tuple[Task, ...]]]:
     """Yield (count, tasks) for all slices in order: `count` neighbouring slices that each have these tasks.
 
-    Where a mesh axis does not divide the sliced dim into whole periods, each slice is yielded alone.
+    They are the tasks of the rank with the largest shards. Where a mesh axis does not divide the sliced dim into
+    whole periods, each slice is yielded alone.
     """
     axis_sizes = [problem.axis_size(moving.axis) for moving in (problem.horizontal, problem.vertical)]
     sliced = len(slices.widths) > 1
