@@ -66,9 +66,11 @@ class RingProduct:
     """A product that is overlapped with the ring steps of one matrix.
 
     Attributes:
+        placements: of "a", "b" and "c", for each one placement per mesh axis.
         moving: the matrix that goes around its axis in parts.
         exposed: a second matrix that moves, by one collective before (or after) all products, or None.
-        num_iterations: number of products that the ring is divided into.
+        num_iterations: the iterations asked for, with that of the local part. On P chips, P > 1, there are at
+            least 2 and at most P // 2 + 1. One that moves parts has a product for each direction.
     """
 
     problem: Matmul2dProblem

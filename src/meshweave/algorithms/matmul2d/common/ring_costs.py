@@ -235,7 +235,7 @@ def _local_bytes(ring: RingProduct, operand: str, whole: MovingMatrix | None) ->
 
 
 def iteration_counts(parts: int) -> list[int]:
-    """Return numbers of iterations worth trying on a ring of `parts` ranks, ascending.
+    """Return values of `num_iterations` worth trying on a ring of `parts` ranks, ascending.
 
     The last is the most that there can be, parts // 2 + 1: one ring step per iteration. Before it come those of
     2 to 8, 12, 16, 24, 32, ..., 192, 256 that are less.
