@@ -115,8 +115,8 @@ def compare_reshards(
 
     Raises:
         LayoutError: the cluster has fewer chips than there are ranks.
-        UnsupportedError: there is no such strategy or order; or the problem takes too long to plan, see
-            `check_size`; or a plan has too many messages.
+        UnsupportedError: there is no such strategy or order, or an order needs a library that is not installed;
+            or the problem takes too long to plan, see `check_size`; or a plan has too many messages.
     """
     check_size(problem)
     began = time.perf_counter()
