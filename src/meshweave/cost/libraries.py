@@ -82,8 +82,8 @@ def sized_price(
 ) -> SizedPrice | None:
     """Return the price of a collective by its size; None where the constants of the axis are used instead.
 
-    It is None, for example, where the network has no hosts, nothing was measured inside a host, or the group has
-    one NIC in each host.
+    It is None, for example, where the network has no hosts, where a group lies in one host and the chip has no
+    measured constants for that, or where a group has one NIC in each of several hosts.
 
     Args:
         axis: the mesh axis, as "tp.row", or a mesh, as "tp".

@@ -118,7 +118,7 @@ class ScheduleGraph:
         return tuple(bit_set(product.needs) for product in self.products)
 
     def ready(self, state: ScheduleState) -> list[int]:
-        """Return the numbers of the products not computed yet whose tiles are all fetched, in the given order."""
+        """Return the numbers of products not computed yet whose tiles are all fetched, in the given order."""
         return [i for i, need in enumerate(self.needs) if not (state[0] >> i & 1 or need & ~state[1])]
 
     def unfetched(self, state: ScheduleState) -> list[int]:

@@ -49,10 +49,10 @@ class ResourceLoad:
 def resource_loads(jobs: JobSet) -> list[ResourceLoad]:
     """Return the sets of resources that a bound considers, with the jobs that must load each of them.
 
-    Of each class the resources are split into components that no job's alternatives connect. Considered are the
-    sets left when the least loaded resource of a component is removed again and again (the densest set or one
-    nearly as dense is among them), and unions of the jobs' own sets of alternatives, up to 4096 of them or what
-    2^17 comparisons yield. A set that is left out makes the bound weaker, not wrong.
+    The resources of a class fall into components that share no job. Considered are the sets left when the least
+    loaded resource of a component is removed again and again (the densest set or one nearly as dense is among
+    them), and unions of the jobs' own sets of alternatives, up to 4096 of them or what 2^17 comparisons yield. A
+    set that is left out makes the bound weaker, not wrong.
     """
     loads = []
     for cls in range(max(jobs.class_of, default=-1) + 1):
