@@ -204,13 +204,18 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
     def row(self, problem: ProblemT, part: Any) -> Hashable:
         """Return a key that configs of one row of a ranking have in common; a row shows only its best config.
 
-        This default returns `part`, a config or a part that `branches` yielded: each config has its own row.
+        Args:
+            part: a config, or a part that `branches` yielded. This default returns it, so that each config has a
+                row of its own.
         """
         own: Hashable = part
         return own
 
     def admits(self, problem: ProblemT, config: ConfigT) -> bool:
-        """Return whether a config may be chosen; asked before it is priced, if no bound rules it out."""
+        """Return whether a config may be chosen; this default returns True.
+
+        A search asks before it prices a config, but not where a bound has ruled it out already.
+        """
         return True
 
     def preference(self, problem: ProblemT, config: ConfigT, estimate: Estimate) -> Any:
@@ -238,11 +243,11 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return traffic(self.program(problem, config), rank)
 
     def peak_bytes(self, problem: ProblemT, config: ConfigT, rank: int = 0) -> int:
-        """Return the most bytes that a rank holds at once, operands and results included."""
+        """Return the most bytes that a global rank holds at once, operands and results included."""
         return peak_bytes(self.program(problem, config), rank)
 
     def gradients(self, problem: ProblemT) -> tuple[Gradient[Any], ...]:
-        """Return for each differentiable input the problem of its gradient.
+        """Return for each differentiable input the problem of its gradient; this default returns none.
 
         An input is left out where the placements of the operands do not fit the problem of its gradient.
         """

@@ -25,7 +25,12 @@ STRATEGIES: AlgorithmTable[BlockAlgorithm] = AlgorithmTable("strategy", "block:B
 
 
 def algorithm(name: str) -> Algorithm[Any, Any]:
-    """Return the algorithm called `name`. Raises UnsupportedError, which names a similar one, if there is none."""
+    """Return the algorithm called `name`.
+
+    Raises:
+        UnsupportedError: there is none, and the error names similar ones or all, or the table cannot be
+            filled (`AlgorithmTable.entries`).
+    """
     return ALGORITHMS.named(name)
 
 

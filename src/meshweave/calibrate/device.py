@@ -216,6 +216,9 @@ def fit_device(
     """Return the constants of products that give the measured seconds best.
 
     Args:
+        name, source: what the kernels are called, and where their numbers are from.
+        dtype: of the operands.
+        shapes: (m, n, k) of each product.
         seconds: of each of `shapes`.
         units: the compute units of the device, such as multiprocessors; 1 for one thread of a CPU.
 

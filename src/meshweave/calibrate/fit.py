@@ -126,8 +126,8 @@ def fit_samples(
 ) -> Fit:
     """Return a fit of all constants that the samples can tell apart.
 
-    There is no rate (see `Fit.problems`) with fewer than two samples, samples of one amount only, or a time that
-    is not finite and positive.
+    With fewer than two samples, samples of one amount only, or a time that is not finite and positive, the rate
+    is infinite, which `Fit.problems` calls a problem.
 
     Args:
         name: what is fitted, for `Fit.name`.

@@ -31,9 +31,10 @@ def run_calibration(
     """Return the constants of the cost model as measured on a target; None on ranks other than 0.
 
     Args:
-        mesh_shape: (rows, columns), with all ranks; by default the target's.
-        sizes: the sizes of messages: bytes of one member's part; by default five that suit the links.
-        limits: how large the errors and how few the points of a fit may be; beyond, it is a problem.
+        mesh_shape: (rows, columns), with all ranks; None for the target's.
+        sizes: the sizes of messages: bytes of one member's part; () for five that suit the links.
+        limits: how large the errors and how few the points of a fit may be; beyond, it is a problem. None for
+            the default ones.
         repeat: measured repetitions, after one to warm up.
         seed: seed of the order in which things are measured.
         timeout_s: seconds after which everything is stopped.

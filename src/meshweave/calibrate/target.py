@@ -29,7 +29,8 @@ class CalibrationTarget:
         cluster: what is known of the machine; one chip per rank.
         title: a few words that name the ranks.
         mesh_shape: the mesh by default.
-        run_ranks: runs the measurement on all ranks.
+        run_ranks: takes the payload of `calibrate.rank.measure` and a timeout in seconds, measures on all ranks,
+            and returns their results by rank; None on ranks other than 0.
         skip_bytes: the bytes that a link lets through before it keeps to its rate.
         rank: the rank of this process, under torchrun; else 0.
         is_one_host: whether all ranks read the same clock.

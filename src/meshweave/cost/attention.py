@@ -67,7 +67,14 @@ def attention_s(
     num_bytes: int,
     causal: bool,
 ) -> float:
-    """Return the seconds of one forward attention on one chip; of an empty one those of its launch."""
+    """Return the seconds of one forward attention on one chip; of an empty one those of its launch.
+
+    Args:
+        heads: query heads of all sequences of the batch.
+        queries, keys: number in a sequence; with `causal`, the last query sees all keys.
+        width: elements of a head.
+        num_bytes: bytes of Q, K, V and the result.
+    """
     if not heads * queries * keys * width:
         return constants.launch_s
     return float(attention_seconds(constants, heads, queries, keys, width, num_bytes, causal))

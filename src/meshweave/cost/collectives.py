@@ -25,10 +25,11 @@ Array = NDArray[np.float64]
 def collective_seconds(
     constants: CollectiveConstants, kind: str, num_chips: ArrayLike, num_bytes: ArrayLike
 ) -> Array:
-    """Return the seconds of a collective ("all_gather", "all_reduce", ...) among `num_chips` chips of one host.
+    """Return the seconds of a collective among `num_chips` chips of one host, of the shape of both arrays.
 
-    `num_bytes` is the size of nccl-tests: of the whole result of an all-gather, of the whole input of the
-    others.
+    Args:
+        kind: "all_reduce", which takes two rounds, or any other, such as "all_gather", which takes one.
+        num_bytes: the size of nccl-tests: the whole result of an all-gather, the whole input of the others.
     """
     of = constants
     chips, size = np.broadcast_arrays(

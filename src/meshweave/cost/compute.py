@@ -159,6 +159,10 @@ def call_s(work: Compute, chip: Chip) -> float:
     """Return the seconds of a call on an idle chip: FLOPs or bytes, whichever takes longer.
 
     `Chip.launch_s` is left out; the launch in the constants of a kernel is not.
+
+    Raises:
+        UnsupportedError: a call without FLOPs is of no known kind of work or has another number of sizes, or a
+            product is outside the ranges of the chip's table of products.
     """
     work = with_counts(work)
     if not work.flops:

@@ -38,7 +38,9 @@ def cpu_product_seconds(
 ) -> Array:
     """Return the seconds of products of (m, k) by (k, n) on one CPU thread; all arrays have one shape.
 
-    `batch` counts equal products in one call.
+    Args:
+        item_bytes: bytes of an element of A, B or C.
+        batch: equal products in one call.
     """
     of, lanes = constants, max(_LINE_BYTES // item_bytes, 1)
     a, b, c = (item_bytes * size for size in (m * k, k * n, m * n))

@@ -155,9 +155,10 @@ def exchange_bytes(work: CopyExchange, per_host: int, hosts: int) -> ExchangeByt
 
 
 def elements_after_dispatch(work: CopyExchange) -> int:
-    """Return how many elements the most loaded rank has after an exchange with one copy of a token a rank.
+    """Return how many elements of tokens the most loaded rank has once tokens are with their experts.
 
-    The copies of its own tokens that it keeps are included. An element is two bytes, whatever the dtype.
+    A token goes once to each rank that has one of its experts, whatever the library sends. The rank's own tokens
+    that stay count too. An element is two bytes, whatever the dtype.
     """
     share = share_with(work.num_ranks, work.experts, work.chosen, work.groups, work.top_groups)
     return round(work.tokens * work.part_bytes * work.load * share * work.num_ranks) // 2
@@ -183,7 +184,8 @@ def bytes_s(
 def exchange_s(work: CopyExchange, machine: Machine) -> float | None:
     """Return the seconds of an exchange between the ranks of a group of the mesh axis `work.axis`, on hosts.
 
-    None where the network has no hosts, or hosts have different numbers of a group's ranks.
+    None where the network has no hosts, no mesh has the axis, or hosts have different numbers of a group's
+    ranks.
 
     Raises:
         UnsupportedError: the catalog has no library of that name.
@@ -201,7 +203,13 @@ def exchange_s(work: CopyExchange, machine: Machine) -> float | None:
 
 
 def as_all_to_all(work: CopyExchange) -> Transfer:
-    """Return an all-to-all of as many bytes per rank, for networks without hosts."""
+    """Return an all-to-all in which each rank receives what the most loaded one does in `work`, in one host.
+
+    It stands for the exchange on networks without hosts.
+
+    Raises:
+        UnsupportedError: the catalog has no library of that name.
+    """
     moved = exchange_bytes(work, work.num_ranks, 1)
     part = math.ceil(moved.arriving / max(work.num_ranks - 1, 1))
     return Transfer("all_to_all", work.axis, work.num_ranks, part)

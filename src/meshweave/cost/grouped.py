@@ -128,7 +128,10 @@ def _table() -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def grouped_constants(kernels: str, dtype: str) -> GroupedConstants | None:
-    """Return the constants in a dtype of the chip kernels of this name, or of a like chip's; None without any."""
+    """Return the constants in `dtype` of the chip kernels called `kernels`; None where the catalog has none.
+
+    Where it names other kernels as like these ones, theirs are taken.
+    """
     table = _table()
     names = kernels, table.get("like", {}).get(kernels, "")
     entry = next((of for name in names if (of := table["chips"].get(name, {}).get(dtype))), None)

@@ -82,11 +82,14 @@ def sized_price(
 ) -> SizedPrice | None:
     """Return the price of a collective by its size; None where the constants of the axis are used instead.
 
+    It is None, for example, where the network has no hosts, where a group lies in one host and the chip has no
+    measured constants for that, or where a group has one NIC in each of several hosts.
+
     Args:
         axis: the mesh axis, as "tp.row", or a mesh, as "tp".
-        kind: "all_gather", "all_reduce", ...
+        kind: one of `SIZED_KINDS`; any other gives None.
         count: number of members.
-        part_bytes: bytes of the largest part of a member; of the whole input of an all-reduce.
+        part_bytes: bytes of the largest shard of a member; of an all-reduce the bytes of its whole input.
         shared: whether all groups of the axis communicate at once.
     """
     network = machine.cluster.network

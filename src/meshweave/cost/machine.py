@@ -69,7 +69,7 @@ class Machine(PlacedMeshes):
         return cls(cluster, program.expanded.meshes, logical)
 
     def require(self, program: Program) -> None:
-        """Raise LayoutError where a mesh of an expanded program is another one here, or a rank has no chip."""
+        """Raise LayoutError where a program (expanded) has another mesh under a name here, or a rank no chip."""
         here = {mesh.name: mesh for mesh in self.meshes}
         for mesh in program.meshes:
             if here.get(mesh.name, mesh) != mesh:
@@ -205,9 +205,10 @@ class Machine(PlacedMeshes):
         return self._constants_and_rate(axis, kind, shared)[1]
 
     def axis_between(self, src: int, dst: int) -> NetworkAxis:
-        """Return the slowest links on the path from rank `src` to rank `dst`.
+        """Return the slowest links on the path from global rank `src` to global rank `dst`.
 
-        On a torus, a ring or a switch they are the slowest of all mesh axes, whatever the ranks.
+        On a torus, a ring or a switch they are the slowest of all mesh axes, whatever the ranks; a machine
+        without meshes raises UnsupportedError there.
         """
         network = self.cluster.network
         if self.placement is not None:
@@ -238,7 +239,12 @@ class Machine(PlacedMeshes):
         return {}
 
     def num_directions(self, axis: str) -> int:
-        """Return the number of directions (1 or 2) in which rings of a mesh axis run at once."""
+        """Return the number of directions (1 or 2) in which rings of a mesh axis ("tp.row") run at once.
+
+        Raises:
+            LayoutError: a mesh does not fit the cluster's network, or none has an axis of the name.
+            UnsupportedError: the machine has no meshes.
+        """
         return self.axis(axis).num_directions
 
 

@@ -42,8 +42,8 @@ def message_price(
     """Return the price of a send with its recv, packing at both ends included.
 
     Args:
-        send, recv: ops of `program`, of one rank each (without variables).
-        ends: the ranks (sender, receiver).
+        send, recv: ops of `program`, each as one rank runs it (without variables).
+        ends: the global ranks (sender, receiver).
         shares_links: whether the caller simulates the sharing of links itself; see `price`.
 
     Raises:
@@ -59,12 +59,18 @@ def message_price(
 
 
 def op_price(work: Work, op: Op, rank: int, machine: Machine) -> Price:
-    """Return the price of an op, bound to its rank, that is no message; a one-sided one has the links it takes.
+    """Return the price of `op` of a rank, any but a send or recv, whose sizes `work` has.
 
-    `work` is that of the op.
+    A one-sided op on another rank's memory has the slowest links between the two ranks.
+
+    Args:
+        work: `work_of(program, op)`.
+        op: without variables, as `rank` runs it.
 
     Raises:
-        UnsupportedError, LayoutError: as `price` does.
+        UnsupportedError: the machine has no meshes, a call has neither FLOPs nor a known kind of work, or a
+            product is outside the ranges of the chip's table of products.
+        LayoutError: a mesh does not fit the network, or no mesh has the axis.
     """
     ends = None
     if isinstance(op, Get | Put | Accumulate):

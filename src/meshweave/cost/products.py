@@ -62,8 +62,10 @@ def product_seconds(
 ) -> Array:
     """Return the seconds of products of (m, k) by (k, n), in the shape of the broadcast sizes.
 
-    `batch` counts equal products that run as one kernel. Elements of C have `out_bytes`; 0: as those of A, at
-    least 2.
+    Args:
+        item_bytes: bytes of an element of A or B.
+        batch: equal products that run as one kernel.
+        out_bytes: bytes of an element of C; 0 for those of A, at least 2.
     """
     out_bytes = out_bytes or max(item_bytes, 2)
     if isinstance(constants, SystolicConstants):
@@ -105,7 +107,10 @@ def slowed(seconds: Array, slowdown: float) -> Array:
 def product_s(
     constants: ProductModel, m: int, n: int, k: int, item_bytes: int, num_products: int = 1
 ) -> float:
-    """Return the seconds of one product, or of a batch of equal ones; of an empty one those of its launch."""
+    """Return the seconds of `num_products` equal products (m, k) by (k, n) in one kernel; if empty, its launch.
+
+    Elements of A and B have `item_bytes`, those of C as many, at least 2.
+    """
     if not m * n * k * num_products:
         return constants.launch_s
     return float(product_seconds(constants, m, n, k, item_bytes, num_products))

@@ -55,6 +55,7 @@ class RankRates:
         """Return the rates of a cluster whose ranks are its chips in order, for products in `dtype`.
 
         A chip with constants of products in `dtype` has their FLOP rate here, and their launch besides its own.
+        Others have the chip's rate for `dtype`; "" takes its rate for any dtype.
         """
         machine = Machine(cluster, (Mesh.of("all", (cluster.num_chips,), ("x",)),), logical=True)
         chip, network, axis = cluster.chip, cluster.network, machine.axis("")

@@ -152,8 +152,9 @@ def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
 
     Raises:
         ProgramError: messages or collectives do not match, or the program deadlocks.
-        LayoutError: the machine was made for other meshes.
-        UnsupportedError: the machine cannot place a group of ranks, or an op reads another rank's memory in place.
+        LayoutError: the machine was made for other meshes, or its network does not carry one.
+        UnsupportedError: the machine cannot place a group of ranks, an op reads another rank's memory in place,
+            or an op has no price (`cost.price.price`).
     """
     flow = analyse(program) if isinstance(program, Program) else program
     simulator = UncontendedSimulator(flow, machine)

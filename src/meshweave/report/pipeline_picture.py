@@ -59,12 +59,14 @@ class ActionBox:
 def draw_pipelines(
     title: str, schedules: Sequence[tuple[str, TimedSchedule]], *, subtitle: str = "", width: int = 1100
 ) -> str:
-    """Return an SVG of schedules under each other on one axis of time, a row for each rank, of at most 32 ranks.
+    """Return an SVG of schedules under each other on one axis of time, a row for each rank.
+
+    Of more than 32 ranks 32 are drawn, evenly spread from the first to the last.
 
     Args:
         title: the headline.
         schedules: (name, schedule) of each; their ticks are picoseconds.
-        subtitle: a line below the headline.
+        subtitle: a line below the headline; "" for none.
         width: pixels.
     """
     left, top = 70, 62 if subtitle else 44

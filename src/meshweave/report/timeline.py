@@ -16,10 +16,11 @@ _COLOUR = {"compute": "#3b6fb6", "move": "#9aa7b5", "communicate": "#d9822b"}
 
 
 def timeline_text(trace: Trace, rank: int, width: int = 80) -> str:
-    """Return a timeline as text: a line of `width` characters for each lane of `rank`, and the scale below them.
+    """Return a timeline as text: each lane of `rank` by name with a bar of `width` characters, then the scale.
 
     A character shows the activity that lasts longest in its share of the time: `█` product or call, `▒` copy or
-    add, `━` communication.
+    add, `━` communication. Time is from the first span of any rank to the last end. Without spans it is
+    "(empty trace)".
     """
     if not trace.spans:
         return "(empty trace)"
@@ -51,9 +52,14 @@ def _spread(span: Span, begin: int, length: int, shares: list[dict[str, int]]) -
 
 
 def timeline_svg(traces: Sequence[tuple[str, Trace]], rank: int = 0, width: int = 960) -> str:
-    """Return an SVG of the lanes of one rank: (title, trace) pairs under each other on one scale of time.
+    """Return an SVG of the lanes of one rank: traces under each other on one scale of time.
 
-    `width` is in pixels.
+    Each trace begins at the left, with the first span of any rank.
+
+    Args:
+        traces: (title, trace) of each; a title is plain text.
+        rank: a global rank.
+        width: pixels.
     """
     lane_height, gap, left, top = 22, 34, 96, 28
     longest = max((trace.duration_s for _, trace in traces), default=0.0) or 1e-12

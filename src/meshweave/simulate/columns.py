@@ -97,7 +97,11 @@ class Columns(TemplateColumns):
         return self.rated_work.index((work, dtype))
 
     def note_call_costs(self, op: ops.Call, fields: OpFields) -> None:
-        """Set the FLOPs, bytes and FLOP rate of a call in `fields`."""
+        """Set the FLOPs, bytes and FLOP rate of a call in `fields`, the op's row by field.
+
+        Raises:
+            UnsupportedError: it has neither FLOPs nor a known kind of work with its sizes.
+        """
         counted = call_flops(op.work, op.part, op.shape) if op.flops == 0 else op.flops
         number = self.expressions.number
         fields[FLOPS], fields[NBYTES] = number(counted), number(op.bytes)

@@ -47,9 +47,10 @@ class PathSegment:
 
     Attributes:
         rank, index: the global rank, and the number of the op among those of the rank.
-        kind: the kind of the op, or "wait" for time in which nothing on the path runs.
+        kind: the kind of the op; "host" for time in which the host of the rank comes to the op, "wait" for other
+            time in which nothing on the path runs.
         axis: of communication its mesh axis ("tp.row") or whole mesh ("tp"), else "listed groups" or
-            "point-to-point messages"; "" of products, calls, copies and waits.
+            "point-to-point messages"; "" of all else.
         launch_ps, sync_ps: the parts of it that are launch and synchronisation.
         slowed_ps: its picoseconds beyond those of the same op alone on an idle machine, at least 0.
     """
@@ -67,7 +68,7 @@ class PathSegment:
 
     @property
     def category(self) -> str:
-        """Return what it does besides launch and synchronisation: "compute", "copy", "transfer" or "wait"."""
+        """Return what it does besides launch and sync: "compute", "copy", "transfer", "host" or "wait"."""
         if self.kind in ("matmul", "call"):
             return "compute"
         if self.kind in ("host", "wait"):

@@ -59,9 +59,9 @@ def simulate(program: Program, machine: Machine, *, limited: bool = False) -> Si
     Raises:
         ProgramError: partners disagree, the program deadlocks, an expression does not fit, or it is over a
             limit.
-        LayoutError: the machine was made for other meshes.
-        UnsupportedError: the machine cannot place a group, an op reads another rank's memory in place, or a
-            product is outside of a table of measured ones.
+        LayoutError: the machine was made for other meshes, or its network does not carry one.
+        UnsupportedError: the machine cannot place a group, an op reads another rank's memory in place, a call
+            has neither FLOPs nor a known kind of work, or a product is outside of a table of measured ones.
     """
     program = program.expanded
     machine.require(program)

@@ -40,10 +40,12 @@ class RankTimeline:
 
 
 def rank_timeline(run: Simulation, rank: int, title: str, note: str = "") -> RankTimeline:
-    """Return the lanes of `rank` in which it has ops.
+    """Return the lanes in which a global rank has ops.
 
     They are in the order "compute", lanes named like mesh axes in the order of these, others. `title` and `note`
     are texts for the drawing.
+
+    Raises LayoutError for a rank that was not simulated.
     """
     lanes: dict[str, list[Stretch]] = {}
     first, partners = int(run.starts[run.position(rank)]), Partners(run)

@@ -129,7 +129,10 @@ class Simulation(Shown):
         return {name: to_s(int(value)) for name, value in zip(PARTS, row, strict=True)}
 
     def exposed_s(self, rank: int) -> float:
-        """Return the seconds of the whole run in which a rank runs neither products nor calls."""
+        """Return the seconds of the whole run in which a global rank runs neither products nor calls.
+
+        Raises LayoutError for a rank that was not simulated.
+        """
         spans = sorted(
             (span.start_ps, span.end_ps) for span in self.spans(rank) if span.kind in ("matmul", "call")
         )
@@ -140,7 +143,10 @@ class Simulation(Shown):
         return to_s(self.duration_ps - busy)
 
     def spans(self, rank: int) -> Iterable[Span]:
-        """Yield the spans of the ops of one rank in program order."""
+        """Yield the spans of the ops of one global rank in program order.
+
+        Raises LayoutError for a rank that was not simulated.
+        """
         position = self.position(rank)
         begin, stop = int(self.starts[position]), int(self.starts[position + 1])
         issued = self.outputs["issued_ps"][begin:stop].tolist()
@@ -150,7 +156,10 @@ class Simulation(Shown):
             yield Span(rank, index, op.lane, op.kind, bound.label, issued[index], ended[index])
 
     def trace(self, ranks: Iterable[int] | None = None) -> Trace:
-        """Return the trace of some global ranks, or of all: a span for each of their ops, in order of start."""
+        """Return the trace of some global ranks, or of all: a span for each of their ops, in order of start.
+
+        Raises LayoutError for a rank that was not simulated.
+        """
         wanted = self.ranks.tolist() if ranks is None else ranks
         spans = [span for rank in wanted for span in self.spans(rank)]
         spans.sort(key=lambda span: (span.start_ps, span.rank, span.lane, span.index))

@@ -12,7 +12,14 @@ from meshweave.simulate.result import PARTS, LinkUse, Simulation
 
 @dataclass(frozen=True)
 class LinkClass:
-    """All links of one kind and direction together; utilisations (0 to 1) are shares of what they could carry."""
+    """The links of one kind and direction that carried bytes.
+
+    Attributes:
+        name: the kind with its axis and direction, or its level.
+        count: the number of these links.
+        mean_utilisation, max_utilisation: over these links; shares (0 to 1) of what each could carry.
+        carried_bytes: of all of them together.
+    """
 
     name: str
     count: int

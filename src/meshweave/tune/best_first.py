@@ -112,7 +112,11 @@ class BestFirst:
         self.is_complete = True
 
     def is_preferred(self, part: Any) -> bool:
-        """Return whether a config, or those of a part, are preferred by the margin; here False, of all."""
+        """Return whether a config, or all those of a part, are preferred; this base class prefers none.
+
+        The best of the preferred configs is exact too, where it takes less than 1 + `margin` times the best of
+        all.
+        """
         return False
 
     def ranked(self) -> list[RankedConfig]:

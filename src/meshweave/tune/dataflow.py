@@ -25,7 +25,10 @@ class LayerDataflow:
 
 
 def layer_dataflows(entry: Matmul2d, layers: Sequence[FcLayer], tokens: int) -> list[LayerDataflow]:
-    """Return the dataflow of each layer of a block: the algorithm's own, or the one chosen by size (phase 1)."""
+    """Return the dataflow of each layer of a block: the algorithm's own, or the one chosen by size (phase 1).
+
+    `tokens` is the number of rows of X: the tokens of the batch.
+    """
     own = entry.own_stationary
     if own:
         reason = f"the layout of {entry.title}, whatever the sizes"

@@ -146,7 +146,8 @@ def mesh_shapes(candidate: Candidate, cluster: Cluster) -> list[tuple[int, ...]]
 def mesh_curve(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -> dict[str, MeshCurve]:
     """Return by algorithm a list of (mesh shape, seconds of the products of one block at their best configs).
 
-    It has every mesh shape of the whole cluster that the algorithm can use, but those that cannot be tuned.
+    It has every mesh shape of the whole cluster that the algorithm can use, but those whose sizes or slices it
+    cannot cut. `progress` is called with (mesh shapes looked at, mesh shapes in all).
     """
     shapes = {c.algorithm: mesh_shapes(c, cluster) for c in plan.candidates}
     total, done = sum(map(len, shapes.values())), 0
@@ -208,11 +209,15 @@ def timelines(
     passes: Sequence[str] = ("forward",),
     progress: Progress = no_progress,
 ) -> list[ProductTimeline]:
-    """Return simulated timelines, contention included, of the products of a candidate.
+    """Return simulated timelines, contention included, of the products of a candidate, layer by layer.
 
     They run at the planned mesh shape where it has at most `MAX_RANKS` ranks, and otherwise at the nearest
     shape of `REDUCED_RANKS` (or about as many), each rank with a local product of the planned size. A product
     that cannot be reduced so, or not be simulated, is left out.
+
+    Args:
+        layers: those of `candidate` to simulate.
+        passes: "forward", "backward_data", "backward_weight".
     """
     wanted = [(layer, item) for layer in layers for item in layer.passes if item.name in passes]
     out = []

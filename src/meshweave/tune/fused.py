@@ -171,5 +171,5 @@ def _numbered(program: Program, number: int) -> Program:
 
 
 def simulated_s(program: Program, cluster: Cluster) -> float:
-    """Return the simulated seconds of a program in messages on a cluster."""
+    """Return the simulated seconds of a program whose communication is messages and ring steps."""
     return float(simulate(program, Machine.of(cluster, program)).duration_s)

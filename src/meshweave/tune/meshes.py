@@ -41,7 +41,7 @@ class MeshSearchSpace:
         self._prices: dict[Hashable, OpPrices] = {}
 
     def shapes(self, entry: Matmul2d) -> list[Shape]:
-        """Return the mesh shapes that algorithm and cluster allow; with a side of 1 only if no others are."""
+        """Return the mesh shapes of all chips that an algorithm can use; flat ones only if no others are."""
         both = formed_shapes(entry, self.cluster)
         return [shape for shape in both if min(shape) > 1] or both
 
@@ -129,8 +129,11 @@ def best_meshes(
 ) -> list[tuple[int, BlockOnMesh]]:
     """Return (picoseconds, mesh) of the two fastest of `shapes`, or of the only one; of equals the first.
 
+    Picoseconds are those of all products of the block, each at its best config.
+
     Args:
         problems: lists the products on a mesh shape.
+        counts: to which the numbers of configs and of what was priced are added.
         advance: called once for each shape, when it is tuned or given up.
     """
     meshes = [BlockOnMesh(entry, shape, problems(shape), space.prices(shape), counts) for shape in shapes]

@@ -15,7 +15,8 @@ def load_plan(path: Path) -> Plan:
     """Return the plan in a JSON file.
 
     Raises:
-        DescriptionError: the file is no plan or contradicts itself; the message names file and key.
+        DescriptionError: the file cannot be read, is no plan, or contradicts itself; the message names file and
+            key.
     """
     plan = files.check_table(Plan, files.parse_table(files.read_text(path), path, "json"), path)
     _check_kind(plan, path)

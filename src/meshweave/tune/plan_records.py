@@ -192,5 +192,9 @@ class StepsRecord(Record):
 
 
 def degrees_of(fields: Any) -> DegreesRecord:
-    """Return the record of any object with the fields of a configuration, such as a `Parallelism`."""
+    """Return the record of a configuration.
+
+    Args:
+        fields: any object with the attributes of a `DegreesRecord`, such as a `Parallelism`.
+    """
     return DegreesRecord(**{name: getattr(fields, name) for name in DegreesRecord.model_fields})

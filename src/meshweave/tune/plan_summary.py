@@ -47,7 +47,7 @@ class Planned(Protocol):
 
     @property
     def candidates(self) -> Sequence[PlannedProducts]:
-        """Return the algorithms of a plan of products, the fastest first."""
+        """Return the algorithms of a plan of products, the fastest first; none for a plan of a step."""
 
 
 def headline(plan: Planned) -> str:

@@ -38,9 +38,9 @@ class OpPrices(dict[Work, int]):
         return TimedSkeleton(skeleton, self.__getitem__, self.machine)
 
     def may_bound(self, floor: Skeleton) -> bool:
-        """Return whether a skeleton made as a lower bound of a config's time is one on this machine.
+        """Return whether `floor`, made as a lower bound of a config's time, is one on this machine.
 
-        Where sends have buffers (`Cluster.send_buffer_bytes`) one with broadcasts or reduces is none.
+        Where sends have buffers (`Cluster.send_buffer_bytes`) a skeleton with broadcasts or reduces is none.
         """
         if not self.machine.cluster.send_buffer_bytes:
             return True
@@ -90,7 +90,12 @@ class TunedProduct:
 
 
 class ConfigSearch:
-    """A branch-and-bound search over the configs of one product on one machine; its work is added to `counts`.
+    """A branch-and-bound search over the configs of one product on one machine.
+
+    Args:
+        entry: the algorithm; its `candidates` for `problem` are the configs.
+        prices: the prices of ops on the machine.
+        counts: to which the numbers of configs and of what was priced are added.
 
     Raises:
         UnsupportedError: the algorithm offers no config for the product.
@@ -122,7 +127,7 @@ class ConfigSearch:
         return self._best
 
     def ranked(self, count: int) -> list[tuple[int, int]]:
-        """Return (picoseconds, index in `configs`) of the `count` fastest configs, or of all there are."""
+        """Return (picoseconds, index in `configs`) of the `count` fastest configs at most, fastest first."""
         fastest: list[tuple[int, int]] = []
         for floor in self._order:
             if len(fastest) == count and floor > fastest[-1]:

@@ -52,12 +52,14 @@ def rank(
     """Return the configs of a problem, the fastest by estimate first. Equally fast ones stay in candidate order.
 
     Of an algorithm that divides its candidates into parts these are the best of each row (`Algorithm.row`) that
-    were priced; no other is faster than the first `num_exact`.
+    were priced; no other is faster than the first `num_exact`. Ctrl-C ends the search of such an algorithm with
+    the best so far, once there is one.
 
     Args:
         problem: a problem of any family.
         algorithms: names to choose among; None takes all that solve the problem.
-        max_configs: the most configs to price of each algorithm whose candidates are priced one by one.
+        max_configs: the most configs to price of each algorithm whose candidates are priced one by one; those
+            after them are left out.
         num_exact: see above.
         progress: called with the number of configs priced so far.
 

@@ -65,9 +65,10 @@ class ReshardCandidate:
         return rank, local, scratch
 
     def busiest_ranks(self) -> tuple[int, ...]:
-        """Return the rank of each host that moves the most bytes between hosts, ascending.
+        """Return for each host its rank that sends or takes in the most bytes between hosts, ascending.
 
-        Of more than `MAX_SHOWN` hosts the busiest; the first ranks where nothing moves between hosts.
+        Of more than `MAX_SHOWN` hosts those ranks are kept that move the most. Where nothing moves between hosts
+        they are the first `MAX_SHOWN` ranks of the problem.
         """
         moved: dict[int, int] = {}
         for scheduled in self.plan.multicasts:
@@ -114,8 +115,8 @@ def compare_reshards(
 
     Raises:
         LayoutError: the cluster has fewer chips than there are ranks.
-        UnsupportedError: there is no such strategy or order; or the problem takes too long to plan, see
-            `check_size`; or a plan has too many messages.
+        UnsupportedError: there is no such strategy or order, or an order needs a library that is not installed;
+            or the problem takes too long to plan, see `check_size`; or a plan has too many messages.
     """
     check_size(problem)
     began = time.perf_counter()
@@ -154,7 +155,11 @@ def plan_candidate(problem: ReshardProblem, cluster: Cluster, strategy: str, ord
 
 
 def simulate_candidate(candidate: ReshardCandidate, cluster: Cluster) -> ReshardCandidate:
-    """Return the candidate with its simulation, or with a note if the program is too large for one."""
+    """Return the candidate with its simulation, or with a note if the program is too large for one.
+
+    One that has a simulation or a note is returned as it is. Meshes that a torus does not carry are simulated
+    over links of several hops.
+    """
     from meshweave.simulate import simulate
 
     if candidate.simulation is not None or candidate.note:

@@ -33,7 +33,11 @@ def product_title(layer: str, name: str, algorithm: str, config: Matmul2dConfig)
 
 
 def select_layers(plan: Plan, names: Iterable[str]) -> tuple[str, ...]:
-    """Return `names` if all are layers of the plan. Raises DescriptionError that names a similar one if not."""
+    """Return `names` if all are layers of the plan.
+
+    Raises:
+        DescriptionError: one is not, for which the error names a similar one, or it is the plan of a step.
+    """
     known, names = [layer.name for layer in plan.best.layers], tuple(names)
     for name in names:
         require_known(name, known, "the plan has no layer", DescriptionError, "it has")
@@ -49,7 +53,11 @@ def select_passes(names: Iterable[str]) -> tuple[PassName, ...]:
 
 
 def select_candidates(plan: Plan, algorithms: Sequence[str] | None) -> list[Candidate]:
-    """Return the candidates of these algorithms, or all. Raises DescriptionError for one that the plan lacks."""
+    """Return the candidates of these algorithms, in this order; None for all, the fastest first.
+
+    Raises:
+        DescriptionError: the plan lacks an algorithm, or it is the plan of a step.
+    """
     if algorithms is None:
         return [plan.best, *plan.candidates[1:]]
     known = [candidate.algorithm for candidate in plan.candidates]
@@ -67,8 +75,11 @@ def select_products(
 ) -> list[PlannedProduct]:
     """Return the products of a plan by algorithm, then layer, then pass; None selects all of a kind.
 
+    Algorithms are in the order of `algorithms`, layers in that of the plan, passes in that of training.
+
     Raises:
-        DescriptionError: the plan has no such algorithm or layer, or there is no such pass.
+        DescriptionError: the plan has no such algorithm or layer, there is no such pass, or it is the plan of a
+            step.
     """
     wanted_passes = PASSES if passes is None else select_passes(passes)
     wanted_layers = None if layers is None else select_layers(plan, layers)

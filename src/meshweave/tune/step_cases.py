@@ -26,7 +26,8 @@ def planned_step(plan: Plan, cluster: str | None = None, place: int = 1, stack: 
         stack: name of the software stack that executes it; None for the plan's own.
 
     Raises:
-        DescriptionError: there is no such cluster or stack, or the ranking has no such place.
+        DescriptionError: it is a plan of products, there is no such cluster or stack, or the ranking has no such
+            place.
         LayoutError: the configuration does not fit the cluster.
         UnsupportedError: the stack does not execute it.
     """
@@ -45,8 +46,12 @@ def planned_step(plan: Plan, cluster: str | None = None, place: int = 1, stack: 
 def step_case(plan: Plan, cluster: str | None = None, place: int = 1) -> SimulationCase:
     """Return a configuration of the plan of a step as a case to be simulated.
 
+    Args:
+        cluster: name or file of a cluster; None for the plan's own.
+        place: the place of the configuration in the ranking, from 1.
+
     Raises:
-        DescriptionError: there is no such cluster, or the ranking has no such place.
+        DescriptionError: it is a plan of products, there is no such cluster, or the ranking has no such place.
         LayoutError: the configuration does not fit the cluster.
         UnsupportedError: no program is written for steps of this kind.
     """

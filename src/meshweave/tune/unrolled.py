@@ -52,8 +52,8 @@ def unrolled_entry(name: str, counts: Mapping[ProductSizes, int]) -> Matmul2d:
     """Return the algorithm called `name` in `UNROLLED`, with the slice counts of `counts`.
 
     Its configs for a product are those of its base, but with the count of that product. A count fits it wherever
-    it fits MeshSlice, for both cut the same dim of the same product. Its candidates raise KeyError for a product
-    that `counts` lacks.
+    it fits MeshSlice, for both cut the same dim of the same product; a ring of P chips still runs at least 2 and
+    at most P // 2 + 1 iterations. Its candidates raise KeyError for a product that `counts` lacks.
     """
     base = PRODUCTS_2D[UNROLLED[name]]
 

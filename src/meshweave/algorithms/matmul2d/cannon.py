@@ -72,7 +72,10 @@ class CannonSteps:
         return self.side // self.count
 
     def chunk_at(self, step: Index) -> Index:
-        """Return which chunk of the sliced dim chip (row, col) multiplies at a step of this mesh, from 0 on."""
+        """Return the number of the chunk of the sliced dim that chip (row, col) multiplies at a step.
+
+        `step` counts this mesh's own steps, 0 at `start`. The result is an expression in the mesh coordinates.
+        """
         return (Var(f"{MESH}.row") + Var(f"{MESH}.col") + self.start + step) % self.side
 
     def skew(self, axis: str) -> Index:
@@ -308,8 +311,12 @@ def _sum(problem: Matmul2dProblem, steps: CannonSteps, after: str) -> Task:
 def traffic(problem: Matmul2dProblem, rank: int, count: int, start: int = 0) -> dict[str, int]:
     """Return the bytes that a rank receives on its own mesh in `count` steps from `start` on, by "mesh.axis".
 
-    A moving input arrives once per step, except for step 0 where the skew is 0. A moving output arrives once per
-    step after the first, and once more in the end where the unskew is not 0.
+    A moving input arrives once per step, except for step `start` where the skew is 0. A moving output arrives
+    once per step after the first, and once more in the end where the unskew is not 0. Reductions over `depth`
+    are not counted. An axis without bytes is left out.
+
+    Args:
+        rank: a global rank.
     """
     mesh = problem.mesh
     layout = Layout(mesh, two_d_placements(problem)["a"])

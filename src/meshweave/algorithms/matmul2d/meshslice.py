@@ -140,7 +140,7 @@ def _copy_name(moving: MovingMatrix) -> str:
 def build(
     problem: Matmul2dProblem, slices: Slices, name: str, placements: Placements | None = None
 ) -> Program:
-    """Return a program, called `name`, for slices of any widths; with one slice it is Collective's.
+    """Return a program, called `name`, for slices of any widths; one slice makes the collective product.
 
     Args:
         placements: of the operands; they may shard the dims that are not sliced over further axes. None for
@@ -180,7 +180,8 @@ def runs(
 ) -> Iterator[tuple[int, tuple[Task, ...]]]:
     """Yield (count, tasks) for all slices in order: `count` neighbouring slices that each have these tasks.
 
-    Where a mesh axis does not divide the sliced dim into whole periods, each slice is yielded alone.
+    They are the tasks of the rank with the largest shards. Where a mesh axis does not divide the sliced dim into
+    whole periods, each slice is yielded alone.
     """
     axis_sizes = [problem.axis_size(moving.axis) for moving in (problem.horizontal, problem.vertical)]
     sliced = len(slices.widths) > 1
@@ -241,7 +242,10 @@ def _move_tasks(
 
 
 def lower_bound_tasks(problem: Matmul2dProblem, placements: Placements) -> tuple[Task, ...]:
-    """Return tasks that together take no longer than any slicing: the whole product, one collective per matrix."""
+    """Return tasks that together take no longer than any slicing: the whole product, one collective per matrix.
+
+    None waits for another. `placements` has one placement per mesh axis for each of "a", "b" and "c".
+    """
     tasks = [product_task(problem, placements, problem.sliced_size)]
     for moving in (problem.horizontal, problem.vertical):
         size = problem.axis_size(moving.axis)
@@ -260,7 +264,7 @@ def slice_counts(problem: Matmul2dProblem, block: int = 8, most: int = 128) -> l
 
     Each divides the number of blocks of the sliced dim in a shard, along `row` and along `col`. Where the mesh
     axes do not divide the sliced dim into whole blocks, they are the powers of two up to the elements of the
-    sliced dim over the longest side of the mesh.
+    sliced dim over the longest side of the mesh, 1 at least.
 
     Args:
         block: elements of a block.

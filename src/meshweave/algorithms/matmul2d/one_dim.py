@@ -49,7 +49,7 @@ def _placements(dims: tuple[int, int, int]) -> Placements:
 class _OneRing(RingAlgorithm):
     """A product on a ring of all chips, along which one matrix travels.
 
-    A config chooses the number of products.
+    A config chooses the number of iterations.
     """
 
     moves: ClassVar[dict[Dataflow, str]]
@@ -62,7 +62,7 @@ class _OneRing(RingAlgorithm):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield a config for each number of products that `iteration_counts` has for the ring, ascending."""
+        """Yield a config for each of the `iteration_counts` of the ring, ascending."""
         for count in iteration_counts(problem.axis_size("col")):
             yield Matmul2dConfig((1,) * count)
 

@@ -25,7 +25,7 @@ OVERLAPS: tuple[Literal["col", "row"], ...] = ("col", "row")
 class Wang(RingAlgorithm):
     """One collective broken into ring steps beside the products, the other whole and exposed.
 
-    A config chooses the mesh axis of the ring (`overlap`) and the number of products (the length of `slices`).
+    A config chooses the mesh axis of the ring (`overlap`) and its number of iterations (the length of `slices`).
     """
 
     name = "wang"
@@ -42,7 +42,7 @@ class Wang(RingAlgorithm):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield configs by mesh axis of the ring and by number of products that it is divided into."""
+        """Yield configs by mesh axis of the ring and, ascending, by its number of iterations."""
         for overlap in OVERLAPS:
             for count in iteration_counts(problem.axis_size(overlap)):
                 yield Matmul2dConfig((1,) * count, overlap=overlap)

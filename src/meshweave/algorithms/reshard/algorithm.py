@@ -76,7 +76,10 @@ class Reshard(Algorithm[ReshardProblem, ReshardConfig]):
         yield ReshardProblem((move, other))
 
     def candidates(self, problem: ReshardProblem, cluster: Cluster | None = None) -> Iterator[ReshardConfig]:
-        """Yield one config for each order but "exact", "best" first. Without a cluster each rank is a host."""
+        """Yield one config for each order but "exact", "best" first. Without a cluster each rank is a host.
+
+        Raises LayoutError where the cluster has fewer chips than there are ranks.
+        """
         count = problem.ranks[-1] + 1
         if cluster is None:
             network = HostTopology(

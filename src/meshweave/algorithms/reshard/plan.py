@@ -84,7 +84,7 @@ class ReshardPlan:
 
     @cached_property
     def bound_s(self) -> float:
-        """Return a lower bound of its seconds, by the bytes of the busiest NIC (see the module docstring)."""
+        """Return a lower bound of the seconds of any plan, by the busiest NIC (see the module docstring)."""
         return nic_bound_s(self.tasks, self.network)
 
     @cached_property

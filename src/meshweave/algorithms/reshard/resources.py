@@ -43,9 +43,9 @@ def routes_of(
 ) -> list[MulticastRoute]:
     """Return the routes to consider for a multicast, at most `MAX_ROUTES`.
 
-    A route is a sender, and of each other host one gateway (all of them where the strategy uses all). Of ranks
-    behind one NIC only the first is a candidate: its messages follow each other without completion signals. A
-    multicast within one host has one route, over no NIC.
+    A route is one sender, or all where the strategy uses all, and in each receiving host one gateway, or all
+    where the strategy uses all. Of ranks behind one NIC only the first is a candidate: its messages follow each
+    other without completion signals. A multicast within one host has one route, over no NIC.
 
     Args:
         number: the index of the multicast among all. It says which routes are kept, so that multicasts spread
@@ -121,10 +121,11 @@ class _NicResources:
 def jobs_of(
     multicasts: Sequence[Multicast], durations_s: Sequence[float], network: HostTopology, strategy: Strategy
 ) -> JobSet:
-    """Return the multicasts as jobs to be ordered, with durations in picoseconds.
+    """Return for each multicast a job to be ordered, with the NICs that each of its routes occupies.
 
     Args:
-        durations_s: for each multicast the seconds for which it occupies its NICs.
+        durations_s: for each multicast the seconds for which it occupies its NICs; a job has them in whole
+            picoseconds, at least 1.
     """
     picks_all_senders = all(map(strategy.uses_one_sender, multicasts))
     resources = _NicResources({"out": not picks_all_senders, "in": not strategy.one_gateway})
@@ -142,7 +143,11 @@ def jobs_of(
 
 
 def nic_bound_s(tasks: Sequence[UnitTask], network: HostTopology) -> float:
-    """Return the seconds that the busiest NIC needs for its bytes, if NICs share them as evenly as possible."""
+    """Return a lower bound in seconds on any plan: what the busiest NIC needs for its bytes, without latency.
+
+    Of each task a copy leaves the source hosts and one enters each host that lacks it, spread over the NICs of
+    the ranks that may send or take it in as evenly as possible.
+    """
     resources = _NicResources({"out": False, "in": False})
     jobs: list[TransferJob] = []
 

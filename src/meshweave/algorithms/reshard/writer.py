@@ -43,11 +43,11 @@ class MessageSink(Protocol):
     def chunks(
         self, pieces: Sequence[TensorPiece], count: int, tail: int | None = None
     ) -> Iterator[TensorPiece]:
-        """Yield pieces in chunks of at most a `count`-th of all bytes.
+        """Yield pieces in chunks of at most a `count`-th of all bytes, or of one element.
 
         The caller writes all messages of a chunk before it asks for the next. Unless `tail` is None, a last
-        chunk of more than 2 x `tail` bytes is cut, so that its last part has at most `tail` bytes. A sink that
-        only counts may yield one chunk for many of equal shape.
+        chunk of more than 2 x `tail` bytes is cut, so that its last part has at most `tail` bytes or one
+        element. A sink that only counts may yield one chunk for many of equal shape.
         """
 
     def message(
@@ -61,7 +61,10 @@ class MessageSink(Protocol):
         """
 
     def wait_for_receiver(self, receiver: int, waiter: int, lane: str) -> None:
-        """Make what follows in `lane` of rank `waiter` wait until `receiver` has the last message sent to it."""
+        """Make what follows in `lane` of rank `waiter` wait until `receiver` has what this multicast sent to it.
+
+        It waits for the last message, or for the one before that where the last is short.
+        """
 
 
 class TrafficCounter:

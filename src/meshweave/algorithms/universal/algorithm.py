@@ -33,7 +33,7 @@ class AnyLayoutProduct(Algorithm[UniversalProblem, ConfigT]):
         return {"C": inputs["A"] @ inputs["B"]}
 
     def placements(self, problem: UniversalProblem) -> dict[str, Layout]:
-        """Return the layouts of A, B and C, which the problem gives."""
+        """Return the layouts of "A", "B" and "C", which the problem gives."""
         return {"A": problem.a, "B": problem.b, "C": problem.c}
 
     def gradients(self, problem: UniversalProblem) -> tuple[Gradient[UniversalProblem], ...]:

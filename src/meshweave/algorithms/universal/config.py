@@ -110,7 +110,8 @@ def base_configs(
 ) -> Iterator[UniversalConfig]:
     """Yield one config per stationary matrix (or only `stationary`) and choice of redundant axes.
 
-    Partial operands are summed where they must be, in the first layout of `summed_layouts`.
+    Partial operands are summed where they must be, in the first layout of `summed_layouts`. Choices for which an
+    operand has none are left out.
     """
     for operand in ("c", "a", "b") if stationary is None else (stationary,):
         for redundant_axes in _redundant_axes(problem):
@@ -230,7 +231,7 @@ def permute_axes(layout: Layout, order: tuple[int, ...]) -> Layout:
     """Return the layout whose mesh axis i is axis `order[i]` of the old mesh, with the latter's placement.
 
     Placements apply in the order of the axes, so a dim that several axes shard is cut in another order. The mesh
-    gets another name.
+    gets another name, unless `order` changes nothing.
     """
     mesh = layout.mesh
     if order == tuple(range(len(order))):

@@ -196,8 +196,8 @@ class IssueStep:
         fetches: the panels that are fetched.
         step: the number of the product's step.
         accumulates: the steps whose results are accumulated.
-        slots: the scratch slot of each panel that these fetch or have in scratch; the result of a
-            step is its panel of "c".
+        slots: the number of the scratch slot of each panel in scratch that these fetches, the product and the
+            accumulates write or read. The panel "c" of a step is its result.
     """
 
     fetches: tuple[PanelKey, ...]

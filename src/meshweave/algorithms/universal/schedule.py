@@ -118,15 +118,15 @@ class ScheduleGraph:
         return tuple(bit_set(product.needs) for product in self.products)
 
     def ready(self, state: ScheduleState) -> list[int]:
-        """Return the products not computed yet whose tiles are all fetched, in the given order."""
+        """Return the numbers of products not computed yet whose tiles are all fetched, in the given order."""
         return [i for i, need in enumerate(self.needs) if not (state[0] >> i & 1 or need & ~state[1])]
 
     def unfetched(self, state: ScheduleState) -> list[int]:
-        """Return the tiles that are still to be fetched, in the order of first use."""
+        """Return the numbers of the tiles that are still to be fetched, in the order of first use."""
         return [tile for tile in self.needed_fetches if not state[1] >> tile & 1]
 
     def unaccumulated(self, state: ScheduleState) -> list[int]:
-        """Return the products that are computed and whose results are still to be accumulated."""
+        """Return the numbers of the computed products whose results are still to be accumulated."""
         return [i for i in self.accumulating if state[0] >> i & 1 and not state[2] >> i & 1]
 
     def communication_s(self, fetch_s: float, accumulate_s: float) -> float:
@@ -259,7 +259,7 @@ def _num_selections(pools: Sequence[Sequence[int]], sizes: Sequence[int], width:
 
 
 def next_state(state: ScheduleState, stage: IssueStage) -> ScheduleState:
-    """Return the state after a stage."""
+    """Return the state after a stage, three bit sets: products computed, tiles fetched, results accumulated."""
     return (
         state[0] | bit_set(stage.products),
         state[1] | bit_set(stage.fetches),

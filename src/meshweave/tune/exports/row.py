@@ -72,10 +72,10 @@ class PlannedRow:
 
     @property
     def tensor(self) -> int:
-        """Return the number of ranks that share a layer.
+        """Return the number of tensor ranks, among which a layer is divided.
 
         Raises:
-            UnsupportedError: they are a mesh of two axes.
+            UnsupportedError: they are a mesh with more than one rank along both axes.
         """
         tensor = self.degrees.tensor
         first, second = (tensor, 1) if isinstance(tensor, int) else tensor
@@ -101,7 +101,7 @@ class PlannedRow:
 
     @property
     def num_layers_per_stage(self) -> int | None:
-        """Return the number of layers of each pipeline stage; None where stages differ."""
+        """Return the layers of each stage, of which a rank has `virtual_stages`; None where stages differ."""
         first, *others = self.stage_layers
         return first if all(each == first for each in others) else None
 
@@ -112,7 +112,10 @@ class PlannedRow:
 
     @property
     def is_sequence_parallel(self) -> bool:
-        """Return whether tensor-parallel ranks shard activations by tokens between products, as in Megatron-LM."""
+        """Return whether tensor-parallel ranks shard activations by tokens between products, as in Megatron-LM.
+
+        Raises UnsupportedError where they are a mesh of two axes, or the strategy is unknown.
+        """
         return self.tensor > 1 and SEQUENCE_INNER in STRATEGIES.named(self.degrees.strategy).roles
 
     def require_megatron(self, target: str) -> None:
@@ -125,9 +128,10 @@ class PlannedRow:
             )
 
     def require_even_shares(self, target: str) -> None:
-        """Raise UnsupportedError if ranks get unequal shares of heads or of a sequence.
+        """Raise UnsupportedError if ranks get unequal shares of heads of keys and values, or of a sequence.
 
-        Context-parallel ranks take two parts of a sequence each, the first and the last of those left.
+        A sequence is cut into 2 parts for each context-parallel rank, which takes one from either end; with one
+        such rank it is whole. With sequence parallelism tensor ranks divide each part.
         """
         attentions = [node for _, graph in self.model.runs for node in graph.attentions]
         if uneven := {node.groups for node in attentions if node.groups % self.tensor}:

@@ -51,7 +51,8 @@ def export(plan: Plan, target: str, row: int = 1) -> Export:
         UnsupportedError: there is no such target, it does not run on the chips of the plan, or it does not have
             the strategy; then the error names the first row of the plan that it has, if any.
         LayoutError: the plan has no such row.
-        DescriptionError: it is a plan of products, or of an older format and its model is not in the catalog.
+        DescriptionError: it is a plan of products, or of an older format and its model or cluster is not in the
+            catalog.
     """
     require_known(target, TARGETS, "there is no export to", UnsupportedError, "there are")
     ranked = plan.step.ranked

@@ -289,9 +289,10 @@ def parallelism_of(record: StepRecord) -> Parallelism:
 
 
 def link_sensitivity(ranking: StepRanking) -> tuple[SensitivityRecord, ...]:
-    """Return the times of the ranked configurations with each of `link_levels` at twice and at half its rate.
+    """Return what other rates of links would change: a record for each of `link_levels`, twice and half as fast.
 
-    Levels are in their order, outermost first; of each, the double rate comes first.
+    The ranked configurations are priced again with that rate; nothing is searched. Levels are in their order,
+    outermost first; of each, the double rate comes first.
     """
     problem = ranking.space.problem
     records = []

@@ -17,11 +17,11 @@ _MOST_TIMES = 64
 
 
 def remedies_text(ranking: StepRanking) -> str:
-    """Return in words the bytes of states (weights, gradients, optimizer) and what would make the step fit.
+    """Return in words how many bytes of states the smallest configuration found has, and what would make it fit.
 
-    That is for the smallest configuration found; "" where the ranking has none. What would fit is more chips, or
-    shorter sequences, of which the memory was counted, or more memory. Fewer chips, or longer sequences, may do,
-    too.
+    States are weights, gradients and optimizer. What would fit is more chips or shorter sequences, where one
+    that was tried fits, or more memory a chip. Only powers of two times the chips and halves of sequences are
+    tried, so that less may do. "" where the ranking has no smallest configuration.
     """
     if ranking.smallest is None:
         return ""

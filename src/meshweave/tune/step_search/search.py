@@ -99,7 +99,7 @@ class StepSearch(BestFirst):
         num_exact: rows of the ranking that must be exact; the others are the best that were priced.
         progress: called with the numbers of layouts done, and of all.
         margin: the share of its time by which a strategy that no published run has must be faster than all that
-            published runs have, to come first in the ranking.
+            published runs have, to come first in the ranking; without effect where `prefers_published` is False.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class StepSearch(BestFirst):
         return False
 
     def ranking(self) -> StepRanking:
-        """Return the ranking of the search. Ctrl-C ends it with the best so far, once there is one."""
+        """Run the search and return its ranking. Ctrl-C ends it with the best so far, if there is one."""
         tree = self._tree
         self.answer_early(tree.apart().parts)
         self.run(tree.parts)

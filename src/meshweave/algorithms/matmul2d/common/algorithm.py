@@ -82,18 +82,18 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
         return None
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton] | None:
-        """Return skeletons of which the fastest takes no longer than any candidate; None if none are known."""
+        """Return skeletons; the least of their times is at most that of any candidate. None if unknown."""
         return None
 
     def placements(self, problem: Matmul2dProblem) -> dict[str, Layout]:
-        """Return the layouts of A, B and C on the problem's mesh."""
+        """Return the layouts of "A", "B" and "C" on the problem's mesh."""
         return {
             operand.upper(): Layout(problem.mesh, placements)
             for operand, placements in self.operand_placements(problem).items()
         }
 
     def reference(self, problem: Matmul2dProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return C, (m, n), computed without sharding from A and B as the dataflow stores them."""
+        """Return {"C": array (m, n)}, computed without sharding from "A" and "B" as the dataflow stores them."""
         a, b = inputs["A"], inputs["B"]
         left = a.T if problem.dataflow == "rs" else a
         right = b.T if problem.dataflow == "ls" else b

@@ -10,7 +10,10 @@ from meshweave.ir.work import matmul_work
 
 
 def chunk_extent(size: Index, parts: int, at: Index) -> Index:
-    """Return the size of chunk `at` of `size` elements cut into `parts`, as an expression."""
+    """Return the elements of chunk `at` of `size` elements cut into `parts` by DTensor's chunk rule.
+
+    It is an expression where `size` or `at` is one.
+    """
     if parts == 1:
         return size
     if isinstance(size, int) and size % parts == 0:
@@ -20,7 +23,10 @@ def chunk_extent(size: Index, parts: int, at: Index) -> Index:
 
 
 def local_extent(problem: Matmul2dProblem, placements: Placements, operand: str, dim: int) -> Index:
-    """Return the size of a dim of an operand's shard, as an expression in the mesh coordinates."""
+    """Return the elements of dim `dim` of an operand's shard, as an expression in the mesh coordinates.
+
+    `operand` is "a", "b" or "c", `dim` a dim of it as stored, `placements` one placement per mesh axis for each.
+    """
     size: Index = problem.stored_shape(operand)[dim]
     for axis, placement in zip(problem.mesh.axes, placements[operand], strict=True):
         if placement == Shard(dim):
@@ -29,7 +35,10 @@ def local_extent(problem: Matmul2dProblem, placements: Placements, operand: str,
 
 
 def largest_extent(problem: Matmul2dProblem, placements: Placements, operand: str, dim: int) -> int:
-    """Return the size of a dim of an operand's largest shard, which by the chunk rule is the first."""
+    """Return the elements of dim `dim` of an operand's largest shard, which by the chunk rule is the first.
+
+    The arguments are as for `local_extent`: `operand` is "a", "b" or "c", `dim` a dim of it as stored.
+    """
     size = problem.stored_shape(operand)[dim]
     for parts, placement in zip(problem.mesh_shape, placements[operand], strict=True):
         if isinstance(placement, Shard) and placement.dim == dim:

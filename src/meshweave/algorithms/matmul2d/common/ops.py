@@ -31,9 +31,10 @@ def local_product(dataflow: Dataflow, operand: Mapping[str, View], accumulate: I
 
 
 def collective_of(moving: MovingMatrix, whole: View, shard: View, sizes: Index) -> AllGather | ReduceScatter:
-    """Return the gather of a matrix from `shard` into `whole`, or the reduce-scatter from `whole` into `shard`.
+    """Return the all-gather of an input into `whole`, or the reduce-scatter of an output from `whole`.
 
     Args:
+        whole, shard: views of the matrix along its whole moving dim, and of what one member has of it.
         sizes: the elements of the moving dim that member `peer` of the axis has, as an expression.
     """
     kind: type[AllGather | ReduceScatter] = ReduceScatter if moving.scattered else AllGather

@@ -65,7 +65,13 @@ _TRANSPOSED: dict[Dataflow, Dataflow] = {"os": "os", "ls": "rs", "rs": "ls"}
 
 
 def pass_rule(stationary: Stationary, name: PassName, transposed: bool = False) -> PassRule:
-    """Return the entry of Table 1 for a stationary matrix and a pass, or its transposed version."""
+    """Return the entry of Table 1 for a stationary matrix and a pass.
+
+    Args:
+        stationary: "y", "x" or "w".
+        name: "forward", "backward_data" or "backward_weight".
+        transposed: whether all matrices are stored transposed; see the module docstring.
+    """
     rule = TABLE[stationary][name]
     if not transposed:
         return rule
@@ -87,6 +93,9 @@ def pass_problem(
     """Return the product of one pass of a linear layer.
 
     Args:
+        stationary: the matrix that does not move in any pass: "y", "x" or "w".
+        name: "forward", "backward_data" or "backward_weight".
+        tokens, in_features, out_features: rows of X, columns of X, and columns of Y.
         ranks: global ranks of the mesh in row-major order; None means 0, 1, 2, ...
         transposed: whether all matrices are stored transposed; see the module docstring.
 

@@ -138,11 +138,11 @@ class Matmul2dProblem:
         return MovingMatrix(operand, "row", 0, operand == "c")
 
     def axis_size(self, axis: str) -> int:
-        """Return the number of chips along a mesh axis."""
+        """Return the number of chips along a mesh axis: "row", "col" or "depth"."""
         return self.mesh_shape[AXES.index(axis)]
 
     def largest_part(self, size: int, axis: str) -> int:
-        """Return the size of the largest part if `size` elements are divided over a mesh axis."""
+        """Return the elements of the largest part of `size` elements divided over "row", "col" or "depth"."""
         return chunk_bounds(size, self.axis_size(axis), 0)[1]
 
     def declarations(self, name: str, placements: Placements | None = None) -> Program:

@@ -57,7 +57,7 @@ class RingDirection:
     suffix: str
 
     def steps_in(self, iteration: Steps) -> range:
-        """Return which ring steps of an iteration, [start, stop), there are in this direction of `steps`."""
+        """Return the ring steps of `iteration`, [start, stop), that are below this direction's `steps`."""
         return range(iteration[0], min(iteration[1], self.steps))
 
 
@@ -66,9 +66,11 @@ class RingProduct:
     """A product that is overlapped with the ring steps of one matrix.
 
     Attributes:
+        placements: of "a", "b" and "c", for each one placement per mesh axis.
         moving: the matrix that goes around its axis in parts.
         exposed: a second matrix that moves, by one collective before (or after) all products, or None.
-        num_iterations: number of products that the ring is divided into.
+        num_iterations: the iterations asked for, with that of the local part. On P chips, P > 1, there are at
+            least 2 and at most P // 2 + 1. One that moves parts has a product for each direction.
     """
 
     problem: Matmul2dProblem

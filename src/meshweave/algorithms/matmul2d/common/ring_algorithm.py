@@ -13,13 +13,13 @@ from meshweave.ir.skeleton import Skeleton
 
 
 class RingAlgorithm(Matmul2d):
-    """A product in which one matrix travels along a mesh axis; a config chooses the number of products."""
+    """A product in which one matrix travels along a mesh axis; a config chooses how many iterations."""
 
     estimate_accuracy = "upper_bound"
 
     @abstractmethod
     def ring(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> RingProduct:
-        """Return the ring: which matrix travels along which axis, and into how many products it is cut."""
+        """Return the ring: which matrix travels along which axis, and in how many iterations."""
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
         """Return the program of the ring, with one collective before or after it where another matrix moves."""

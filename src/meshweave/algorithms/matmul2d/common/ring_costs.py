@@ -203,7 +203,7 @@ def _extent(size: int, parts: int, at: int) -> int:
 
 
 def peak_bytes(ring: RingProduct) -> int:
-    """Return the most bytes that rank 0 holds at once.
+    """Return the most bytes that rank 0 of the mesh, which has the largest shards, holds at once.
 
     They are the shards of all operands, the gathered (or not yet reduced) matrices, and if the matrix of the
     ring is scattered, two receive buffers per direction. In a ring of fewer than six ranks fewer receive buffers
@@ -235,7 +235,7 @@ def _local_bytes(ring: RingProduct, operand: str, whole: MovingMatrix | None) ->
 
 
 def iteration_counts(parts: int) -> list[int]:
-    """Return numbers of iterations worth trying on a ring of `parts` ranks, ascending.
+    """Return values of `num_iterations` worth trying on a ring of `parts` ranks, ascending.
 
     The last is the most that there can be, parts // 2 + 1: one ring step per iteration. Before it come those of
     2 to 8, 12, 16, 24, 32, ..., 192, 256 that are less.

@@ -15,9 +15,9 @@ from meshweave.ir.program.views import Blocked, Selector
 
 @dataclass(frozen=True)
 class Slices:
-    """The slices of a dim, and how they lie on a mesh axis.
+    """The slices of a dim: which blocks of neighbouring elements each consists of.
 
-    Blocks of elements go to the slices in turn, in periods of sum(widths) blocks.
+    Blocks go to the slices in turn, in periods of sum(widths) blocks.
 
     Attributes:
         size: elements of the dim.
@@ -40,7 +40,10 @@ class Slices:
         return start, start + self.widths[number] * self.block
 
     def num_below_index(self, position: Index, start: Index, width: Index) -> Index:
-        """Return how many elements of slice [start, start + width) of the period lie below `position`."""
+        """Return how many elements lie below `position` of the slice with [start, start + width) of each period.
+
+        `position` is an index in the whole dim. All may be expressions, as is the result.
+        """
         rest = minimum(maximum(position % self.period - start, 0), width)
         return (position // self.period) * width + rest
 
@@ -65,15 +68,19 @@ class Slices:
         return self.largest_part_of(axis_size, start, stop - start)
 
     def largest_part_of(self, axis_size: int, start: int, width: int) -> int:
-        """Return the most elements of the slice [start, start + width) of the period that any shard holds."""
+        """Return the most elements that a shard holds of the slice with [start, start + width) of each period.
+
+        Shards are those of a mesh axis of `axis_size` chips.
+        """
         return max(self.largest_parts_of(axis_size, start, width))
 
     def largest_parts_of(self, axis_size: int, start: int, width: int) -> tuple[int, int]:
-        """Return the most elements of a slice on any whole shard, and those on the shard that is cut short.
+        """Return (most elements of a slice on any whole shard, those on the shard that is cut short).
 
-        The last shard may be cut short by the end of the dim; the second is 0 if it is not. As the start of a
-        shard moves along the period, the elements that it holds of a slice rise to a plateau and fall again.
-        So only shards that start next to the plateau's start are looked at.
+        The slice has [start, start + width) of each period; shards are those of a mesh axis of `axis_size`
+        chips. The last may be cut short by the end of the dim; the second number is 0 if it is not. As the start
+        of a shard moves along the period, the elements that it holds of a slice rise to a plateau and fall
+        again. So only shards that start next to the plateau's start are looked at.
         """
         each = -(-self.size // axis_size)
         if self.size % (axis_size * self.period) == 0:
@@ -88,7 +95,10 @@ class Slices:
         return whole, self.num_below(self.size, start, width) - self.num_below(full * each, start, width)
 
     def num_below(self, position: int, start: int, width: int) -> int:
-        """Return `num_below_index` for plain integers."""
+        """Return how many elements lie below `position` of the slice with [start, start + width) of each period.
+
+        It is `num_below_index` for plain integers; `position` is an index in the whole dim.
+        """
         periods, rest = divmod(position, self.period)
         return periods * width + min(max(rest - start, 0), width)
 

@@ -47,11 +47,12 @@ class ResourceLoad:
 
 
 def resource_loads(jobs: JobSet) -> list[ResourceLoad]:
-    """Return the sets S that a bound considers, for each class and connected component.
+    """Return the sets of resources that a bound considers, with the jobs that must load each of them.
 
-    These are the sets left when the least loaded resource is removed again and again (the densest set or one
-    nearly as dense is among them), and unions of the jobs' own sets of alternatives, up to 4096 of them or what
-    2^17 comparisons yield. A set that is left out makes the bound weaker, not wrong.
+    The resources of a class fall into components that share no job. Considered are the sets left when the least
+    loaded resource of a component is removed again and again (the densest set or one nearly as dense is among
+    them), and unions of the jobs' own sets of alternatives, up to 4096 of them or what 2^17 comparisons yield. A
+    set that is left out makes the bound weaker, not wrong.
     """
     loads = []
     for cls in range(max(jobs.class_of, default=-1) + 1):
