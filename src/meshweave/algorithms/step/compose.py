@@ -16,10 +16,10 @@ from typing import Any, Unpack
 from meshweave.algorithms.step.checks import check_step
 from meshweave.algorithms.step.layers import call_s
 from meshweave.algorithms.step.memory import (
-    ADAM_STEP_BYTES,
     ShardedParameters,
     rank_parameters,
     tables_parameters,
+    update_bytes,
 )
 from meshweave.algorithms.step.options import ProblemOptions, StepOptions
 from meshweave.algorithms.step.problem import SHORT_NAMES, Parallelism, StepProblem
@@ -155,7 +155,7 @@ def update_times_s(problem: StepProblem, parallelism: Parallelism) -> list[float
         key = own, count, tables
         if key not in known:
             of_layers = ShardedParameters(count.others - tables, count.experts)
-            moved = own * ADAM_STEP_BYTES + cast_weight_bytes(problem, parallelism, of_layers)
+            moved = own * update_bytes(problem) + cast_weight_bytes(problem, parallelism, of_layers)
             work = Compute("call", own, moved, dtype="float32", call="elementwise")
             known[key] = call_s(problem, work)
         out.append(known[key])
