@@ -18,7 +18,7 @@ from meshweave.algorithms.step import (
     step_of,
 )
 from meshweave.algorithms.step.layers import layer_time
-from meshweave.algorithms.step.placement import expert_axes, expert_replica_groups
+from meshweave.algorithms.step.placement import expert_axes, expert_replica_groups, expert_sharding_groups
 from meshweave.algorithms.step.problem import DEGREES
 from meshweave.algorithms.step.quantizing import quantizing
 from meshweave.algorithms.step.routing import chosen_shares, drawn_loads, expert_ranks
@@ -94,6 +94,51 @@ def test_replicas_of_experts_share_their_own_states() -> None:
     graph = MIXTRAL.layer
     others = 8 * (graph.num_weights + graph.num_whole_weights) + 2 * 32000 * 1024
     assert states == pytest.approx(12 * (others / 32 + graph.num_expert_weights * 8 / 8 / 4), rel=1e-4)
+
+
+@pytest.mark.parametrize("tensor, context", [(1, 1), (4, 1), (2, 4)])
+@pytest.mark.parametrize("expert", [1, 4, 8])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_one_group_of_zero_is_none_also_for_experts(
+    tensor: int, context: int, expert: int, zero: int
+) -> None:
+    degrees = {"data": 32 // tensor // context, "tensor": tensor, "context": context, "expert": expert}
+    none = Parallelism(**degrees, zero=zero)  # type: ignore[arg-type]
+    whole = replace(none, zero_group=none.replicas)
+    assert whole.expert_shards == none.expert_shards == none.expert_replicas
+    steps = step_of(problem(), none), step_of(problem(), whole)
+    assert steps[0].time_s == pytest.approx(steps[1].time_s)
+    assert steps[0].memory == steps[1].memory
+
+
+def test_experts_are_sharded_inside_a_group_of_zero() -> None:
+    counts = {16: 2, 8: 1, 4: 1, 32: 4, None: 4}
+    for group, count in counts.items():
+        choice = Parallelism(data=32, expert=8, zero=1, zero_group=group)
+        assert choice.expert_shards == count
+        shards, copies = expert_sharding_groups(choice)
+        assert shards == (((count, 8),) if count > 1 else ())
+        assert copies == (((4 // count, 8 * count),) if count < 4 else ())
+
+
+@pytest.mark.parametrize(
+    "expert, tensor", [(3, 1), (3, 4), (3, 2), (24, 1), (4, 3), (1, 3), (12, 2), (2, 12)]
+)
+def test_replicas_of_experts_are_all_ranks_that_have_the_same_ones(expert: int, tensor: int) -> None:
+    for degrees in (
+        {"data": 6, "tensor": 4},
+        {"data": 3, "tensor": 8},
+        {"data": 3, "tensor": 4, "context": 2},
+    ):
+        p = Parallelism(**degrees, expert=expert, expert_tensor=tensor)  # type: ignore[arg-type]
+        try:
+            axes = expert_axes(p)
+        except LayoutError as error:
+            assert "at unequal distances; give another order or other degrees" in str(error)
+            continue
+        groups = [(size, stride) for _, size, stride in axes] + list(expert_replica_groups(p))
+        steps = [[stride * number for number in range(size)] for size, stride in groups]
+        assert sorted(map(sum, product(*steps))) == list(range(24))
 
 
 def test_the_chips_are_the_larger_of_both_sides() -> None:

@@ -11,6 +11,7 @@ from meshweave.algorithms.step import memory_of
 from meshweave.algorithms.step.block_time import layer_block
 from meshweave.algorithms.step.compose import update_times_s
 from meshweave.algorithms.step.data_parallel import data_parallel_time
+from meshweave.algorithms.step.layers import layer_time
 from meshweave.algorithms.step.memory import ShardedParameters
 from meshweave.algorithms.step.precision import PRECISIONS, ProductDtypes, precision_named
 from meshweave.algorithms.step.quantizing import Quantizing, cast_weight_bytes, quantizing
@@ -210,3 +211,12 @@ def test_plans_by_a_precision(capsys: pytest.CaptureFixture[str]) -> None:
     assert "stack meshweave does not run the precision mxfp8; it runs none" in capsys.readouterr().err
     with pytest.raises(UnsupportedError, match="stack nanotron does not run the precision fp8-block"):
         mw.step(MODEL, FAST, 8, 2048, precision="fp8-block", stack="nanotron")
+
+
+def test_recomputation_that_stops_early_leaves_out_a_product_in_its_own_dtype() -> None:
+    left_out = {}
+    for name in (None, "fp8-token"):
+        of = replace(problem_of(name, "dgx-h100:8"), stack=mw.SoftwareStack(stops_early=True))
+        time = layer_time(of, mw.Parallelism(data=8, recompute="full"))
+        left_out[name] = time.forward.total_s - time.recompute.total_s
+    assert 0.4 < left_out["fp8-token"] / left_out[None] < 0.8

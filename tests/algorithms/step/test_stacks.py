@@ -10,6 +10,7 @@ import pytest
 import meshweave as mw
 from meshweave.algorithms.block.roles import DATA_ROLES
 from meshweave.algorithms.step import layer_time, load_stack, stack_names
+from meshweave.algorithms.step.compose import update_times_s
 from meshweave.algorithms.step.space import SpaceOptions, StepSpace
 from meshweave.algorithms.step.stack_checks import check_parallelism
 from meshweave.algorithms.step.stack_runs import ALL_DEGREES, StackRuns
@@ -165,3 +166,12 @@ def test_more_layers_than_the_limit_are_refused() -> None:
         mw.plan(model, "dgx-h100:8", batch=8, sequence=64, dp=8)
     with pytest.raises(DescriptionError, match="over the limit of 16,384"):
         mw.step(model, "dgx-h100:8", batch=8, sequence=64)
+
+
+def test_ranks_with_layers_by_cost_update_the_weights_that_they_have() -> None:
+    degrees = {"batch": 16, "sequence": 4096, "tp": 2, "pp": 4, "zero": 1, "stack": "nanotron"}
+    step = mw.step("llama-3-8b", "dgx-h100:16", **degrees)  # type: ignore[arg-type]
+    assert len(set(step.stage_layers)) > 1
+    update_s = update_times_s(step.problem, step.parallelism)
+    shares = [rank.optimizer / seconds for rank, seconds in zip(step.memory.ranks, update_s, strict=True)]
+    assert shares == pytest.approx([shares[0]] * 4, rel=0.01)

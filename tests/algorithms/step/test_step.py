@@ -237,9 +237,24 @@ def test_what_a_stack_does_costs_time() -> None:
     assert plain.parts.transfers < blocking.parts.transfers
     hops = 2 * plain.num_micro_batches * plain.stages.transfer_s
     assert blocking.parts.transfers == pytest.approx(hops + 6 * plain.stages.transfer_s, rel=0.5)
+    turned = {**options, "vp": 2, "schedule": "zbv", "stack": mw.SoftwareStack(blocks_transfers=True)}
+    times = mw.step(GPT, HOSTS, **turned).stages  # stages 3 and 4 are of one rank
+    sent = [
+        a - b for a, b in zip(times.action_times().forward, times.action_times(False).forward, strict=True)
+    ]
+    assert sent[3] == sent[7] == 0 and len({*sent[:3], *sent[4:7]}) == 1 and sent[0] > 0
     eager = mw.step(GPT, HOSTS, **options, loss="eager", stack="ideal")
     assert eager.time_s > plain.time_s and eager.memory.ranks[-1].total > plain.memory.ranks[-1].total
     assert pickle.loads(pickle.dumps(eager.problem)) == eager.problem
+
+
+def test_an_optimizer_without_states_moves_none() -> None:
+    options = {"batch": 64, "sequence": 512, "pp": 4, "tp": 2, "stack": "ideal"}
+    steps = {name: mw.step(GPT, HOSTS, **options, optimizer=name) for name in ("adam", "momentum", "sgd")}
+    adam, momentum, sgd = (each.optimizer_s for each in steps.values())
+    assert (momentum / adam, sgd / adam) == pytest.approx((42 / 50, 34 / 50), rel=0.01)
+    for step in (steps["adam"], steps["sgd"]):
+        assert mw.simulation.simulate_step(step).time_s == pytest.approx(step.time_s, rel=0.05)
 
 
 def test_degrees_lie_where_the_order_puts_them() -> None:

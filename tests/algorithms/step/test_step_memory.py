@@ -304,3 +304,12 @@ def test_runtimes_are_named_and_known() -> None:
     )
     with pytest.raises(DescriptionError, match="there is no runtime 'cud'"):
         replace(CLUSTER.chip, runtime="cud")
+
+
+@pytest.mark.parametrize("zero_group", [2, 4, 8])
+def test_a_group_of_zero_may_hold_more_ranks_than_there_are_replicas_of_data(zero_group: int) -> None:
+    degrees = {"batch": 8, "sequence": 2048, "dp": 2, "cp": 4, "zero": 3}
+    step = mw.step("llama-2-7b", "dgx-h100:8", **degrees, zero_group=zero_group)  # type: ignore[arg-type]
+    none = mw.step("llama-2-7b", "dgx-h100:8", **degrees)  # type: ignore[arg-type]
+    assert (step.memory.total == none.memory.total) == (zero_group == 8)
+    assert step.memory.total >= none.memory.total

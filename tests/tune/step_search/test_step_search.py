@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from dataclasses import replace
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 import meshweave as mw
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
-from meshweave.algorithms.step import Parallelism, StepProblem, memory_of, step_of
+from meshweave.algorithms.step import Parallelism, StepProblem, load_stack, memory_of, step_of
 from meshweave.algorithms.step.bounds import LayerBounds, step_bound_s
-from meshweave.algorithms.step.parts import row_key
+from meshweave.algorithms.step.orders import DegreeSizes
+from meshweave.algorithms.step.parts import ChoicePart, LayoutPart, StepTree, row_key
 from meshweave.algorithms.step.pipeline import least_makespan_ps, num_stashes, time_pipeline
 from meshweave.algorithms.step.problem import DEGREES
 from meshweave.algorithms.step.space import StepLayout
@@ -179,6 +181,23 @@ def test_a_step_takes_at_least_its_bounds(
     bound_s = step_bound_s(layers, pipeline, name, virtual, count, layer_s, bounds.head_s(layout, 1))
     time_s = step_of(problem, choice).time_s
     assert bound_s <= time_s * (1 + 1e-9)
+
+
+def test_bounds_have_the_layers_of_a_stack_that_divides_them_by_cost() -> None:
+    nanotron = load_stack("nanotron")
+    problem = StepProblem(
+        mw.load_model("llama-3-8b"), mw.load_cluster("dgx-h100:16"), 32, 4096, stack=nanotron
+    )
+    tree = StepTree(StepSpace(problem), problem.usable_bytes())
+    layout = StepLayout(2, 4, 1, 2, "megatron_sp", DEGREES)
+    part = LayoutPart(tree, DegreeSizes(2, 4, 1, 2), layout, 8, "full", 0.0)
+    choices = list(tree.branches(part, math.inf))
+    assert choices
+    for choice in choices:
+        assert isinstance(choice, ChoicePart)
+        for config in tree.branches(choice, math.inf):
+            assert isinstance(config, Parallelism)
+            assert choice.bound_s <= step_of(problem, config).time_s * (1 + 1e-9)
 
 
 def test_fixed_degrees_are_kept() -> None:

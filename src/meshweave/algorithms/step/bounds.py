@@ -208,6 +208,7 @@ def step_bound_s(
     num_micro_batches: int,
     layer_s: float,
     head_s: float = 0.0,
+    costs: tuple[int, int] | None = None,
 ) -> float:
     """Return a lower bound of a step's seconds from the time of its layers, if stages divide them evenly.
 
@@ -223,10 +224,11 @@ def step_bound_s(
         num_micro_batches: micro-batches of a step through each pipeline.
         layer_s: seconds of one layer for one micro-batch, forward and backward.
         head_s: likewise of last norm, logits and loss.
+        costs: those by which layers are divided among stages (`stage_layers`); None for evenly.
     """
-    layers = rank_layers(num_layers, schedule, pipeline, virtual)
+    layers = rank_layers(num_layers, schedule, pipeline, virtual, costs)
     head = ranks_of_stages(schedule, pipeline, virtual)[-1]
     of_head = num_micro_batches * (layers[head] * layer_s + head_s)
     if pipeline > 1 and SCHEDULES[schedule].for_stages(virtual).waits_at_ends:
-        of_head += sum(stage_layers(num_layers, pipeline * virtual)[: pipeline - 1]) * layer_s
+        of_head += sum(stage_layers(num_layers, pipeline * virtual, costs)[: pipeline - 1]) * layer_s
     return max(num_micro_batches * max(layers) * layer_s, of_head)

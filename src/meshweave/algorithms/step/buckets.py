@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from meshweave.algorithms.pipeline.program import COMPUTE, PARAMETERS
 from meshweave.algorithms.step.bucket_views import BucketViews
 from meshweave.algorithms.step.layer_runs import LAYER
-from meshweave.algorithms.step.memory import ADAM_STEP_BYTES, GATHERED_LAYERS
+from meshweave.algorithms.step.memory import GATHERED_LAYERS
 from meshweave.algorithms.step.stage_settings import runs_of
 from meshweave.algorithms.step.units import Unit
 from meshweave.ir.program import Repeat, Statement, When
@@ -309,7 +309,7 @@ class StageBuckets(BucketViews):
             ins=(names["W"], names["DW"], *others),
             part="in_place",
             flops=own,
-            bytes=ADAM_STEP_BYTES * own,
+            bytes=self.settings_of(unit).update_bytes * own,
             work="elementwise",
             shape=(own,),
             dtype="float32",

@@ -16,10 +16,10 @@ from typing import Any, Unpack
 from meshweave.algorithms.step.checks import check_step
 from meshweave.algorithms.step.layers import call_s
 from meshweave.algorithms.step.memory import (
-    ADAM_STEP_BYTES,
     ShardedParameters,
     rank_parameters,
     tables_parameters,
+    update_bytes,
 )
 from meshweave.algorithms.step.options import ProblemOptions, StepOptions
 from meshweave.algorithms.step.problem import SHORT_NAMES, Parallelism, StepProblem
@@ -27,7 +27,7 @@ from meshweave.algorithms.step.quantizing import cast_weight_bytes
 from meshweave.algorithms.step.result import Step
 from meshweave.algorithms.step.stack_checks import check_parallelism, check_problem
 from meshweave.algorithms.step.stacks import default_stack, load_stack
-from meshweave.algorithms.step.stage_layers import rank_layers
+from meshweave.algorithms.step.stage_layers import layer_costs, rank_layers
 from meshweave.algorithms.step.stages import stages_of
 from meshweave.base.deprecated import renamed_keyword
 from meshweave.base.errors import LayoutError, require_known
@@ -150,14 +150,15 @@ def with_defaults(problem: StepProblem, degrees: dict[str, Any]) -> Parallelism:
 def update_times_s(problem: StepProblem, parallelism: Parallelism) -> list[float]:
     """Return for each pipeline rank the seconds of the update of weights, casts to low precision included."""
     p, known, out = parallelism, problem.cache("optimizer"), []
-    layers = rank_layers(problem.model.num_layers, p.schedule, p.pipeline, p.virtual_stages)
+    numbers = p.schedule, p.pipeline, p.virtual_stages
+    layers = rank_layers(problem.model.num_layers, *numbers, layer_costs(problem))
     for rank, count in enumerate(rank_parameters(problem, parallelism, layers)):
         own = count.shards(parallelism, 1)
         tables = tables_parameters(problem, parallelism, rank) if problem.recipe else 0
         key = own, count, tables
         if key not in known:
             of_layers = ShardedParameters(count.others - tables, count.experts)
-            moved = own * ADAM_STEP_BYTES + cast_weight_bytes(problem, parallelism, of_layers)
+            moved = own * update_bytes(problem) + cast_weight_bytes(problem, parallelism, of_layers)
             work = Compute("call", own, moved, dtype="float32", call="elementwise")
             known[key] = call_s(problem, work)
         out.append(known[key])

@@ -36,6 +36,7 @@ from meshweave.algorithms.step.memory import (
 from meshweave.algorithms.step.placement import (
     collective_s,
     expert_replica_groups,
+    expert_sharding_groups,
     message_s,
     replica_groups,
     sharding_groups,
@@ -126,12 +127,13 @@ def _slice_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 def _experts_s(problem: StepProblem, parallelism: Parallelism, experts: int) -> tuple[float, float]:
     """Return the seconds of the reduction and the gather of the experts of a layer, over their own replicas."""
-    p, groups = parallelism, expert_replica_groups(parallelism)
-    kind = "reduce_scatter" if p.zero else "all_reduce"
-    reduce_s = collective_s(problem, kind, groups, experts * problem.gradient_bytes)
-    if not p.zero:
-        return reduce_s, 0.0
-    return reduce_s, collective_s(problem, "all_gather", groups, problem.gathered_bytes(experts))
+    num_bytes = experts * problem.gradient_bytes
+    if not parallelism.zero:
+        return collective_s(problem, "all_reduce", expert_replica_groups(parallelism), num_bytes), 0.0
+    shards, copies = expert_sharding_groups(parallelism)
+    reduce_s = collective_s(problem, "reduce_scatter", shards, num_bytes)
+    reduce_s += collective_s(problem, "all_reduce", copies, -(-num_bytes // parallelism.expert_shards))
+    return reduce_s, collective_s(problem, "all_gather", shards, problem.gathered_bytes(experts))
 
 
 def _reduce_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) -> float:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.block.pieces import Piece
-from meshweave.algorithms.step.block_tasks import PartTime, compute_ps
+from meshweave.algorithms.step.block_tasks import PartTime, compute_ps, priced_work
 from meshweave.algorithms.step.block_time import LayerBlock, layer_block, layer_key, unquantized_block
 from meshweave.algorithms.step.host import IssueCounts
 from meshweave.algorithms.step.host_time import issued_s, stalls_s, unfused_of
@@ -310,7 +310,8 @@ def _last_product_s(problem: StepProblem, parallelism: Parallelism) -> float:
     tokens = -(-parallelism.micro_batch * problem.sequence // parallelism.context)
     last = problem.model.layer.linears[-1]
     inner = -(-last.operand.size // parallelism.tensor_size)
-    return call_s(problem, matmul_work(tokens, last.result.size, inner, problem.dtype))
+    work = matmul_work(tokens, last.result.size, inner, problem.dtype)
+    return call_s(problem, priced_work(work, problem.products))
 
 
 def streamed_s(problem: StepProblem, num_bytes: float) -> float:

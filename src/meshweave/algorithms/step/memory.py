@@ -21,6 +21,8 @@ ADAM_STEP_BYTES = 50
 """Bytes through memory per parameter. Adam reads gradient, fp32 weight, momentum and variance, and writes the last
 three (28; Kingma and Ba, 2015, algorithm 1); the 16-bit weight is copied from the fp32 one (6); the norm of
 gradients reads them (4), clipping scales them (8), and they are set to zero (4)."""
+_STATES_LESS = {"momentum": 4, "sgd": 8}
+"""Bytes of states per parameter that an optimizer lacks of Adam's; those of Adam in other dtypes take as long."""
 GATHERED_LAYERS = 2
 """Layers whose weights ZeRO-3 has whole at a time: the one in use, and the next."""
 
@@ -109,6 +111,11 @@ class ShardedParameters:
 
     def __rmul__(self, count: float) -> ShardedParameters:
         return ShardedParameters(round(count * self.others), round(count * self.experts))
+
+
+def update_bytes(problem: StepProblem) -> int:
+    """Return the bytes through memory per parameter that is updated: without states that are not kept."""
+    return ADAM_STEP_BYTES - 2 * _STATES_LESS.get(problem.optimizer, 0)
 
 
 def layer_parameters(problem: StepProblem, parallelism: Parallelism) -> ShardedParameters:

@@ -23,6 +23,7 @@ from meshweave.algorithms.step.orders import DegreeSizes
 from meshweave.algorithms.step.pipeline import num_stashes
 from meshweave.algorithms.step.problem import DEGREES, Parallelism
 from meshweave.algorithms.step.space import StepLayout, StepSpace
+from meshweave.algorithms.step.stage_layers import layer_costs
 from meshweave.algorithms.step.step_memory import least_memory
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
@@ -215,10 +216,10 @@ class StepTree:
         key = degrees.data, degrees.pipeline, size
         if key not in self._known_steps:
             count = self._problem.batch // degrees.data // size
-            layers = self._problem.model.num_layers
+            layers, costs = self._problem.model.num_layers, layer_costs(self._problem)
             self._known_steps[key] = min(
                 (
-                    step_bound_s(layers, degrees.pipeline, schedule, virtual, count, 1.0)
+                    step_bound_s(layers, degrees.pipeline, schedule, virtual, count, 1.0, costs=costs)
                     for schedule, virtual in self.space.schedules(degrees.pipeline, count)
                 ),
                 default=math.inf,
@@ -238,7 +239,7 @@ class StepTree:
             layer_s = self._bounds.recomputed_s(layout, micro_batch, recompute)
             for schedule, virtual in self.space.schedules(layout.pipeline, count):
                 numbers = num_layers, layout.pipeline, schedule, virtual, count
-                bound_s = step_bound_s(*numbers, layer_s, head_s)
+                bound_s = step_bound_s(*numbers, layer_s, head_s, layer_costs(self._problem))
                 choice = layout.choice(micro_batch, schedule, virtual, most, recompute)
                 yield ChoicePart(self, choice, bound_s)
 

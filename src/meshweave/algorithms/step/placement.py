@@ -27,6 +27,8 @@ from meshweave.ir.work import Transfer
 
 Axis = tuple[str, int, int]
 """The name, size and stride of a mesh axis."""
+Groups = tuple[tuple[int, int], ...]
+"""(Number of ranks, chips between neighbours) of groups of ranks, the innermost first."""
 
 
 def axis_machine(cluster: Cluster, axes: Sequence[Axis], expert_axes: Sequence[Axis] = ()) -> Machine:
@@ -116,17 +118,18 @@ def expert_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
     axes of size 1 are left out.
 
     Raises:
-        LayoutError: pipeline ranks lie between those of such a group.
+        LayoutError: the ranks of such a group lie at unequal distances, as where pipeline ranks lie between.
     """
     p = parallelism
     if p.experts == (1, 1):
         return ()
-    axes = _expert_axes(_stage_degrees(p), *p.experts)
-    if axes is None:
+    *groups, _ = _expert_groups(_stage_degrees(p), *p.experts)
+    if any(len(each) > 1 for each in groups):
         raise LayoutError(
-            f"order {'-'.join(p.order)} lays pipeline ranks between those that share experts; give another"
+            f"order {'-'.join(p.order)} lays the ranks that share experts (expert {p.expert}, expert_tensor "
+            f"{p.expert_tensor}) at unequal distances; give another order or other degrees"
         )
-    return axes
+    return tuple((name, *each[0]) for name, each in zip(("tensor", "rank"), groups, strict=True) if each)
 
 
 def _stage_degrees(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
@@ -141,22 +144,31 @@ def _stage_degrees(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
     return tuple(out)
 
 
+def expert_replica_groups(parallelism: Parallelism) -> Groups:
+    """Return (size, stride in chips) of the groups of ranks that hold the same experts, innermost first.
+
+    They are what the ranks that share experts leave of each degree of a stage; adjoining ones are one group.
+    """
+    return _expert_groups(_stage_degrees(parallelism), *parallelism.experts)[2]
+
+
 @lru_cache(maxsize=4096)
-def _expert_axes(degrees: tuple[tuple[int, int], ...], expert: int, tensor: int) -> tuple[Axis, ...] | None:
-    """Return the axes; None where a group lies in several parts."""
-    axes: list[Axis] = []
-    for name, size, inside in (("tensor", tensor, 1), ("rank", expert, tensor)):
-        groups = _stage_groups(degrees, inside, size)
-        if len(groups) > 1:
-            return None
-        axes += [(name, *groups[0])] if groups else []
-    return tuple(axes)
+def _expert_groups(degrees: Groups, expert: int, tensor: int) -> tuple[Groups, Groups, Groups]:
+    """Return the groups of ranks that shard an expert, that have different ones, and that hold the same."""
+    sharding, left = _divided(degrees, tensor)
+    different, same = _divided(left, expert)
+    return _joined(sharding), _joined(different), _joined(same)
 
 
-def expert_replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
-    """Return (size, stride in chips) of the groups of ranks that hold the same experts, innermost first."""
-    p = parallelism
-    return _stage_groups(_stage_degrees(p), p.expert * p.expert_tensor, p.expert_replicas)
+def _joined(groups: Groups) -> Groups:
+    """Return the groups with adjoining ones as one."""
+    out: list[tuple[int, int]] = []
+    for size, stride in groups:
+        if out and out[-1][0] * out[-1][1] == stride:
+            out[-1] = out[-1][0] * size, out[-1][1]
+        else:
+            out.append((size, stride))
+    return tuple(out)
 
 
 def expert_mesh_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
@@ -169,48 +181,28 @@ def expert_mesh_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
     return (*expert_axes(parallelism), *((f"replica{at}", *group) for at, group in enumerate(groups)))
 
 
-@lru_cache(maxsize=4096)
-def _stage_groups(
-    degrees: tuple[tuple[int, int], ...], inside: int, size: int
-) -> tuple[tuple[int, int], ...]:
-    """Return (size, stride) of groups of `size` ranks of a stage, of which `inside` ranks are left out between.
-
-    Adjoining ones are one group.
-    """
-    out: list[tuple[int, int]] = []
-    for own, stride in degrees if size > 1 else ():
-        skipped = math.gcd(inside, own)
-        inside //= skipped
-        taken = math.gcd(size, own // skipped) if inside == 1 else 1
-        if taken == 1:
-            continue
-        size //= taken
-        first = stride * skipped
-        if out and out[-1][0] * out[-1][1] == first:
-            out[-1] = out[-1][0] * taken, out[-1][1]
-        else:
-            out.append((taken, first))
-    return tuple(out)
+def sharding_groups(parallelism: Parallelism) -> tuple[Groups, Groups]:
+    """Return (size, stride) of the groups over which ZeRO shards, and of those that hold copies of a shard."""
+    return _divided(replica_groups(parallelism), parallelism.shards)
 
 
-def sharding_groups(
-    parallelism: Parallelism,
-) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-    """Return (size, stride in chips) of the groups over which ZeRO shards, and of those with copies of a shard.
+def expert_sharding_groups(parallelism: Parallelism) -> tuple[Groups, Groups]:
+    """Return the same of the ranks that hold the same experts."""
+    return _divided(expert_replica_groups(parallelism), parallelism.expert_shards)
 
-    They are those of levels 1 to 3; `parallelism.zero` is not read.
-    """
-    left = parallelism.shards
-    shards: list[tuple[int, int]] = []
-    copies: list[tuple[int, int]] = []
-    for size, stride in replica_groups(parallelism):
-        inside = math.gcd(left, size)
-        left //= inside
+
+def _divided(groups: Groups, count: int) -> tuple[Groups, Groups]:
+    """Return the groups of the first `count` ranks along others, innermost first, and those of what is left."""
+    taken: list[tuple[int, int]] = []
+    others: list[tuple[int, int]] = []
+    for size, stride in groups:
+        inside = math.gcd(count, size)
+        count //= inside
         if inside > 1:
-            shards.append((inside, stride))
+            taken.append((inside, stride))
         if inside < size:
-            copies.append((size // inside, stride * inside))
-    return tuple(shards), tuple(copies)
+            others.append((size // inside, stride * inside))
+    return tuple(taken), tuple(others)
 
 
 def boundary_s(

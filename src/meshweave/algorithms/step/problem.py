@@ -158,8 +158,9 @@ class Parallelism:
 
     @property
     def expert_shards(self) -> int:
-        """Return the number of ranks over which ZeRO shards experts, if its level shards at all."""
-        return math.gcd(self.expert_replicas, self.shards) if self.zero_group else self.expert_replicas
+        """Return over how many ranks ZeRO shards experts, if at all: those of a group, tensor ranks included."""
+        inside = self.shards * self.tensor_size // (self.expert * self.expert_tensor)
+        return math.gcd(self.expert_replicas, max(inside, 1))
 
     @property
     def num_stages(self) -> int:

@@ -12,6 +12,7 @@ from itertools import product
 
 from meshweave.algorithms.block.nodes.experts import MESH_OF_EXPERTS
 from meshweave.algorithms.block.problem import AXES
+from meshweave.algorithms.step.memory import update_bytes
 from meshweave.algorithms.step.placement import (
     Axis,
     expert_mesh_axes,
@@ -56,6 +57,7 @@ class ProgramRanks:
             stack.overlap,
             stack.waits_for_gathers,
             stack.waits_for_tensor,
+            update_bytes(problem),
         )
         own = expert_replica_groups(p) if self.is_routed else ()
         self.expert_settings = replace(

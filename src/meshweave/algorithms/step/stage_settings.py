@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshweave.algorithms.step.memory import ADAM_STEP_BYTES
 from meshweave.algorithms.step.units import Unit
 from meshweave.describe.layout.mesh import Mesh
 
@@ -22,6 +23,7 @@ class StageSettings:
         overlap: the share (0 to 1) of each reduction and gather that overlaps with the layers.
         waits_for_gathers: whether gathers overlap with nothing, whatever `overlap` says.
         waits_for_tensor: whether nothing overlaps with the collectives of a layer.
+        update_bytes: through memory per parameter that is updated (`memory.update_bytes`).
     """
 
     dtype: str
@@ -33,6 +35,7 @@ class StageSettings:
     overlap: float = 1.0
     waits_for_gathers: bool = False
     waits_for_tensor: bool = False
+    update_bytes: int = ADAM_STEP_BYTES
 
     @property
     def is_sharded(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.step.block_tasks import PartTime
@@ -107,9 +108,8 @@ class Stages:
         """Return the times of stages and of transfers between them, for one micro-batch, in picoseconds.
 
         Where the two gradients are not timed apart, the input gradient has recomputation and half of the rest,
-        the weight gradient the other half. Where they are, `saved` is what both take beyond the whole backward
-        part. Where a stack waits for its sends (`blocks_transfers`), their time is in the stages' and not
-        between them.
+        the weight gradient the other half. Where a stack waits for its sends (`blocks_transfers`), their time is
+        in the stages' and not between them; stages of one rank send nothing to each other.
 
         Args:
             with_transfers: whether transfers take time.
@@ -127,8 +127,9 @@ class Stages:
         forward, inputs, weights, saved = (list(each) for each in zip(*of_stages, strict=True))
         hop = to_ps(self.transfer_s)
         if with_transfers and self.problem.stack.blocks_transfers:
-            forward = [ticks + hop for ticks in forward[:-1]] + forward[-1:]
-            inputs = inputs[:1] + [ticks + hop for ticks in inputs[1:]]
+            sent = [hop * (one != other) for one, other in pairwise(self.stage_ranks)]
+            forward = [ticks + more for ticks, more in zip(forward, (*sent, 0), strict=True)]
+            inputs = [ticks + more for ticks, more in zip(inputs, (0, *sent), strict=True)]
         waits = with_transfers and not self.problem.stack.blocks_transfers
         transfers = (hop if waits else 0,) * (len(self.times) - 1)
         return ActionTimes(tuple(forward), tuple(inputs), tuple(weights), transfers, tuple(saved))

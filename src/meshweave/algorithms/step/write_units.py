@@ -114,7 +114,8 @@ def _parts(
     problem: StepProblem, parallelism: Parallelism, piece: Piece, data: int, experts: Mesh | None
 ) -> BlockParts:
     p = parallelism
-    entry = StrategyAround(strategy_of(replace(p, context=1, expert=1, expert_tensor=1)), (BATCH, RING))
+    inner = strategy_of(replace(p, context=1, zero_group=None, expert=1, expert_tensor=1))
+    entry = StrategyAround(inner, (BATCH, RING))
     block = block_of_piece(problem, p, piece, data, experts)
     recompute = p.recompute if piece == "layers" else "none"
     config = best_config(problem, p)
