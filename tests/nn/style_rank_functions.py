@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -42,4 +43,19 @@ def two_layers(context: Any, payload: Mapping[str, Any]) -> list[str]:
             wrong.append(f"{module} is taken")
         except MeshweaveError:
             pass
-    return wrong
+    return wrong + copied(mesh)
+
+
+def copied(mesh: DeviceMesh) -> list[str]:
+    """A deep copy of a layer, as for averaged weights, has its own; dims of placements may be negative."""
+    layer = nn.Linear(8, 4).double()
+    x = torch.randn(3, 8, dtype=torch.float64)
+    expected = layer(x)
+    style = UniversalParallel(weight=[Shard(-2), Shard(-1)], output=[Replicate(), Replicate()])
+    parallelize_module(layer, mesh, style)
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    wrong = [] if torch.allclose(layer(input=x), expected) else ["result of the layer"]
+    return wrong if torch.equal(other(x), torch.zeros_like(expected)) else [*wrong, "result of a copy"]

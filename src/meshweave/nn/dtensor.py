@@ -165,6 +165,14 @@ def require_dtensors(a: object, b: object) -> None:
         raise LayoutError(f"matmul takes two DTensors, not {type(a).__name__} and {type(b).__name__}")
 
 
+def require_member(device_mesh: DeviceMesh, what: str) -> None:
+    """Raise LayoutError, which begins with `what`, where this rank is not in a mesh: others do not wait for it."""
+    if device_mesh.get_coordinate() is None:
+        raise LayoutError(
+            f"{what}: rank {device_mesh.get_rank()} is not in {device_mesh}; only the ranks of the mesh call it"
+        )
+
+
 def size_text(shape: Sequence[int]) -> str:
     """Return a shape as text: `4x6`, or `scalar`."""
     return "x".join(map(str, shape)) or "scalar"

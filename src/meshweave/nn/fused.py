@@ -31,12 +31,14 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.autocast import autocast_operands
 from meshweave.nn.custom_ops import refuse_second_derivative
-from meshweave.nn.dtensor import mesh_of
+from meshweave.nn.dtensor import mesh_of, require_member
 from meshweave.nn.fused_placements import placed_linear
 from meshweave.nn.fused_products import FusedKernels, FusedOptions, bound_product
 from meshweave.nn.matmul_plans import check_dtypes
 from meshweave.nn.products import DTYPES
+from meshweave.nn.saved_versions import SavedVersions
 from meshweave.nn.transports import Transport, check_transport
 
 _ALL_GATHER = "t3_all_gather"
@@ -73,7 +75,8 @@ def linear_reduce_scatter(
 
     Each part of the result is computed by tiles, in an order that differs from rank to rank, and moves on as
     soon as all its terms are there. Differentiable once: the gradient of x is `all_gather_linear`'s program, and
-    that of weight takes the rows that it gathers. Equal calls give equal bits.
+    that of weight takes the rows that it gathers. Equal calls give equal bits. Under `torch.autocast` x and weight
+    are cast as for `torch.nn.functional.linear`.
 
     DTensors may be on a mesh of several dims. On the others x may be sharded by rows, or weight by N (Shard(0)).
     All rings then run independently.
@@ -103,7 +106,8 @@ def linear_reduce_scatter(
     """
     options = _options(FusedOptions(algorithm, tiles or Tiles(), transport, products), context, x)
     name = "linear_reduce_scatter"
-    with share_refusal(options.context, _ranks(x, device_mesh), name):
+    with share_refusal(options.context, _ranks(x, device_mesh, name), name):
+        x, weight = autocast_operands(x.device.type, x, weight)
         dim = _checked(x, weight, dim, device_mesh, name)
         return _linear(x, weight, dim, device_mesh, options, is_gather=False, name=name)
 
@@ -130,7 +134,7 @@ def all_gather_linear(
 
     Rows go around a ring, and those of a tile are multiplied as soon as they are there. Differentiable once: the
     gradient of x is `linear_reduce_scatter`'s program with `algorithm`; what was gathered is kept for that of
-    weight. Local tensors have one shape on all ranks.
+    weight. Local tensors have one shape on all ranks. Under `torch.autocast` x and weight are cast.
 
     Args:
         x, weight: the local tensors of each rank, or DTensors.
@@ -147,7 +151,8 @@ def all_gather_linear(
     """
     options = _options(FusedOptions(algorithm, tiles or Tiles(), transport, products), context, x)
     name = "all_gather_linear"
-    with share_refusal(options.context, _ranks(x, device_mesh), name):
+    with share_refusal(options.context, _ranks(x, device_mesh, name), name):
+        x, weight = autocast_operands(x.device.type, x, weight)
         dim = _checked(x, weight, dim, device_mesh, name)
         return _linear(x, weight, dim, device_mesh, options, is_gather=True, name=name)
 
@@ -176,7 +181,8 @@ def _linear(
     rows = local_x.movedim(dim, 0)
     lead = rows.shape[1:-1]
     function = _AllGatherLinear if is_gather else _ReduceScatterLinear
-    matrix = function.apply(rows.flatten(0, -2), local_w, problem, options)
+    saved = (None if is_gather else x, weight) if placed is not None else ()
+    matrix = function.apply(rows.flatten(0, -2), local_w, problem, options, SavedVersions(saved))
     size = matrix.shape[0] // math.prod(lead)
     local: Tensor = matrix.reshape(size, *lead, matrix.shape[-1]).movedim(0, dim)
     if placed is None:
@@ -194,10 +200,17 @@ def _linear(
 
 class _ReduceScatterLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, problem: UniversalProblem, options: _Options) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        problem: UniversalProblem,
+        options: _Options,
+        versions: SavedVersions,
+    ) -> Tensor:
         """Return the result, and keep what gradients need."""
         ctx.save_for_backward(x, weight)
-        ctx.problem, ctx.options = problem, options
+        ctx.problem, ctx.options, ctx.versions = problem, options, versions
         return _reduce_scatter(x, weight.t(), problem, options)
 
     @staticmethod
@@ -205,17 +218,25 @@ class _ReduceScatterLinear(torch.autograd.Function):  # type: ignore[misc]
         """Return the gradients of the arguments; None for what has none."""
         refuse_second_derivative("a fused linear layer")
         x, weight = ctx.saved_tensors
+        ctx.versions.check()
         grad_x, gathered = _all_gather(grads[0], weight, _backward_sizes(ctx.problem), ctx.options)
-        return grad_x, gathered.t() @ x, None, None
+        return grad_x, gathered.t() @ x, None, None, None
 
 
 class _AllGatherLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, problem: UniversalProblem, options: _Options) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        problem: UniversalProblem,
+        options: _Options,
+        versions: SavedVersions,
+    ) -> Tensor:
         """Return the result, and keep what gradients need."""
         result, gathered = _all_gather(x, weight.t(), problem, options)
         ctx.save_for_backward(gathered, weight)
-        ctx.problem, ctx.options = problem, options
+        ctx.problem, ctx.options, ctx.versions = problem, options, versions
         return result
 
     @staticmethod
@@ -223,8 +244,9 @@ class _AllGatherLinear(torch.autograd.Function):  # type: ignore[misc]
         """Return the gradients of the arguments; None for what has none."""
         refuse_second_derivative("a fused linear layer")
         gathered, weight = ctx.saved_tensors
+        ctx.versions.check()
         grad_x = _reduce_scatter(grads[0], weight, _backward_sizes(ctx.problem), ctx.options)
-        return grad_x, grads[0].t() @ gathered, None, None
+        return grad_x, grads[0].t() @ gathered, None, None, None
 
 
 def _backward_sizes(problem: UniversalProblem) -> UniversalProblem:
@@ -279,11 +301,15 @@ def _options(fused: FusedOptions, context: TorchContext | None, x: Tensor) -> _O
     return _Options(fused, context or TorchContext.default(x.device.type))
 
 
-def _ranks(x: Tensor, device_mesh: DeviceMesh | None) -> tuple[int, ...]:
-    """Return the ranks that call a layer together: of DTensors those of their mesh."""
+def _ranks(x: Tensor, device_mesh: DeviceMesh | None, name: str) -> tuple[int, ...]:
+    """Return the ranks that call a layer together: of DTensors those of their mesh.
+
+    Raises LayoutError where this rank is none of them.
+    """
     mesh = x.device_mesh if isinstance(x, DTensor) else device_mesh
     if mesh is None:
         return tuple(range(int(torch.distributed.get_world_size())))
+    require_member(mesh, name)
     return mesh_of(mesh).ranks
 
 
@@ -315,7 +341,7 @@ def _of_local(
     x: Tensor, weight: Tensor, dim: int, device_mesh: DeviceMesh | None, *, is_gather: bool, name: str
 ) -> UniversalProblem:
     """Return the product of local tensors on their ring. Raises LayoutError."""
-    ranks = _ranks(x, device_mesh)
+    ranks = _ranks(x, device_mesh, name)
     count = len(ranks)
     rows, n, k = math.prod(x.shape[:-1]), weight.shape[0], weight.shape[1]
     if not is_gather and x.ndim > 2 and x.shape[dim] % count:

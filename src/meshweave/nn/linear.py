@@ -20,7 +20,7 @@ from meshweave.execute.torch.call_order import require_process_group, share_refu
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.autocast import autocast_operands
 from meshweave.nn.custom_ops import refuse_second_derivative
-from meshweave.nn.dtensor import MatrixView, mesh_of, size_text
+from meshweave.nn.dtensor import MatrixView, mesh_of, require_member, size_text
 from meshweave.nn.in_graphs import (
     CLUSTER_NO_CONSTANT,
     allow_in_graph,
@@ -30,7 +30,7 @@ from meshweave.nn.in_graphs import (
 )
 from meshweave.nn.matmul import (
     matmul,
-    saved_operands,
+    save_operands,
 )
 from meshweave.nn.matmul_plans import MatmulOptions, Overlap, check_dtypes, checked_placements, multiply
 from meshweave.nn.shard_spec import ShardSpec
@@ -119,6 +119,7 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
         if torch.compiler.is_dynamo_compiling():
             return self._linear_in_graph(input, weight, bias)
         require_process_group()
+        require_member(input.device_mesh, "linear")
         device_type = input.device_mesh.device_type
         context = self.context or TorchContext.default(device_type)
         title = f"linear of {size_text(input.shape)} with weight {size_text(weight.shape)}"
@@ -193,7 +194,7 @@ class _LinearFunction(torch.autograd.Function):  # type: ignore[misc]
         options: MatmulOptions,
     ) -> DTensor:
         """Return the result, and keep what gradients need."""
-        ctx.save_for_backward(*saved_operands(ctx, x, weight))
+        save_operands(ctx, x, weight)
         operands = [operand for operand in (x, weight, bias) if operand is not None]
         ctx.shapes = [operand.shape for operand in operands]
         ctx.specs, ctx.options = [ShardSpec.of(operand).gradient for operand in operands], options
@@ -209,6 +210,7 @@ class _LinearFunction(torch.autograd.Function):  # type: ignore[misc]
         """Return the gradients of the arguments; None for what has none."""
         refuse_second_derivative("a linear layer of DTensors")
         x, weight = ctx.saved_tensors
+        ctx.versions.check()
         grad, shapes, specs, options = MatrixView(grads[0]), ctx.shapes, ctx.specs, ctx.options
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:

@@ -23,7 +23,7 @@ from meshweave.execute.torch.call_order import require_process_group, share_refu
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.autocast import autocast_operands
 from meshweave.nn.custom_ops import refuse_second_derivative
-from meshweave.nn.dtensor import MatrixView, mesh_of, require_dtensors, size_text
+from meshweave.nn.dtensor import MatrixView, mesh_of, require_dtensors, require_member, size_text
 from meshweave.nn.in_graphs import (
     CLUSTER_NO_CONSTANT,
     allow_in_graph,
@@ -43,6 +43,7 @@ from meshweave.nn.matmul_plans import (
     multiply,
     plan_of,
 )
+from meshweave.nn.saved_versions import SavedVersions
 from meshweave.nn.shard_spec import ShardSpec
 from meshweave.nn.transports import Transport
 
@@ -110,12 +111,12 @@ def matmul(
         where that is partial. Whether each needs a gradient must be the same on all ranks.
 
     Raises:
-        LayoutError: shapes, meshes or placements that do not fit each other; an `algorithm` beside an option that
-            it does not have.
+        LayoutError: shapes, meshes or placements that do not fit each other; this rank is not in a's mesh; an
+            `algorithm` beside an option that it does not have.
         BindError: dtypes that differ or that no program has; ranks that do not ask for the same product at the
             first one of its kind, before any byte of it moves.
         UnsupportedError: there is no such transport or algorithm, or it is not available here; in a backward pass,
-            a second derivative (without `algorithm`).
+            a second derivative.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     if algorithm is not None:
@@ -131,6 +132,7 @@ def matmul(
         return _matmul_of_dynamo(a, b, out, cluster, context, limits, **constants)
     require_process_group()
     require_dtensors(a, b)
+    require_member(a.device_mesh, "matmul")
     device_type = a.device_mesh.device_type
     context = context or TorchContext.default(device_type)
     key = _key(a, b, out, (stationary, transport, cluster, schedule, limits, overlap))
@@ -250,7 +252,7 @@ class _MatmulFunction(torch.autograd.Function):  # type: ignore[misc]
         ctx: Any, a: DTensor, b: DTensor, out: tuple[Placement, ...] | None, options: MatmulOptions
     ) -> DTensor:
         """Return the result, and keep what gradients need."""
-        ctx.save_for_backward(*saved_operands(ctx, a, b))
+        save_operands(ctx, a, b)
         ctx.specs, ctx.options = (ShardSpec.of(a).gradient, ShardSpec.of(b).gradient), options
         ctx.shapes = a.shape, b.shape
         shape = torch.Size((*a.shape[:-1], b.shape[-1]))
@@ -261,6 +263,7 @@ class _MatmulFunction(torch.autograd.Function):  # type: ignore[misc]
         """Return the gradients of the arguments; None for what has none."""
         refuse_second_derivative("a product of DTensors")
         a, b = ctx.saved_tensors
+        ctx.versions.check()
         options = ctx.options.of_gradient
         grad, grad_a, grad_b = MatrixView(grads[0]), None, None
         if ctx.needs_input_grad[0]:
@@ -270,6 +273,8 @@ class _MatmulFunction(torch.autograd.Function):  # type: ignore[misc]
         return grad_a, grad_b, None, None
 
 
-def saved_operands(ctx: Any, a: DTensor, b: DTensor) -> tuple[DTensor | None, DTensor | None]:
-    """Return a and b as they must be saved for the backward pass: None for one that no gradient needs."""
-    return a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None
+def save_operands(ctx: Any, a: DTensor, b: DTensor) -> None:
+    """Save for the backward pass those of a and b that gradients need, None for others, and their versions."""
+    saved = a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None
+    ctx.save_for_backward(*saved)
+    ctx.versions = SavedVersions(saved)

@@ -28,7 +28,7 @@ from meshweave.execute.torch.call_order import call_order, require_process_group
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.autocast import autocast_operands
 from meshweave.nn.custom_ops import refuse_second_derivative
-from meshweave.nn.dtensor import mesh_of, size_text
+from meshweave.nn.dtensor import mesh_of, require_member, size_text
 from meshweave.nn.in_graphs import context_of, traced_product
 from meshweave.nn.matmul2d_programs import Slices, backward_problem, product_program, slice_widths
 from meshweave.nn.products import DTYPES
@@ -76,8 +76,8 @@ def matmul2d(
         gradient must be the same on all ranks.
 
     Raises:
-        LayoutError: shards do not fit `shape` on `mesh`, the mesh is not 2D, there is no such dataflow, or the
-            algorithm shards otherwise.
+        LayoutError: shards do not fit `shape` on `mesh`, the mesh is not 2D or lacks this rank, there is no such
+            dataflow, or the algorithm shards otherwise.
         UnsupportedError: there is no such algorithm.
         BindError: a and b differ in dtype, or have one that no program has; `slices` or `ring_ways` has no such
             value; another rank refuses the product, or is in another call; there is no process group.
@@ -90,6 +90,7 @@ def matmul2d(
             _with_mesh(a, mesh), _with_mesh(b, mesh), *settings, ring_ways, number
         ).to_local()
     require_process_group()
+    require_member(mesh, "matmul2d")
     context = context or TorchContext.default(a.device)
     ranks = mesh_of(mesh).ranks  # kept, where DeviceMesh.mesh is computed at each access
     with share_refusal(context, ranks, _title(dataflow, shape)):
@@ -161,8 +162,7 @@ def _title(dataflow: str, shape: tuple[int, int, int]) -> str:
 
 def _position(mesh: DeviceMesh) -> int:
     coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise LayoutError("this rank is not in the mesh")
+    assert coordinate is not None
     return int(coordinate[0]) * mesh_of(mesh).shape[1] + int(coordinate[1])
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -16,10 +17,11 @@ from meshweave.algorithms.matmul2d import Dataflow
 from meshweave.base.errors import LayoutError
 from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.dtensor import mesh_of, require_dtensors, size_text
+from meshweave.nn.dtensor import mesh_of, require_dtensors, require_member, size_text
 from meshweave.nn.in_graphs import allow_in_graph, context_of, placement_texts, placements_from
 from meshweave.nn.matmul2d import matmul2d
 from meshweave.nn.matmul2d_programs import Slices
+from meshweave.nn.saved_versions import SavedVersions
 
 _STORED, _TRANSPOSED = (Shard(0), Shard(1)), (Shard(1), Shard(0))
 
@@ -59,6 +61,7 @@ def matmul2d_of_dtensors(
         return _in_graph(a, b, placement_texts(out), algorithm, widths, number, tuple(others))
     require_process_group()
     require_dtensors(a, b)
+    require_member(a.device_mesh, "matmul")
     mesh = a.device_mesh
     context = context or TorchContext.default(mesh.device_type)
     with share_refusal(context, mesh_of(mesh).ranks, f"matmul {size_text(a.shape)} @ {size_text(b.shape)}"):
@@ -74,9 +77,28 @@ def matmul2d_of_dtensors(
         slices=slices,
         context=context,
     )
+    if local.requires_grad:
+        saved = a if b.requires_grad else None, b if a.requires_grad else None
+        local = _Checked.apply(local, SavedVersions(saved))
     size = torch.Size((m, n))
     result: DTensor = DTensor.from_local(local, mesh, _STORED, run_check=False, shape=size, stride=(n, 1))
     return result
+
+
+class _Checked(torch.autograd.Function):  # type: ignore[misc]
+    """The result of a product, whose backward pass refuses operands that were changed in place since."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, versions: SavedVersions) -> Tensor:
+        """Return this rank's part of the result as it is."""
+        ctx.versions = versions
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient as it is. Raises RuntimeError, see `SavedVersions.check`."""
+        ctx.versions.check()
+        return grads[0], None
 
 
 def _dataflow(

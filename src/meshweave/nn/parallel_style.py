@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MethodType
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +15,7 @@ from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.dtensor import from_the_front
 from meshweave.nn.linear import universal_linear
 from meshweave.nn.transports import Transport
 
@@ -76,13 +78,13 @@ class UniversalParallel(ParallelStyle):  # type: ignore[misc]
             module.register_parameter(name, sharded)
         given = list(self.input or [Replicate()] * device_mesh.ndim)
 
-        def forward(x: Tensor) -> Tensor:
-            if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, device_mesh, given, run_check=False)
-            result = self._linear(x, module.weight, module.bias)
+        def forward(layer: nn.Linear, input: Tensor) -> Tensor:
+            if not isinstance(input, DTensor):
+                input = DTensor.from_local(input, device_mesh, given, run_check=False)
+            result = self._linear(input, layer.weight, layer.bias)
             return result.to_local() if self.use_local_output else result
 
-        module.forward = forward
+        module.forward = MethodType(forward, module)  # of which a deep copy of the layer has one of its own
         return module
 
 
@@ -90,4 +92,4 @@ def _of_bias(placement: Placement) -> Placement:
     """Return the placement of the bias (features out,) where the weight has this one."""
     if not compat.is_sharded(placement):
         return placement
-    return placement if placement.dim in (0, -2) else Replicate()
+    return from_the_front(placement, 2, "weight") if placement.dim in (0, -2) else Replicate()
