@@ -393,9 +393,8 @@ def _piece_time(problem: StepProblem, parallelism: Parallelism, piece: Piece) ->
     """Return what one micro-batch takes in an end of the model alone, beside whose communication no layer runs."""
     block = layer_block(problem, parallelism)
     forward, whole = (block.piece(training, piece) for training in (False, True))
-    issued = 0.0, 0.0, 0.0
-    if problem.host is not None:
-        host, graphs = problem.host, problem.stack.graphs
+    host, graphs, issued = problem.host, problem.stack.graphs, (0.0, 0.0, 0.0)
+    if host is not None:
         ahead, back = IssueCounts(forward.kernels), IssueCounts(whole.kernels - forward.kernels)
         issued = ahead.seconds(host, graphs), back.seconds(host, graphs), 0.0
     return LayerTime(forward.part, whole.part - forward.part, issued_s=issued)

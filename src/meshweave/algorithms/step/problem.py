@@ -105,9 +105,8 @@ class Parallelism:
         if self.zero not in range(4):
             raise LayoutError(f"parallelism: zero is {self.zero}; give 0, 1, 2 or 3")
         if self.recompute not in RECOMPUTES:
-            raise LayoutError(
-                f"parallelism: recompute is '{self.recompute}'; give one of {', '.join(RECOMPUTES)}"
-            )
+            known = ", ".join(RECOMPUTES)
+            raise LayoutError(f"parallelism: recompute is '{self.recompute}'; give one of {known}")
         if self.zero_group is not None and (self.zero_group < 1 or self.replicas % self.zero_group):
             raise LayoutError(
                 f"parallelism: zero_group is {self.zero_group}; give a divisor of the {self.replicas} ranks with "

@@ -47,9 +47,9 @@ from meshweave.trace import Span, Trace
 class BoundProgram:
     """A program bound to the memory of one rank; made by `bind`.
 
-    `inputs` and `outputs` are the tensors of the rank's input and output buffers, by buffer name. They stay
-    the same from run to run: read results before the next run, or copy them. To give new input without a
-    copy, write into `inputs`. `scratch` is the first slot of its scratch buffers, as a run leaves them.
+    `inputs` and `outputs` are the tensors of the rank's input and output buffers, by name, the same in all runs:
+    read results before the next run, or copy them. To give new input without a copy, write into `inputs`. `scratch`
+    is the first slot of its scratch buffers, as a run leaves them.
     """
 
     def __init__(
