@@ -47,9 +47,8 @@ from meshweave.trace import Span, Trace
 class BoundProgram:
     """A program bound to the memory of one rank; made by `bind`.
 
-    `inputs` and `outputs` are the tensors of the rank's input and output buffers, by name, the same in all runs:
-    read results before the next run, or copy them. To give new input without a copy, write into `inputs`. `scratch`
-    is the first slot of its scratch buffers, as a run leaves them.
+    `inputs` and `outputs` are the tensors of the rank's input and output buffers, by name, `scratch` the first slots
+    of scratch. All runs use them: read results before the next one. New input may be written into `inputs`.
     """
 
     def __init__(
@@ -169,8 +168,8 @@ class BoundProgram:
             take()
             return _nothing
         sequence = call.sequence
-        self.context.lane_threads.check_free()  # before this is a call, which others do not make
         with torch.no_grad():
+            self.context.lane_threads.check_free()  # before this is a call, which others do not make
             self._load_all(self.inputs)
             with call:
                 rest = lanes.begin()
