@@ -120,16 +120,10 @@ def _tracked_product(  # type: ignore[no-untyped-def]
             depth = start + tl.arange(0, BLOCK_K)
             if IS_FAR:
                 depth = depth.to(tl.int64)
-            left = _operand(
-                left_at + depth[None, :] * a_column, depth[None, :] < k, is_row[:, None], IS_INSIDE, IS_EVEN_K
-            )
-            right = _operand(
-                right_at + depth[:, None] * b_row,
-                depth[:, None] < k,
-                is_column[None, :],
-                IS_INSIDE,
-                IS_EVEN_K,
-            )
+            is_deep = depth < k
+            at_a, at_b = left_at + depth[None, :] * a_column, right_at + depth[:, None] * b_row
+            left = _operand(at_a, is_deep[None, :], is_row[:, None], IS_INSIDE, IS_EVEN_K)
+            right = _operand(at_b, is_deep[:, None], is_column[None, :], IS_INSIDE, IS_EVEN_K)
             if WIDENS:
                 left, right = left.to(tl.float32), right.to(tl.float32)
             total = tl.dot(left, right, total, input_precision=PRECISION)
