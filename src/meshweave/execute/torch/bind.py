@@ -47,7 +47,7 @@ from meshweave.trace import Span, Trace
 class BoundProgram:
     """A program bound to the memory of one rank; made by `bind`.
 
-    `inputs` and `outputs` are the tensors of the rank's input and output buffers, by name, `scratch` the first slots
+    `inputs` and `outputs` are the tensors of input and output buffers, by name, `scratch` the first slots
     of scratch. All runs use them: read results before the next one. New input may be written into `inputs`.
     """
 
