@@ -82,7 +82,7 @@ def linear_reduce_scatter(
     All rings then run independently.
 
     Args:
-        x, weight: the local tensors of each rank, or DTensors.
+        x: the local tensor of each rank, or a DTensor; so is `weight`.
         dim: the dim of the result, not the last, that is scattered; its size in x is d. Where ranks do not divide
             it the last one has less, which needs an x of two dims.
         device_mesh: for local tensors, the mesh of one dim whose ranks are the ring; None for the default process
@@ -137,10 +137,10 @@ def all_gather_linear(
     weight. Local tensors have one shape on all ranks. Under `torch.autocast` x and weight are cast.
 
     Args:
-        x, weight: the local tensors of each rank, or DTensors.
+        x: the local tensor of each rank, or a DTensor; so is `weight`.
         dim: the dim of x, not the last, that is gathered; of DTensors it is the one that x shards, in any case.
         algorithm: of the gradient of x, see `linear_reduce_scatter`.
-        device_mesh, tiles, transport, products, context: those of `linear_reduce_scatter`.
+        device_mesh: as for `linear_reduce_scatter`; so are tiles, transport, products and context.
 
     Raises:
         LayoutError: shapes or placements do not fit, some rank would have no rows, `algorithm` or `products` has

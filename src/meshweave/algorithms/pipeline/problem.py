@@ -206,7 +206,8 @@ class PipelineProblem:
             stages: the stages, in the order of the model.
             micro_batches: micro-batches of a step.
             rows: rows of a micro-batch, over all data-parallel ranks.
-            shape, dtype: the dims of every edge's tensor after the rows, and its dtype.
+            shape: the dims of every edge's tensor after the rows.
+            dtype: its dtype.
             skips: (source stage, target stage) of each edge that is not to the next stage.
         """
         listed = tuple(stages)

@@ -181,7 +181,8 @@ class ParallelModel(AroundModule):
 
         Args:
             x: this rank's part (batch, sequence, features) of the residual before them.
-            batch, sequence: global sizes: the number of sequences, and the tokens of each.
+            batch: the number of sequences of all ranks.
+            sequence: the tokens of each, of all ranks.
             blocks: these layers, in order; None for all.
         """
         rotary = None if self.rotary is None else self.rotary(x, sequence)
@@ -203,7 +204,8 @@ class ParallelModel(AroundModule):
         Args:
             x: this rank's part (batch, sequence, features) of the residual after the last layer, before the last
                 norm.
-            batch, sequence: global sizes: the number of sequences, and the tokens of each.
+            batch: the number of sequences of all ranks.
+            sequence: the tokens of each, of all ranks.
         """
         self.throughout.reach(len(self.blocks))
         normal = self.norm(x, batch, sequence)
