@@ -218,7 +218,18 @@ class Machine(PlacedMeshes):
         return self.axis("")
 
     def one_sided_constants(self, src: int, dst: int, adds: bool) -> OneSidedConstants:
-        """Return the constants of gets and puts between two different ranks; of accumulates if `adds`."""
+        """Return latency (ps), rate (bytes per second) and compute cost of one-sided transfers between ranks.
+
+        They are those of the slowest links on the path. On a torus, a ring or a switch they are those of the
+        slowest mesh axis, whatever the ranks.
+
+        Args:
+            src, dst: two different global ranks.
+            adds: True for accumulates, which take FLOPs as well; False for gets and puts.
+
+        Raises:
+            UnsupportedError: the network is a torus, a ring or a switch, and the machine has no meshes.
+        """
         axis = self.axis_between(src, dst)
         one_sided = self._one_sided.get((axis, adds))
         if one_sided is None:

@@ -77,14 +77,18 @@ class Columns(TemplateColumns):
         ):
             self.has_pair_costs = True
 
-    def group_price(self, row: Column) -> int:
-        """Return the index in `priced_axes` of the mesh axis of a group; a new axis is added.
+    def group_price_index(self, row: Column) -> int:
+        """Return the index in `priced_axes` of the mesh axis or whole mesh whose ranks form a group.
 
-        `row` has the positions of its members among the ranks of the program.
+        The group must be in the order of the mesh. One that is neither takes the entry "". A new entry is
+        appended.
+
+        Args:
+            row: positions of the members among the ranks of the program, 1-D integers.
         """
-        return self.price(axis_of(self.program, tuple(self.ranks[row].tolist())))
+        return self.price_index(axis_of(self.program, tuple(self.ranks[row].tolist())))
 
-    def price(self, axis: str) -> int:
+    def price_index(self, axis: str) -> int:
         """Return the index in `priced_axes` of a mesh axis, "" for none. A new axis is added."""
         if axis not in self.priced_axes:
             self.priced_axes.append(axis)

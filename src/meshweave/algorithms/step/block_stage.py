@@ -347,7 +347,7 @@ class BlockStage:
             ),
         )
         if unit.is_layer and part != "weight_grad":
-            yield from self.buckets.weights_used(unit, number)
+            yield from self.buckets.release_weights(unit, number)
 
     def _submeshes(self, program: Program) -> Iterator[tuple[str, Submesh]]:
         """Yield what the meshes of a part of a layer are here: that of blocks, and that of experts."""

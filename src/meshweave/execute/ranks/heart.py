@@ -164,7 +164,10 @@ class Heart:
 
     @property
     def is_beating(self) -> bool:
-        """Return whether the thread runs, and its store has answered in the last `stale_s` seconds."""
+        """Return whether the thread runs, has its store, and ended a round in the last `stale_s` seconds.
+
+        Before the first round ends, the time counts from the start of the thread.
+        """
         is_stuck = time.monotonic() - self._last_round > self._stale_s
         return not (self.store_gone or is_stuck) and self._thread.is_alive()
 

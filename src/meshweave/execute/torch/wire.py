@@ -207,7 +207,8 @@ class Wire:
     def collective(self, what: str, over: Sequence[int], group: Any, post: Callable[[], Any]) -> Action:
         """Return an action that runs one of torch's collectives over the global ranks `over`.
 
-        Where ranks are to meet first, it does that too, once a run (`GroupEntry`).
+        On CPUs, with `meets` and a `call`, the ranks of a group first exchange a one-byte message, each with
+        each, before the first collective of the group in a run. So collectives of two programs never match.
 
         Args:
             what: completes "waiting for ..." in errors.

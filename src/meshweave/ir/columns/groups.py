@@ -103,18 +103,18 @@ class GroupColumns:
         if known is None:
             known = self._groups[key] = len(self._members)
             self._members.append(row)
-            self._group_price.append(self.price(folded) if folded else self.group_price(row))
+            self._group_price.append(self.price_index(folded) if folded else self.group_price_index(row))
             self._group_copies.append(self.copies.get(folded, 1))
         return known
 
-    def group_price(self, row: Column) -> int:
+    def group_price_index(self, row: Column) -> int:
         """Return the index of the cost constants of a group; its members are at positions `row` of `ranks`.
 
         This one returns 0: nothing has a price.
         """
         return 0
 
-    def price(self, axis: str) -> int:
+    def price_index(self, axis: str) -> int:
         """Return the index of the cost constants of a mesh axis, "" for none.
 
         This one returns 0: nothing has a price.

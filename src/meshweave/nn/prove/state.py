@@ -40,7 +40,11 @@ class WideCasts(TorchFunctionMode):  # type: ignore[misc]
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Return whether a module is under FSDP2 or DDP, or parameters have gradient hooks not of this library."""
+    """Return whether FSDP2, DDP or hooks of other code act on the gradients of a module.
+
+    True if it or one of its submodules is an `FSDPModule` or `DistributedDataParallel`, or if one of its
+    parameters has a gradient hook from outside this library. Wrappers around the module are not looked for.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     wrappers = (FSDPModule, nn.parallel.DistributedDataParallel)
