@@ -78,7 +78,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
-    marks = {path: {mark.name for item in tests for mark in item.iter_markers()} for path, tests in files.items()}
+    marks = {
+        path: {mark.name for item in tests for mark in item.iter_markers()} for path, tests in files.items()
+    }
     shares: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
     rest = []
     turns = itertools.cycle(reversed(shares))
