@@ -81,11 +81,10 @@ def read_slices(text: str) -> tuple[int, ...]:
             f"slices '{printable(text)}' is neither a count, such as 4, nor widths, such as 1:2:1"
         )
     numbers = tuple(int(part) for part in parts)
-    if len(numbers) > 1:
-        return numbers
-    if numbers[0] > 1 << 16:
-        raise LayoutError(f"{numbers[0]} slices are more than the {1 << 16} that make sense")
-    return (1,) * numbers[0]
+    count = len(numbers) if len(numbers) > 1 else numbers[0]
+    if count > 1 << 16:
+        raise LayoutError(f"{count} slices are more than the {1 << 16} that make sense")
+    return numbers if len(numbers) > 1 else (1,) * count
 
 
 def read_algorithms(text: str) -> tuple[str, ...]:
