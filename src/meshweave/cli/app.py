@@ -138,7 +138,7 @@ def _run(args: list[str], outputs: CommandOutputs) -> int:
 
 
 def _fix_advice(error: Any) -> str:
-    """Return what to give in place of an unknown option that is a keyword of `--fix`, such as --tp; "" of others."""
+    """Return what to give for an unknown option that is a keyword of `--fix`, such as --tp; "" of others."""
     name = getattr(error, "option_name", "").removeprefix("--").replace("-", "_")
     params = error.ctx.command.params if error.ctx is not None else ()
     if name and any("--fix" in param.opts for param in params) and name in fixed_names():
