@@ -209,10 +209,10 @@ def token_sizes(problem: BlockProblem, is_flat: bool) -> tuple[int, ...]:
 
 
 def side_of(features: Features) -> Side:
-    """Return features as a side of a tensor: "hidden" for those of the residual, "" for what no axis shards.
+    """Return features as a side of a tensor, whose `dim` says as what mesh axes shard them.
 
-    Nothing shards features without a dim, and those whose edges lie as the tokens (`WITH_TOKENS`). All others are
-    "inner".
+    It is "hidden" for features of the residual, and "" for those that nothing shards: features without a dim,
+    and those whose edges lie as the tokens (`WITH_TOKENS`). All others are "inner".
     """
     dim = features.dim
     if not dim or dim in WITH_TOKENS:
