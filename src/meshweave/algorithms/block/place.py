@@ -193,7 +193,10 @@ class NodePlace(Generic[AnyNode]):
         return self.layer.graph.readers(edge)[0] is self.node
 
     def contribution(self, edge: str) -> str:
-        """Return the tensor name of the node's term in the gradient of an edge."""
+        """Return the name of the tensor that the node contributes to the gradient of its input `edge`.
+
+        A sum contributes the gradient of its result; the only reader of an edge, the whole gradient.
+        """
         node = self.node
         if node.is_sum:
             return self.arriving
