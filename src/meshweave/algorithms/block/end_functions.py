@@ -111,7 +111,11 @@ class IntegerEnds(EndFunctions):
     """Functions of small integers in place of those of the loss, so that results compare with `==`."""
 
     def softmax_sums(self, logits: Values, greatest: Values, targets: Values, vocabulary: Values) -> Values:
-        """Return small integers in place of the two sums over part of the logits of each token."""
+        """Return two sums of small integers per token, (..., 2), in place of those of the loss.
+
+        The first is over this part of the vocabulary, of numbers made from logit and `greatest`; the second is 0
+        where the target is in another part. Arguments are shaped as those of `RealEnds.softmax_sums`.
+        """
         is_target = targets[..., None] == vocabulary
         sums = small(logits + greatest[..., None]).sum(-1), (small(logits) * is_target).sum(-1)
         return array_module(logits).stack(sums, -1)

@@ -52,7 +52,10 @@ def layer_meanings(layer: LayerPlace, roles: Roles) -> Iterator[Meaning]:
 
 
 def layer_gradient_meanings(layer: LayerPlace, roles: Roles) -> Iterator[Meaning]:
-    """Yield the equations of the backward part of a layer."""
+    """Yield the equations of the gradients of a layer's parameters and edges, last node first.
+
+    The gradient of an edge is the sum of what the nodes that read it contribute.
+    """
     for at in reversed(layer.nodes):
         yield from record_of(at.node).gradient_meanings(at, roles)
         for whole, terms in _gradients(at):

@@ -110,7 +110,11 @@ class BlockStage:
         yield from self.buckets.tensors()
 
     def buffers(self, layouts: Mapping[str, Layout]) -> Iterator[Buffer]:
-        """Yield buffers of buckets, weight matrices, stashes and gradients of matrices. `layouts` are not read."""
+        """Yield the buffers of the stage; `layouts` are not read.
+
+        They are buckets, weight matrices and their gradients, the residual and its gradient, what layers keep
+        for their backward parts, constants, and losses.
+        """
         del layouts
         residual, scratch = self._residual_shape(), self.buckets.scratch
         if residual is not None:

@@ -64,7 +64,8 @@ class LayerBounds:
     def flops_s(self, sizes: DegreeSizes) -> float:
         """Return the least seconds that a rank computes for its share of one layer and one sequence.
 
-        They are the FLOPs of forward and backward, over the context and tensor ranks, at the chip's highest rate.
+        They are the FLOPs of forward and backward, over the context and tensor ranks, at the chip's highest
+        rate. Layers of several kinds count as their mean.
         """
         sequence = self._problem.sequence
         attention = sum(
@@ -74,7 +75,10 @@ class LayerBounds:
         return flops / self._most_flops_per_s / (sizes.context * sizes.tensor)
 
     def apart(self) -> LayerBounds:
-        """Return bounds of the same space with the same prices of kernels, but with no `representative` yet."""
+        """Return bounds of the same space that share the prices of kernels with these.
+
+        They start without priced layers, and `representative` chooses anew.
+        """
         other = copy(self)
         other._layers, other._places = {}, {}
         return other

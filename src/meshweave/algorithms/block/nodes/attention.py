@@ -59,7 +59,10 @@ class AttentionRecord(NodeRecord[Attention]):
             yield Tensor(POSITIONS, (at.problem.sequence,), real)
 
     def meanings(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the heads and their log-sum-exp: by group of heads, or with a ring."""
+        """Yield the equations of the heads and their log-sum-exp: attention within each group of heads.
+
+        Where ranks divide the sequence, they are those of attention in a ring.
+        """
         yield Same(f"{at.operand}_units", at.operand)
         if roles.ring_axis is not None:
             yield from ring_meanings(at)
@@ -70,7 +73,10 @@ class AttentionRecord(NodeRecord[Attention]):
             yield Same(name, f"{name}_units")
 
     def gradient_meanings(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the contribution to the input's gradient: by group of heads, or with a ring."""
+        """Yield the equations of the contribution to the gradient of the joint queries, keys and values.
+
+        They are of each group of heads; where ranks divide the sequence, those of attention in a ring.
+        """
         if roles.ring_axis is not None:
             yield from ring_gradient_meanings(at)
             return
@@ -81,7 +87,11 @@ class AttentionRecord(NodeRecord[Attention]):
         yield Same(at.contribution(at.node.ins[0]), f"D{at.operand}_units")
 
     def functions(self, node: Attention, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions of attention and its gradient by name: whole, and in steps of a ring."""
+        """Return the functions of attention and its gradient by name: whole, and in steps of a ring.
+
+        They are those of small integers if `problem.exact`; else real ones, which compute 16-bit arguments in
+        single precision.
+        """
         if problem.exact:
             return IntegerAttention(node, problem.sequence).table()
         return widened(RealAttention(node, problem.sequence).table())

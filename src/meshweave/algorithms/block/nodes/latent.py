@@ -68,9 +68,9 @@ class LatentAttentionRecord(AttentionRecord):
         writer.end_site()
 
     def write_gradient(self, at: NodePlace[LatentAttention], writer: NodeWriter) -> None:  # type: ignore[override]
-        """Write the call of the gradient, and the sums of all contributions to the gradients of its inputs.
+        """Write the call of the gradient with respect to the queries, the keys with values, and the latent.
 
-        They are the queries, the keys with values, and the latent.
+        Where the node is the first reader of one of these, the contributions of its other readers are added.
         """
         arriving, ins = writer.arriving(at), self._ins(at, writer)
         queries, keys = (writer.contribution(at, edge) for edge in at.node.ins[:2])
