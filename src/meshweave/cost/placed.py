@@ -107,7 +107,7 @@ class PlacedMeshes:
         return spans
 
     def uses_rails(self, axis: str) -> bool:
-        """Return whether a collective of a mesh axis uses several NICs of a host at once.
+        """Return whether a collective of a mesh axis ("tp.row") uses several NICs of a host at once.
 
         False for groups that lie unevenly on hosts.
         """
