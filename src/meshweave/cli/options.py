@@ -73,7 +73,7 @@ def read_mesh(text: str) -> tuple[int, ...]:
 def read_slices(text: str) -> tuple[int, ...]:
     """Return relative widths of slices: (1, 1, 1, 1) for "4", (1, 2, 1) for "1:2:1".
 
-    Raises LayoutError for other text, and for more than 65536 slices.
+    Raises LayoutError for other text, and for a count above 65536.
     """
     parts = text.split(":")
     if not all(part.isdecimal() and len(part) < 10 and int(part) for part in parts):

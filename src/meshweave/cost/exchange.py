@@ -146,7 +146,7 @@ def exchange_bytes(work: CopyExchange, per_host: int, hosts: int) -> ExchangeByt
     """Return the bytes of the most loaded rank in an exchange over `hosts` hosts with `per_host` ranks each.
 
     Raises:
-        UnsupportedError: the catalog has no library of that name.
+        UnsupportedError: the catalog has no library called `work.library`.
     """
     sends, own = library_of(work.library).sends, float(work.tokens * work.part_bytes)
     limits = work.groups, work.top_groups

@@ -68,7 +68,8 @@ class ExpertRows:
 
     Attributes:
         tokens: tokens whose experts are chosen here, at `token_s` each; 0 where choosing is priced elsewhere.
-        hidden, inner: features of a token, and inner features of an expert.
+        hidden: features of a token.
+        inner: inner features of an expert.
         columns: columns of the first product for each inner feature: 2 with a gate, else 1.
         rows: rows (copies of tokens) of all experts together.
         active: the number of experts that have rows.
@@ -85,9 +86,15 @@ class ExpertRows:
 
 
 def even_rows(rows: int, hidden: int, inner: int, experts: int, columns: int) -> ExpertRows:
-    """Return the sizes of one layer whose `rows` rows are divided evenly among `experts`, arrays of length 1.
+    """Return the sizes of one layer's experts on a rank, its `rows` copies of tokens evenly divided among them.
 
-    `tokens` is 0 in them. `columns` is 2 where experts are gated, else 1.
+    All arrays have one entry; `tokens` is 0.
+
+    Args:
+        hidden: features of a token.
+        inner: inner features of an expert.
+        experts: how many experts the rank has.
+        columns: 2 where experts are gated, else 1.
     """
     active = float(min(experts, max(rows, 1)))
     tiles = active * np.ceil(rows / active / TILE_ROWS)[None, :]
@@ -98,7 +105,7 @@ def even_rows(rows: int, hidden: int, inner: int, experts: int, columns: int) ->
 
 
 def grouped_seconds(of: GroupedConstants, rows: ExpertRows) -> Array:
-    """Return for each layer the seconds of the forward part of its experts on one rank."""
+    """Return for each layer in `rows` the seconds of the forward part of its experts on one rank, (layers,)."""
     sizes = ((rows.columns * rows.inner, rows.hidden), (rows.hidden, rows.inner))
     total = sum((_product_seconds(of, rows, n, k) for n, k in sizes), np.zeros_like(rows.rows))
     elements = rows.hidden + (rows.columns + 1) * rows.inner

@@ -69,7 +69,10 @@ class Machine(PlacedMeshes):
         return cls(cluster, program.expanded.meshes, logical)
 
     def require(self, program: Program) -> None:
-        """Raise LayoutError where a program (expanded) has another mesh under a name here, or a rank no chip."""
+        """Raise LayoutError where a mesh of `program` differs from its namesake here, or a rank has no chip.
+
+        `program` is one that is expanded.
+        """
         here = {mesh.name: mesh for mesh in self.meshes}
         for mesh in program.meshes:
             if here.get(mesh.name, mesh) != mesh:

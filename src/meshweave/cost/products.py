@@ -107,9 +107,11 @@ def slowed(seconds: Array, slowdown: float) -> Array:
 def product_s(
     constants: ProductModel, m: int, n: int, k: int, item_bytes: int, num_products: int = 1
 ) -> float:
-    """Return the seconds of `num_products` equal products (m, k) by (k, n) in one kernel; if empty, its launch.
+    """Return the seconds of `num_products` equal products (m, k) by (k, n) in one kernel.
 
-    Elements of A and B have `item_bytes`, those of C as many, at least 2.
+    If one of the four numbers is 0, these are the seconds of its launch.
+
+    Elements of A and B have `item_bytes` bytes, those of C as many, but at least 2.
     """
     if not m * n * k * num_products:
         return constants.launch_s

@@ -118,7 +118,10 @@ class UncontendedSimulator(TraceRecorder):
         self._push(cost.total_ps, nodes, first)
 
     def price(self, node: Node, work: Work) -> Price:
-        """Return the price of an op; of a Send that of its message between its two ranks, with what both pack."""
+        """Return the price of the op `node`, (rank, index), which does `work`.
+
+        That of a Send is the price of its message between both ranks, packing at both ends included.
+        """
         joint, send = self.flow.joint(node), self.flow.op(node)
         if not isinstance(send, Send):
             return op_price(work, send, node[0], self.machine)

@@ -148,7 +148,10 @@ def with_defaults(problem: StepProblem, degrees: dict[str, Any]) -> Parallelism:
 
 
 def update_times_s(problem: StepProblem, parallelism: Parallelism) -> list[float]:
-    """Return for each pipeline rank the seconds of the update of weights, casts to low precision included."""
+    """Return for each pipeline rank the seconds of the optimizer's update on one of its chips, once a step.
+
+    Casts of weights to low precision are included.
+    """
     p, known, out = parallelism, problem.cache("optimizer"), []
     numbers = p.schedule, p.pipeline, p.virtual_stages
     layers = rank_layers(problem.model.num_layers, *numbers, layer_costs(problem))

@@ -97,9 +97,10 @@ class ShardedParameters:
         return self.others + self.experts
 
     def shards(self, parallelism: Parallelism, from_level: int) -> int:
-        """Return how many of the weights a chip keeps under ZeRO: a shard of them, or all.
+        """Return how many of these weights a chip keeps: its shard, or all if ZeRO does not shard them.
 
-        It is the shard where `parallelism.zero` is at least `from_level`, a level from 1 to 3.
+        ZeRO shards them where `parallelism.zero` is at least `from_level`: 1 to count optimizer states, 2
+        gradients, 3 the weights themselves.
         """
         if parallelism.zero < from_level:
             return self.total

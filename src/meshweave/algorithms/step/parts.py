@@ -112,7 +112,7 @@ class StepTree:
         return LayoutsPart(self, True), LayoutsPart(self, False)
 
     def apart(self) -> StepTree:
-        """Return a tree of the same parts with counts of 0; known bytes and kernel prices are shared."""
+        """Return another tree of the same space with counts of 0 and an empty `closest`; caches are shared."""
         other = StepTree(self.space, self.memory_bytes)
         other._bytes, other._known_steps = self._bytes, self._known_steps
         other._bounds = self._bounds.apart()
@@ -263,8 +263,9 @@ class StepTree:
     def takes(self, choice: Parallelism, size: int) -> bool:
         """Return whether `size` bytes of a configuration fit on a chip.
 
-        One that does not fit is counted in `over_memory`, and entered in `closest` in the first order of the space
-        in which it can be laid out, if there is one: the order makes no difference to the bytes.
+        One that does not fit is counted in `over_memory`. If it is among the smallest such, it is also entered
+        in `closest`, with the first order of its degrees in which it can be laid out: the order does not change
+        `size`. It is not entered if there is no such order.
         """
         if size <= self.memory_bytes:
             return True

@@ -271,7 +271,7 @@ class StepProblem:
 
     @property
     def products(self) -> ProductDtypes | None:
-        """Return the dtypes by which the three products of training are priced; None if all run in `dtype`."""
+        """Return the dtypes that price the products forward and of both gradients; None without a recipe."""
         kept = self.cache("products")
         if not kept:
             kept[""] = None if self.recipe is None else self.recipe.products_on(self.cluster.chip)
@@ -294,7 +294,7 @@ class StepProblem:
         return "" if self.recipe is None else self.recipe.reading_on(self.cluster.chip)
 
     def usable_bytes(self, memory_bytes: int | None = None) -> int:
-        """Return the bytes of a chip, or `memory_bytes`, less the reserve. Raises DescriptionError if below 1."""
+        """Return `memory_bytes` (None: the chip's) less the reserve. Raises DescriptionError if none is left."""
         whole = self.cluster.chip.memory_bytes if memory_bytes is None else memory_bytes
         usable = whole - math.ceil(self.reserve * whole if self.reserve < 1 else self.reserve)
         if usable < 1:
@@ -322,7 +322,7 @@ class StepProblem:
 
     @property
     def attention_rate(self) -> float:
-        """Return the rate of attention over the chip's: `attention_share`, or the stack's for "flash", or 1."""
+        """Return the factor on a chip's attention rate: `attention_share`, the stack's for "flash", or 1."""
         if self.attention_share is not None:
             return self.attention_share
         known = self.stack.attention_share(self.cluster.chip) if self.attention_kind == "flash" else None

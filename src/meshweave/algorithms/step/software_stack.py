@@ -164,9 +164,10 @@ class SoftwareStack:
             )
 
     def attention_share(self, chip: Chip) -> tuple[str, float] | None:
-        """Return (how names of the chips begin on which it was fitted, share of the chip's attention rate).
+        """Return the (beginning of chip names, share) of `attention_shares` that holds for a chip, or None.
 
-        None if there is none. A share for the chip comes before one for the chip that it is fitted as.
+        The share is the FLOP rate of the stack's attention kernel over that of the chip's constants. An entry
+        for the chip's own name comes before one for `chip.fitted_as`.
         """
         shares = self.attention_shares
         return next(

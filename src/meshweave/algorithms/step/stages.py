@@ -135,7 +135,10 @@ class Stages:
         return ActionTimes(tuple(forward), tuple(inputs), tuple(weights), transfers, tuple(saved))
 
     def pipeline(self, with_transfers: bool = True) -> PipelineTime:
-        """Return when the pipeline ranks end their last actions, with or without the time of transfers."""
+        """Return when each pipeline rank ends its last action, in picoseconds from the first one's begin.
+
+        Without `with_transfers`, sending a micro-batch between stages takes no time.
+        """
         times, p = self.action_times(with_transfers), self.parallelism
         if p.pipeline == 1:
             total = self.micro_batches * sum(times.forward)
@@ -208,7 +211,12 @@ class Stages:
 
 
 def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
-    """Return the stages of a step and their times. Raises LayoutError where a strategy does not fit."""
+    """Return the stages of a step and their times.
+
+    Raises:
+        UnsupportedError: there is no such strategy.
+        LayoutError: the strategy does not fit the model or the ranks.
+    """
     layers = stage_layers(problem.model.num_layers, parallelism.num_stages, layer_costs(problem))
     layer, ends = layer_time(problem, parallelism), ends_time(problem, parallelism)
     data_parallel = data_parallel_time(problem, parallelism)

@@ -76,9 +76,10 @@ class StepTimeline:
 
 
 def step_timeline(step: Step) -> StepTimeline:
-    """Return when actions, optimizer and software of a step run, and on other lanes transfers and collectives.
+    """Return when a step's actions, optimizer and software run on each pipeline rank.
 
-    Very large steps are cut to fewer micro-batches and pipeline ranks, at most `MAX_RANKS`; `remark` says so.
+    Other lanes have what hosts issue, messages between stages, and collectives of replicas. Very large steps are
+    cut to fewer micro-batches and to at most `MAX_RANKS` pipeline ranks; `remark` says so.
     """
     timed, count = _timed(step)
     p = step.parallelism

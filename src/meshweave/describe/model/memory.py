@@ -122,7 +122,10 @@ class ChipMemory:
         return next((kind for kind in RECOMPUTES if self.total_bytes(kind) <= memory_bytes), None)
 
     def summary(self, memory_bytes: int) -> str:
-        """Return one line of text: bytes by kind of `memory_bytes`, and the least recomputation that fits."""
+        """Return one line: bytes of weights, gradients, Adam and activations beside the chip's `memory_bytes`.
+
+        It ends with whether they fit, and with which kind of recomputation.
+        """
         activations = self.activation_bytes
         kind = self.least_recompute(memory_bytes)
         if kind is None:
