@@ -196,7 +196,7 @@ class BlamedRanks:
 
 
 def ranks_text(ranks: Collection[int]) -> str:
-    """Return ranks in words: `rank 2`, `ranks 2 and 5`, `ranks 2, 5 and 7`."""
+    """Return one or more ranks in words, ascending: `rank 2`, `ranks 2 and 5`, `ranks 2, 5 and 7`."""
     names = [str(rank) for rank in sorted(ranks)]
     if len(names) == 1:
         return f"rank {names[0]}"

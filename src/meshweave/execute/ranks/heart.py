@@ -114,7 +114,10 @@ class Heart:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[HeartbeatWatch]:
-        """Hold `round` and yield a watch of all other ranks, which every beat feeds until the block ends."""
+        """Yield a watch of all other ranks, which every beat feeds until the block ends.
+
+        The block runs with `round` held, and a beat needs it: `wait_for_beat` lets go of it meanwhile.
+        """
         with self.round:
             watch = self.add_watch(self._others, self._stale_s)
             try:

@@ -178,7 +178,7 @@ class WatchedCalls:
         self._circle: tuple[_Seen, ...] = ()
 
     def record(self) -> Record:
-        """Return the record of this rank's calls, for the store."""
+        """Return the record of this rank's calls to put into the store; its "beat" counts how many were made."""
         order = self._order
         current = order.current
         self._beat += 1
@@ -320,7 +320,7 @@ class WatchedCalls:
 def out_of_order(parties: Mapping[tuple[str, str], list[int]], number: int) -> str:
     """Return the sentence of an error that ranks did different things in call `number`.
 
-    `parties` are the ranks of each (key, title) of what they did.
+    `parties` are the ranks that did the same, by the (key, title) of the `CallKind` that they did.
     """
     titles = [title for _, title in parties]
     sides: list[str] = []

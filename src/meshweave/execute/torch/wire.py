@@ -40,10 +40,10 @@ WireKey = tuple[str, str, int]
 
 
 def wire_orders(program: Program) -> dict[WireKey, Order]:
-    """Return the memory order in which a lane's ops of one kind send tensors, by (lane, kind, num_dims).
+    """Return the order of dims, outermost first, in which tensors travel, by (lane, kind of op, number of dims).
 
-    The kind is "message", or the kind and name of a collective. The order is that of the buffers that they read
-    and write, or row-major where these differ.
+    The kind is "message", or the kind and name of a collective. The order is that in memory of the buffers that
+    such ops of the lane read and write, or row-major where these differ. Ops that cut a dim send that first.
     """
     orders: dict[WireKey, Order] = {}
     for op in program.ops():

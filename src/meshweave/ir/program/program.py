@@ -79,7 +79,7 @@ class Program(Shown, WrittenProgram):
     def with_parts(self, change: Callable[[Program], Program]) -> Program:
         """Return the program with `change(part)` in place of each program that it includes itself.
 
-        `change` is called once for each, and is to change what these include in turn.
+        `change` is called once for each program; those that a part includes in turn are left to it.
         """
         parts = {
             number: change(_included(op)) for number, op in {id(i.program): i for i in self.includes}.items()

@@ -85,7 +85,11 @@ class OwnModule(nn.Module):  # type: ignore[misc]
         self._use = ParameterUse([entries_of([self])])
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        """Return what the module's own code returns for what this rank has."""
+        """Return what the module's own code returns for `given` and `named`, this rank's parts of its arguments.
+
+        Parameters are whole, but for those with rows for heads, of which the code sees those of this rank's
+        heads.
+        """
         own = self._own
         own.training = self.training
         for key, value in zip(self.kept, self._use(), strict=True):
