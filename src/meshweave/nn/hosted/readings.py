@@ -118,9 +118,10 @@ def wide_linear(
 
 
 def heads_in(attention: nn.Module, model: nn.Module, operand: Tensor) -> int:
-    """Return how many heads the operand of the linear layer after attention has.
+    """Return how many heads there are in `operand` (..., features), what the linear layer after attention takes.
 
-    Raises UnsupportedError where neither the module nor a configuration says it.
+    The number, or the width of a head, is an attribute of `attention`, of its configuration or of that of
+    `model`. Raises UnsupportedError where none of them has one that divides the features.
     """
     features = int(operand.shape[-1])
     owners: tuple[Any, ...] = (attention, getattr(attention, "config", None), getattr(model, "config", None))

@@ -99,9 +99,10 @@ def sum_over(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False)
 
 
 def added_s(among: AllRanks, run: Callable[[], object]) -> float:
-    """Return the seconds that `run` adds to a product before it, or takes alone if that is more. Collective.
+    """Return the seconds that a call of `run` adds to a product before it, or takes alone if that is more.
 
-    The product is one of (400, 400) matrices. Both are medians.
+    The product is one of (400, 400) matrices. What it adds is the least of the ranks' medians, what it takes
+    alone the greatest. Collective.
     """
     square = torch.ones(BETWEEN, BETWEEN, device=among.context.device)
 
