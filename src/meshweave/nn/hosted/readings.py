@@ -44,7 +44,8 @@ def buffers_of(
 def shifts_labels(model: nn.Module, tokens: Tensor) -> bool:
     """Return whether a model's loss is another than the cross entropy of each position with its own label.
 
-    Runs one forward pass without gradients. True too for a model that takes no labels.
+    Runs one forward pass on `tokens` (batch, sequence), which are the labels too, without gradients. True as
+    well for a model that takes no labels.
     """
     if "labels" not in inspect.signature(type(model).forward).parameters:
         return True

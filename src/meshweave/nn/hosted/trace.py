@@ -60,7 +60,7 @@ class FlowTrace:
     _marks: dict[Any, str] = field(default_factory=dict)
 
     def marked(self, tensor: Tensor, name: str) -> Tensor:
-        """Return a view of a tensor, with `name` as a mark in its autograd graph; no mark without a graph."""
+        """Return a copy of a tensor, with `name` as a mark in its autograd graph; no mark without a graph."""
         made: Tensor = _Mark.apply(tensor)
         if made.grad_fn is not None:
             self._marks[made.grad_fn] = name

@@ -85,7 +85,7 @@ class TwoLayers:
 
 
 def sum_over(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False) -> Callable[[], object]:
-    """Return a function that sums `num_bytes` of float32, which each rank has, over the ranks of a strategy.
+    """Return a function that sums `num_bytes` of float32 zeros of each rank over the ranks of a strategy.
 
     Args:
         is_whole: whether the sum is one collective of the backend, as of gradients in buckets; else messages.

@@ -248,7 +248,12 @@ def _profile(
 
 
 def stage_shape(places: StagePlaces, stage: int, profiles: Sequence[StageProfile], rows: int) -> StageShape:
-    """Return what a stage takes and makes on one rank; `rows` is a micro-batch's over all ranks of a stage."""
+    """Return what a stage takes and makes on one rank.
+
+    Args:
+        profiles: by stage number, up to this stage at least.
+        rows: the sequences of a micro-batch over all ranks of the stage.
+    """
     sources, targets, parts = places.sources(stage), places.targets(stage), places.data_parallelism(stage)
     ins = []
     for source in sources:

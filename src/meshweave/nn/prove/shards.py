@@ -91,8 +91,9 @@ def local_of(tensor: Tensor, rank: int, ranges: Any = None) -> LocalTensor:
 
 
 def ranges_of(module: nn.Module) -> dict[str, Any]:
-    """Return for each parameter of this library's layers the (start, stop) ranges of this rank's shard, per
-    dim.
+    """Return {name: for each dim the (start, stop) ranges of this rank's shard}.
+
+    It has the parameters of this library's layers; fused ones have several ranges along a dim.
     """
     ranges: dict[str, Any] = {}
     for path, child in module.named_modules():

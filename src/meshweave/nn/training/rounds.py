@@ -72,7 +72,10 @@ class AgreementRound:
         return [json.loads(words) for words in store.multi_get(keys)] if store.check(keys) else None
 
     def forget(self) -> None:
-        """Remove what this rank wrote in the round, rank 0 also "result"; called once all ranks have read it."""
+        """Remove from the store what this rank wrote in the round, on rank 0 also "result".
+
+        It is called once all ranks have read that.
+        """
         if not self._is_alone:
             store = signed_store(self._context.deadline_s)
             for name in (self._rank, f"tick{self._rank}", *(() if self._rank else ("result",))):
