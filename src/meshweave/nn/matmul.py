@@ -274,7 +274,7 @@ class _MatmulFunction(torch.autograd.Function):  # type: ignore[misc]
 
 
 def save_operands(ctx: Any, a: DTensor, b: DTensor) -> None:
-    """Save, and note the versions of, what the backward pass needs: a if b has a gradient, b if a has one.
+    """Save what gradients need, a for that of b and b for that of a, and note the versions of these.
 
     `ctx` is the context of an autograd function whose first two arguments are a and b. What is not needed is
     saved as None.

@@ -220,7 +220,10 @@ def summed_spec(source: ShardSpec, target: ShardSpec, shape: Sequence[int]) -> S
 
 
 def summed_part(tensor: DTensor, source: ShardSpec, target: ShardSpec) -> Tensor:
-    """Return this rank's shard of a tensor after its partial sums are made. Collective where there are any."""
+    """Return this rank's shard of a tensor after its partial sums are made. Collective where there are any.
+
+    Its placements are then those of `summed_spec`. `source` is its spec, `target` that to which it is to move.
+    """
     if not source.is_partial:
         return compat.local_tensor(tensor)
     placements = summed_spec(source, target, tensor.shape).placements

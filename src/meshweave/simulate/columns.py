@@ -120,7 +120,7 @@ class Columns(TemplateColumns):
         return op.shape if len(op.shape) == len(CALL_DIMS.get(op.work, ())) else ()
 
     def works(self, rows: Column) -> list[Compute]:
-        """Return the products and calls that the core lists with the sizes they have on ranks.
+        """Return the products and calls that the core must price, each with its sizes on some ranks.
 
         `rows` is the array of `Core.works`: `_WORK_WIDTH` integers for each, of which the first is the number of
         the op.

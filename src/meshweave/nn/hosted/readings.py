@@ -62,7 +62,7 @@ def is_matrix(module: nn.Module) -> bool:
 
 
 def kind_of(call: ModuleCall) -> NormKind | str:
-    """Return what a norm computes of its rows, tried on one call; for an unknown norm the reason as text."""
+    """Return the `NormKind` that gives what a call of a norm has returned; if none does, the reason as text."""
     module, rows = call.module, call.operand
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     stated = (getattr(module, name, None) for name in EPSILON)
@@ -83,10 +83,10 @@ def kind_of(call: ModuleCall) -> NormKind | str:
 
 
 def spans(inner: ModuleCall, leaving: ModuleCall) -> bool:
-    """Return whether `inner` is a norm over all inner features, just before the linear layer `leaving`.
+    """Return whether the norm `inner` is over all inner features, just before the linear layer `leaving`.
 
-    It is where `leaving` reads its result, and its weight has an element for each feature of the operand of
-    `leaving`.
+    That is where `leaving` reads what it returns, and its weight has an element for each feature of the operand
+    of `leaving`.
     """
     weight = getattr(inner.module, "weight", None)
     return (

@@ -167,7 +167,7 @@ class Tokens:
         return x if self.ratio == (1, 1) else x.as_subclass(_part_class(self.ratio))
 
     def uncompiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `run`, kept out of compiled graphs where code is to see another shape than the residual has."""
+        """Return `run`, kept out of compiled graphs where it is to see another shape than the residual has."""
         if self.ratio == (1, 1):
             return run
         reason = (

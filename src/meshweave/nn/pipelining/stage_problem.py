@@ -74,7 +74,10 @@ class StagePlaces:
         return math.prod(self.meshes[stage].size(axis) for axis in self.data_axes_of(stage))
 
     def data_index(self, stage: int, rank: int) -> int:
-        """Return which of the `data_parallelism` parts of the rows global rank `rank` has at a stage, from 0."""
+        """Return which part of a micro-batch's rows a global rank has at a stage, from 0.
+
+        There are `data_parallelism` parts, numbered in row-major order of the data axes.
+        """
         mesh, index = self.meshes[stage], 0
         for axis, size, coordinate in zip(mesh.axes, mesh.shape, mesh.coords(rank), strict=True):
             if axis in self.data_axes:

@@ -84,7 +84,8 @@ class Compared:
     def error(self) -> tuple[float, float]:
         """Return (error, allowed error), as norms over that of the right part, or absolute where that is 0.
 
-        The error is infinite where one of the two is missing or has another shape; of integers it is 0 or 1.
+        The error is 0 where both are missing, and infinite where one of the two is or has another shape; of
+        integers it is 0 or 1. Equal elements above 1e30, such as masked logits, are left out of all norms.
         """
         if self.actual is None or self.wanted is None:
             return (0.0 if self.actual is None and self.wanted is None else math.inf), 0.0

@@ -64,7 +64,7 @@ class AgreementRound:
             self.give(self._num_ticks, f"tick{self._rank}")
 
     def given(self, names: Sequence[int | str]) -> list[Any] | None:
-        """Return what was written under each of `names`, without a wait; None where something is not there yet."""
+        """Return what was written under each of `names`, without waiting; None until all of it is there."""
         keys = [self._name(name) for name in names]
         if self._is_alone:
             return [json.loads(self._own[key]) for key in keys] if self._own.keys() >= set(keys) else None
