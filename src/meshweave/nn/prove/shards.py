@@ -34,9 +34,9 @@ class LocalTensor:
     part: int = 0
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the same shard of another tensor, `whole`, of the whole's shape.
+        """Return of `whole`, a tensor of the same global shape, the part that this rank has of this one.
 
-        Raises LayoutError where that tensor is smaller.
+        Raises LayoutError where `whole` is too small for that.
         """
         for dim, places in enumerate(self.places or ()):
             if places and places[-1] >= whole.shape[dim]:
