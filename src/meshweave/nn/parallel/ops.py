@@ -39,7 +39,7 @@ class SiteProduct:
     def is_interleaved(self) -> bool:
         """Return whether the columns of the weights alternate unit by unit.
 
-        They are then queries, keys and values of one head, those of the next, and so on. They do where a mesh
+        An example is queries, keys and values of one head, then those of the next. They do where a mesh
         axis splits inner features in the product and not after it, or the other way round, so that whole units
         move between ranks. Else, and for one weight, all columns of a weight stand together within each rank's
         shard.
