@@ -109,7 +109,7 @@ class StepComparison:
 
     @property
     def furthest(self) -> tuple[WatchRow, ...]:
-        """Return for each kind the row that lost most seconds to its prediction, the largest loss first.
+        """Return for each kind of row the one with the most seconds over prediction, the largest loss first.
 
         Rows that lost less than `LEAST_SHARE_OF_STEP` of the step are not among them.
         """

@@ -101,7 +101,10 @@ class Columns(TemplateColumns):
         return self.rated_work.index((work, dtype))
 
     def note_call_costs(self, op: ops.Call, fields: OpFields) -> None:
-        """Set the FLOPs, bytes and FLOP rate of a call in `fields`, the op's row by field.
+        """Set what a call costs in `fields`, the row of the op.
+
+        That is the numbers of the expressions of its FLOPs and bytes, whether the bytes of its views count, and
+        the index of its FLOP rate (`rate`).
 
         Raises:
             UnsupportedError: it has neither FLOPs nor a known kind of work with its sizes.
@@ -117,7 +120,7 @@ class Columns(TemplateColumns):
         return op.shape if len(op.shape) == len(CALL_DIMS.get(op.work, ())) else ()
 
     def works(self, rows: Column) -> list[Compute]:
-        """Return the products and calls that the core lists with the sizes they have on ranks.
+        """Return the products and calls that the core must price, each with its sizes on some ranks.
 
         `rows` is the array of `Core.works`: `_WORK_WIDTH` integers for each, of which the first is the number of
         the op.

@@ -67,7 +67,7 @@ class SimulationCase:
 
     @property
     def centre(self) -> int:
-        """Return the rank in the middle of the first mesh, which has no special place in any ring."""
+        """Return the global rank in the middle of the first mesh: at index size // 2 along each of its axes."""
         mesh = self.program.meshes[0]
         position = 0
         for size in mesh.shape:

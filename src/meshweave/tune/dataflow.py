@@ -83,7 +83,7 @@ def choose_transposed(stationary: Sequence[Stationary]) -> list[bool]:
 
 
 def choose_stationary(tokens: int, in_features: int, out_features: int) -> tuple[Stationary, str]:
-    """Return the matrix that does not move in any of a layer's three products, and why, in a few words.
+    """Return the matrix ("x", "w" or "y") that no product of a layer moves, and why, in a few words.
 
     Ties between X and Y go to X when in = out, as in the paper's public code.
     """

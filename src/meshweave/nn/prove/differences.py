@@ -265,7 +265,8 @@ class ProofRanks:
     def first_difference(self, compared: Iterable[Compared]) -> Difference | None:
         """Return the first tensor that differs on any rank, or whose copies differ; None where all are equal.
 
-        Collective: every rank gives the same tensors in the same order, and gets the same answer.
+        Collective: every rank gives the same tensors in the same order, and gets the same answer. Where ranks
+        give tensors of other names, that is the difference.
         """
         items = list(compared)
         wrong: dict[int, tuple[float, float]] = {}

@@ -152,7 +152,10 @@ def _lay(child: nn.Module, dtype: torch.dtype | None, made: dict[int, Tensor], c
 
 
 def without_dropout(owners: Iterable[Any]) -> list[tuple[Any, str, Any]]:
-    """Set the dropout probabilities of modules to 0; return what they were, as (object, attribute, value)."""
+    """Set the dropout probabilities of modules and their configurations to 0.
+
+    Returns what they were, as (object, attribute, value).
+    """
     changed: list[tuple[Any, str, Any]] = []
     for owner in owners:
         for each in _dropouts(owner):

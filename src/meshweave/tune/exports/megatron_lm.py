@@ -22,7 +22,9 @@ def to_megatron_lm(row: PlannedRow) -> Export:
     """Return the arguments for `pretrain_gpt.py`.
 
     Raises:
-        UnsupportedError: Megatron-LM has no such strategy, or no argument for what the model computes.
+        UnsupportedError: Megatron-LM has no such strategy, schedule, dispatcher of tokens or sharded optimizer,
+            or no argument for what the model computes; or ranks would get unequal shares of heads or of a
+            sequence.
     """
     left_out: list[str] = []
     flags: list[str] = []
