@@ -227,7 +227,8 @@ class Machine(PlacedMeshes):
         slowest mesh axis, whatever the ranks.
 
         Args:
-            src, dst: two different global ranks.
+            src: a global rank.
+            dst: another global rank.
             adds: True for accumulates, which take FLOPs as well; False for gets and puts.
 
         Raises:
