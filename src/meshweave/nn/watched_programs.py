@@ -159,5 +159,6 @@ class StepTally:
 
 
 def add_pair(sums: dict[Any, Pair], key: Any, measured: int, predicted: int) -> None:
+    """Add measured and predicted picoseconds to the sums of `key` in `sums`, which begin at (0, 0)."""
     before = sums.get(key, (0, 0))
     sums[key] = before[0] + measured, before[1] + predicted
