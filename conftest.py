@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import gc
 import importlib.util
-import itertools
 import os
 import signal
 import sys
@@ -61,43 +60,6 @@ def pytest_configure(config: pytest.Config) -> None:
         paths = servers.enter_context(shared_fork_servers([*PRELOADED, *there]))
         os.environ[SERVERS] = os.pathsep.join(paths)
         config.add_cleanup(servers.close)
-
-
-RANKS = ("gloo", "lab", "mpi")
-"""The marks of tests that start ranks; of these only one lab is at work at a time."""
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let each worker's contiguous share begin with files whose tests start ranks, all labs in the first share.
-
-    Such tests wait more than they compute. Where they were left to the end, the workers that were through had only
-    files of one test to take over, and processors were idle.
-    """
-    num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    files: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        files.setdefault(item.path, []).append(item)
-    marks = {
-        path: {mark.name for item in tests for mark in item.iter_markers()} for path, tests in files.items()
-    }
-    shares: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
-    rest = []
-    turns = itertools.cycle(reversed(shares))
-    for path, tests in files.items():
-        if "lab" in marks[path]:
-            shares[0] += tests
-        elif marks[path].isdisjoint(RANKS):
-            rest += tests
-        else:
-            next(turns).extend(tests)
-    ordered: list[pytest.Item] = []
-    for number, share in enumerate(shares):
-        length = (len(items) - len(ordered)) // (num_workers - number)  # as xdist shares out
-        missing = max(length - len(share), 0)
-        ordered += share + rest[:missing]
-        del rest[:missing]
-    items[:] = ordered + rest
 
 
 @pytest.fixture(scope="session", autouse=True)
