@@ -52,13 +52,17 @@ def unrolled_entry(name: str, counts: Mapping[ProductSizes, int]) -> Matmul2d:
     """Return the algorithm called `name` in `UNROLLED`, with the slice counts of `counts`.
 
     Its configs for a product are those of its base, but with the count of that product. A count fits it wherever
-    it fits MeshSlice, for both cut the same dim of the same product; a ring of P chips still runs at least 2 and
-    at most P // 2 + 1 iterations. Its candidates raise KeyError for a product that `counts` lacks.
+    it fits MeshSlice, for both cut the same dim of the same product; on a ring of P chips its configs have the
+    iterations that run, at least 2 and at most P // 2 + 1. Its candidates raise KeyError for a product that
+    `counts` lacks.
     """
     base = PRODUCTS_2D[UNROLLED[name]]
 
     def candidates(problem: Matmul2dProblem) -> Iterator[Matmul2dConfig]:
         slices = (1,) * counts[sizes_of(problem)]
-        yield from dict.fromkeys(replace(config, slices=slices) for config in base.candidates(problem))
+        configs = (replace(config, slices=slices) for config in base.candidates(problem))
+        if isinstance(base, Wang):
+            configs = (replace(each, slices=(1,) * base.num_iterations(problem, each)) for each in configs)
+        yield from dict.fromkeys(configs)
 
     return restricted(base, name, candidates)

@@ -13,6 +13,7 @@ from meshweave.algorithms.step.pipeline import (
     least_makespan_ps,
     num_stashes,
     ranks_of_stages,
+    schedule_of,
     time_pipeline,
 )
 from sampling import examples
@@ -38,8 +39,7 @@ def test_the_time_is_that_of_the_actions(name: str, per_rank: int, data: st.Data
     ranks, count = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
     micro_batches = 2 * ranks * count if name == "dualpipev" else ranks * count
     times = draw_times(data, ranks * per_rank)
-    request = ScheduleRequest(ranks * per_rank, micro_batches, per_rank)
-    timed = time_schedule(schedule_by_name(name, request, times), times)
+    timed = time_schedule(schedule_of(name, ranks, per_rank, micro_batches, times), times)
     ours = time_pipeline(name, ranks, per_rank, micro_batches, times)
     assert ours.makespan_ps == timed.duration
     assert ours.ends_ps == tuple(max(ends) for ends in timed.ends)

@@ -70,6 +70,7 @@ class StepFunctions:
             "begin": lambda *_: self._zeros(1),
             "reduced": lambda _, *sent: sent or None,
             "arrived": lambda *_: None,
+            "sent": lambda value: value,
             "software": lambda *_: None,
         }
         for name, unit in self.units.items():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from meshweave.algorithms.block.roles import AxisRole
 from meshweave.algorithms.step.pipeline import ranks_of_stages
-from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.problem import OPTIMIZERS, Parallelism, StepProblem
 from meshweave.algorithms.step.stage_layers import layer_costs, stage_kinds, stage_layers
 from meshweave.algorithms.step.strategies import strategy_of
 
@@ -21,8 +21,6 @@ ADAM_STEP_BYTES = 50
 """Bytes through memory per parameter. Adam reads gradient, fp32 weight, momentum and variance, and writes the last
 three (28; Kingma and Ba, 2015, algorithm 1); the 16-bit weight is copied from the fp32 one (6); the norm of
 gradients reads them (4), clipping scales them (8), and they are set to zero (4)."""
-_STATES_LESS = {"momentum": 4, "sgd": 8}
-"""Bytes of states per parameter that an optimizer lacks of Adam's; those of Adam in other dtypes take as long."""
 GATHERED_LAYERS = 2
 """Layers whose weights ZeRO-3 has whole at a time: the one in use, and the next."""
 
@@ -115,8 +113,11 @@ class ShardedParameters:
 
 
 def update_bytes(problem: StepProblem) -> int:
-    """Return the bytes through memory per parameter that is updated: without states that are not kept."""
-    return ADAM_STEP_BYTES - 2 * _STATES_LESS.get(problem.optimizer, 0)
+    """Return the bytes through memory per parameter that is updated: Adam's, without states that are not kept.
+
+    Each state is read and written in 4 bytes; one that is kept in fewer takes as long.
+    """
+    return ADAM_STEP_BYTES - 8 * (OPTIMIZERS["adam"].count - OPTIMIZERS[problem.optimizer].count)
 
 
 def layer_parameters(problem: StepProblem, parallelism: Parallelism) -> ShardedParameters:

@@ -21,7 +21,7 @@ from meshweave.base.units import DTYPES, dtype_bytes, format_bytes
 from meshweave.cost.exchange import library_of
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.host import HostRates
-from meshweave.describe.model.memory import RECOMPUTES, Recompute
+from meshweave.describe.model.memory import RECOMPUTES, OptimizerStates, Recompute
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 
@@ -40,8 +40,8 @@ SHORT_NAMES = {
 }
 """What users call the degrees and the virtual stages, and the attributes of `Parallelism` that have them."""
 
-_OPTIMIZER_BYTES = {"adam": 8, "adam-bf16": 4, "adam-8bit": 2, "sgd": 0, "momentum": 4}
-"""Bytes of states per parameter, besides the fp32 copy of narrower weights (ZeRO, SC '20, section 3.1)."""
+_STATES = {"adam": (2, 4), "adam-bf16": (2, 2), "adam-8bit": (2, 1), "sgd": (0, 4), "momentum": (1, 4)}
+OPTIMIZERS = {name: OptimizerStates(*each) for name, each in _STATES.items()}
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class StepProblem:
         self.cluster.chip.peak(Workload(self.batch, self.sequence, self.dtype).dtype)
         for name, known in (
             ("gradient_dtype", tuple(DTYPES)),
-            ("optimizer", tuple(_OPTIMIZER_BYTES)),
+            ("optimizer", tuple(OPTIMIZERS)),
             ("attention", (None, *get_args(AttentionKind))),
             ("loss", (None, *get_args(LossKind))),
             ("overlap", get_args(Overlap)),
@@ -362,7 +362,7 @@ class StepProblem:
     @property
     def optimizer_bytes(self) -> int:
         """Return the bytes of optimizer state per parameter, with an fp32 copy of weights below fp32."""
-        return _OPTIMIZER_BYTES[self.optimizer] + (4 if self.item_bytes < 4 else 0)
+        return OPTIMIZERS[self.optimizer].total_bytes + (4 if self.item_bytes < 4 else 0)
 
     @property
     def priced_cluster(self) -> Cluster:

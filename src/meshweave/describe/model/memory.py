@@ -36,6 +36,24 @@ float32 copy of them, momentum and variance, 4 bytes each (ZeRO, section 3.1). W
 copy, which leaves momentum and variance."""
 
 
+@dataclass(frozen=True)
+class OptimizerStates:
+    """The states that an optimizer keeps of each parameter, besides an fp32 copy of narrower weights.
+
+    Attributes:
+        count: how many: Adam's are momentum and variance (ZeRO, SC '20, section 3.1).
+        num_bytes: the bytes of each.
+    """
+
+    count: int
+    num_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the bytes of all states of a parameter."""
+        return self.count * self.num_bytes
+
+
 def activation_bytes(model: Transformer, workload: Workload, recompute: Recompute = "none") -> int:
     """Return the bytes that the forward pass of one block stores for its backward pass, on all chips together.
 
