@@ -70,7 +70,8 @@ def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute:
     """
     kept = problem.once("kept", recompute, lambda: _kept(problem, recompute))
     tokens, num_parts = parallelism.micro_batch * problem.sequence, num_parts_of(parallelism)
-    keeps = any(role.keeps_gathered for role in strategy_of(parallelism).roles[-2:])
+    roles = strategy_of(parallelism).roles[-2:]
+    keeps = problem.stack.keeps_gathered or any(role.keeps_gathered for role in roles)
     places = {"operand": "operand_in" if keeps else "residual"}
     total = 0
     for (place, part), each in kept.items():

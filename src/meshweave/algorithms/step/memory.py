@@ -21,6 +21,9 @@ ADAM_STEP_BYTES = 50
 """Bytes through memory per parameter. Adam reads gradient, fp32 weight, momentum and variance, and writes the last
 three (28; Kingma and Ba, 2015, algorithm 1); the 16-bit weight is copied from the fp32 one (6); the norm of
 gradients reads them (4), clipping scales them (8), and they are set to zero (4)."""
+_WHOLE_GRADIENT_BYTES, _SLICED_WEIGHT_BYTES = 16, 12
+"""Bytes through memory per parameter, whole and not of a shard: those of norm, clipping and zeros; and of a 16-bit
+weight that is copied to the list of gathered buffers, out of NCCL's buffer and back into its tensor (4 each)."""
 GATHERED_LAYERS = 2
 """Layers whose weights ZeRO-3 has whole at a time: the one in use, and the next."""
 
@@ -118,6 +121,13 @@ def update_bytes(problem: StepProblem) -> int:
     Each state is read and written in 4 bytes; one that is kept in fewer takes as long.
     """
     return ADAM_STEP_BYTES - 8 * (OPTIMIZERS["adam"].count - OPTIMIZERS[problem.optimizer].count)
+
+
+def unsharded_update_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
+    """Return the bytes through memory for each parameter that another replica updates, with its gradient."""
+    if parallelism.zero != 1 or parallelism.shards == 1 or not problem.stack.sums_after:
+        return 0
+    return _WHOLE_GRADIENT_BYTES + (_SLICED_WEIGHT_BYTES if problem.stack.sliced_weights else 0)
 
 
 def layer_parameters(problem: StepProblem, parallelism: Parallelism) -> ShardedParameters:

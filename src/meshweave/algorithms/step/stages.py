@@ -11,6 +11,7 @@ from meshweave.algorithms.step.data_parallel import (
     DataParallelTime,
     data_parallel_time,
     exposed_s,
+    sums_after,
 )
 from meshweave.algorithms.step.host import IssueCounts
 from meshweave.algorithms.step.layers import (
@@ -197,7 +198,8 @@ class Stages:
 
     def reductions_s(self, rank: int) -> float:
         """Return the seconds that reductions of gradients add after a pipeline rank's last backward part."""
-        p, overlap = self.parallelism, self.problem.stack.overlap
+        p = self.parallelism
+        overlap = 0.0 if sums_after(self.problem, p) else self.problem.stack.overlap
         head = self.stage_ranks[-1]
         head_s = self.data_parallel.table_s if self._has_own_head(rank) else 0.0
         after_all_s = self.data_parallel.tied_s if rank in (0, head) else 0.0
