@@ -55,7 +55,7 @@ class SoftwareStack:
         fragmentation: bytes that the allocator cannot use, as a share of activations and buffers, besides the gaps
             that the loss leaves (`framework_memory.LOGIT_BYTES`).
         part_hosts: how many times as long the collectives of dense weights' replicas take where a group lies on
-            several hosts and has not all chips of a host.
+            several hosts and has not all chips of a host. Fitted to a stack's runs; its cause is not known.
         regathers: whether ZeRO-2 gathers weights for each micro-batch, as FSDP's SHARD_GRAD_OP does, and not once
             a step. It says what the stack does; it is no constant.
         blocks_transfers: whether pipeline ranks wait for each transfer that they send, as Megatron-LM did before
