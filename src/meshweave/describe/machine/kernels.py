@@ -154,7 +154,7 @@ class SystolicConstants:
 
 @dataclass(frozen=True, slots=True)
 class CpuProductConstants:
-    """What the time of a product in one dtype on one thread of a CPU depends on; see `cost.cpu_products`.
+    """What the time of a product in one dtype on one thread of a CPU depends on; see `cost.products`.
 
     Attributes:
         flops_per_s: FLOP/s of products that stay in the caches.
