@@ -16,7 +16,7 @@ from meshweave.base.units import format_s
 from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import print_json
 from meshweave.describe.machine.cluster import Cluster, load_cluster
-from meshweave.report.provenance import describe_environment
+from meshweave_lab.provenance import describe_environment
 from meshweave.report.timeline import timeline_svg, write_chrome
 
 if TYPE_CHECKING:
