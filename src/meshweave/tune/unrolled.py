@@ -6,16 +6,40 @@ Wang and SUMMA are unrolled there to the number of steps that MeshSlice's autotu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dConfig, Matmul2dProblem
-from meshweave.algorithms.matmul2d.common.restricted import restricted
 from meshweave.algorithms.matmul2d.meshslice import MeshSlice
 from meshweave.algorithms.matmul2d.summa import Summa
 from meshweave.algorithms.matmul2d.wang import Wang
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import UnsupportedError, require_known
+from meshweave.describe.machine.cluster import Cluster
+
+# --- restricted candidates --------------------------------------------------------------------------------
+
+# A 2D product under another name and with fewer candidates, for fair comparisons.
+
+
+def restricted(
+    base: Matmul2d, name: str, chosen: Callable[[Matmul2dProblem], Iterator[Matmul2dConfig]]
+) -> Matmul2d:
+    """Return the algorithm `base` under another name, with the candidates that `chosen` yields for a problem.
+
+    Comparisons need this: Wang's algorithm at the slice count that was best for MeshSlice, for example.
+    """
+
+    def candidates(problem: Matmul2dProblem, cluster: Cluster | None = None) -> Iterator[Matmul2dConfig]:
+        return chosen(problem)
+
+    entry = copy.copy(base)
+    entry.name, entry.candidates = name, candidates  # type: ignore[misc, method-assign]
+    return entry
+
+
+# --- unrolled ---------------------------------------------------------------------------------------------
 
 REFERENCE_ALGORITHM = MeshSlice.name
 UNROLLED: dict[str, str] = {f"{base}[S={REFERENCE_ALGORITHM}]": base for base in (Wang.name, Summa.name)}

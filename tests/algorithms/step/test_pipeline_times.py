@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes, time_schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
-from meshweave.algorithms.pipeline.slotted import ends_in_slots
+from meshweave.algorithms.pipeline.one_f_one_b import ends_in_slots
 from meshweave.algorithms.step.pipeline import (
     least_makespan_ps,
     num_stashes,

@@ -2,7 +2,7 @@
 
 These follow Rajbhandari et al. (SC '20, section 3.1 and 5). Outside of the allocator there are the context of the
 process and the buffers of communicators, one for each group of ranks that a step communicates in, by constants of
-the runtime (`describe.machine.runtime`). `step_memory` counts the rest.
+the runtime (`describe.machine.chip`). `step_memory` counts the rest.
 """
 
 from __future__ import annotations
