@@ -183,10 +183,10 @@ class UncontendedSimulator(TraceRecorder):
 
 
 def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
-    """Return the time of a program without contention, in parts; for algorithms that write no skeleton.
+    """Return the seconds of a program where every op takes its closed form and shares nothing, in parts.
 
-    Every op takes its closed form, and shares nothing. `total_s` is until the last rank ends. The parts are sums
-    over the ops of the first rank, where a message counts on its sender, and what both its ends pack counts as
+    It is for algorithms that write no skeleton. `total_s` is until the last rank ends. The parts are sums over
+    the ops of the first rank, where a message counts on its sender, and what both its ends pack counts as
     copies.
 
     Raises:

@@ -54,7 +54,7 @@ class IncludedProducts(BlockAlgorithm):
         return Roles(super().roles_of(problem).axes, self.product_2d)
 
     def max_chunks(self, problem: BlockProblem) -> int:
-        """Return 1: products are cut into slices instead."""
+        """Return 1: these strategies cut products into slices, and never the batch into chunks."""
         return 1
 
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:

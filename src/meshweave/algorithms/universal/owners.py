@@ -227,10 +227,11 @@ class CommonRun:
 
 
 def common_runs(left: DimTable, right: DimTable, total: int) -> dict[ClassPair, tuple[CommonRun, ...]]:
-    """Return all `total` indices of a dim as runs, by their (class in `left`, class in `right`) in two matrices.
+    """Return all `total` indices of a summed dim as runs, by (class in `left`, class in `right`).
 
-    A sum may run over the indices in any order. Sorted by class, a block-cyclic dim falls into as few runs as a
-    block one, wherever the two matrices are cut alike.
+    The dim is one of the left and of the right matrix. A class of a matrix is the indices that one of its tiles
+    holds. A sum may run over the indices in any order: sorted by class, a block-cyclic dim falls into as few
+    runs as a block one, wherever the two matrices are cut alike.
     """
     edges = sorted({0, total, *(row[0] for row in left.segments), *(row[0] for row in right.segments)})
     runs_of: dict[ClassPair, list[CommonRun]] = defaultdict(list)
