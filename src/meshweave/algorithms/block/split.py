@@ -36,7 +36,7 @@ class SplitBackward:
 
 
 def split_backward(parts: BlockParts) -> SplitBackward:
-    """Return the backward program of a piece as two: for the gradient of its input, then for those of weights.
+    """Return a piece's backward program as two: for the gradient of its input, then for those of its weights.
 
     The first is None where the piece has no residual as input; the second is then the whole.
 

@@ -71,7 +71,10 @@ class Stashes(NamedTuple):
 
 
 def stashes_of(problem: PipelineProblem, steps: Steps, stage: int) -> Stashes:
-    """Return how many slots a stage needs between its parts, at least 1 each, from the steps of all ranks."""
+    """Return how many micro-batches a stage keeps at most between its parts, at least 1 each.
+
+    `steps` are those of all ranks: a stage's parts stand in the order of its rank.
+    """
     order = steps.of_rank[problem.stage_ranks[stage]]
     positions = _positions(steps, order, problem.micro_batches)
 
