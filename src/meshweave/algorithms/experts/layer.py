@@ -304,9 +304,10 @@ class LayerText:
 
 
 def call_text(name: str, out: str, *ins: str, args: tuple[int | str, ...] = ()) -> str:
-    """Return as text a statement that calls function `name` on the views `ins` and writes the view `out`.
+    """Return as text a `call` of function `name` that reads the views `ins` and writes the view `out`.
 
-    `args` are further arguments of the function: integers, or expressions for integers.
+    `args` are further arguments of the function: integers, or expressions for integers. Activations are marked
+    as element-wise work.
     """
     tail = "," if len(ins) == 1 else ""
     more = ', work="elementwise"' if name.startswith("activate") else ""

@@ -32,7 +32,8 @@ from meshweave.algorithms.pipeline.problem import PipelineProblem
 def ends_in_slots(micro_batches: int, times: ActionTimes) -> tuple[int, ...]:
     """Return for each rank the tick at which it ends a step of 1F1B with one stage per rank.
 
-    A whole backward takes both gradients in full: `times.saved` is not subtracted.
+    Ranks advance slot by slot, all at once. A whole backward takes both gradients in full: `times.saved` is not
+    subtracted.
     """
     size, most = len(times.forward), 2 * (micro_batches - 1)
     forward, input_grad, weight_grad = (

@@ -127,7 +127,7 @@ class Parallelism:
 
     @property
     def tensor_mesh(self) -> tuple[int, int]:
-        """Return the sizes (d1, d2) of the mesh of tensor-parallel ranks."""
+        """Return the sizes (d1, d2) of the mesh of tensor ranks: (tensor, 1) where `tensor` is a number."""
         return self.tensor if isinstance(self.tensor, tuple) else (self.tensor, 1)
 
     @property

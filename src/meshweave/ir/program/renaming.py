@@ -187,7 +187,7 @@ class Renaming:
         return renamed if stands is None else stands(renamed)
 
     def selector(self, selector: Selector) -> Selector:
-        """Return a selector with variables replaced."""
+        """Return a range or blocked selector with loop variables replaced by what they stand for."""
         start, stop = self.index(selector.start), None if selector.stop is None else self.index(selector.stop)
         if isinstance(selector, Range):
             return Range(start, stop)

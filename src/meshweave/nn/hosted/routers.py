@@ -60,9 +60,10 @@ class HostedRouter(OwnModule):
 
 
 def auxiliary_loss(module: nn.Module, out: Any, num_tokens: int) -> Tensor | None:
-    """Return the auxiliary loss that the model's class adds to the loss of tokens; None where it adds none.
+    """Return what a model's class adds to the loss of tokens for its routers, times its factor; None if nothing.
 
     Args:
+        module: the model, which has the factor (`router_aux_loss_coef`).
         out: the result of the class's forward pass.
         num_tokens: tokens of all ranks.
 
