@@ -405,7 +405,20 @@ def test_rank_correlations_of_sweeps() -> None:
     assert correlation(0.1, 0.2, 0.3) == 1 and correlation(3, 2, 1) == -1
     assert correlation(1, 3, 2) == 0.5 and correlation(1, 2, 2) == pytest.approx(0.866, abs=1e-3)
     assert sweeps_of(runs, [replace(row, predicted=None)] * 3) == []
-    assert "| S | sequence | 1 | 3 | 1.00 | 1.00 |" in sweep_table([RunSweep("S", "22b", "sequence", 3, 1.0)])
+    sweeps = [
+        RunSweep("S", "22b", "sequence", 3, 1.0, 0.5),
+        RunSweep("S", "7b", "sequence", 3, 0.5, 0.04),
+        RunSweep("S", "1b", "sequence", 3, -1.0, 0.03),
+    ]
+    page = sweep_table(sweeps)
+    assert "| S | sequence | 3 | 9 | 0.17 | -1.00 |" in page
+    assert page.startswith("1 of 2 sweeps whose figures differ by more than 3% reach 0.7\n")
+    others = [
+        replace(row, predicted=1.0),
+        replace(row, predicted=2.0, stack="other"),
+        replace(row, predicted=3.0),
+    ]
+    assert sweeps_of(runs, others) == []
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Sweeps among published runs: whether predictions order their rows as the measurements do.
 
-A sweep is all rows of a source with the same model that differ in one thing: sequence length, chips, the schedule
-of a pipeline with as many micro-batches, or, of vTrain's runs on as many chips with as large a batch, the layout.
+A sweep is all rows of a source with the same model, software and precision that differ in one thing: sequence
+length, chips, the schedule of a pipeline with as many micro-batches, or, of vTrain's runs on as many chips with as
+large a batch, the layout.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from meshweave_studies.training_runs.score import ScoredRun
 
 LEAST_ROWS = 3
 """Two rows have no order worth a correlation."""
+LEAST_SPREAD = 0.03
+"""Figures that differ by no more have no order that a measurement shows."""
+GOAL = 0.7
 _MICRO_BATCHES = re.compile(r"(\d+) micro-?batches", re.IGNORECASE)
 
 
@@ -31,6 +35,7 @@ class RunSweep:
         model: the size in the models' names, such as "7b"; for "layout" the name.
         varies: "schedule", "layout", "sequence" or "chips".
         rows: how many rows.
+        spread: by which share the greatest published figure is above the least.
     """
 
     source: str
@@ -38,6 +43,7 @@ class RunSweep:
     varies: str
     rows: int
     correlation: float
+    spread: float
 
     def to_json(self) -> dict[str, Any]:
         """Return the sweep as plain values."""
@@ -46,23 +52,25 @@ class RunSweep:
 
 def sweeps_of(runs: Sequence[PublishedRun], rows: Sequence[ScoredRun]) -> list[RunSweep]:
     """Return the sweeps of at least `LEAST_ROWS` rows; `rows` are the predictions of `runs` in order."""
-    groups: dict[tuple[str, str, str, str], list[ScoredRun]] = {}
+    groups: dict[tuple[str, ...], list[ScoredRun]] = {}
     for run, row in zip(runs, rows, strict=True):
         if row.predicted is None:
             continue
         micro_batches = _MICRO_BATCHES.search(run.config)
-        metric, model = run.metric, size_of(run)
+        same = run.metric, row.stack, row.precision
         if micro_batches:
-            groups.setdefault((run.source, model, "schedule", f"{micro_batches[1]} {metric}"), []).append(row)
+            keys = [(size_of(run), "schedule", micro_batches[1])]
         elif "vTrain" in run.source:
-            key = f"{run.chips} {run.count('gbs')} {metric}"
-            groups.setdefault((run.source, run.model, "layout", key), []).append(row)
+            keys = [(run.model, "layout", f"{run.chips} {run.count('gbs')}")]
         elif run.count("seq"):
-            groups.setdefault((run.source, model, "sequence", f"{run.chips} {metric}"), []).append(row)
-            groups.setdefault((run.source, model, "chips", f"{run.count('seq')} {metric}"), []).append(row)
+            keys = [(size_of(run), "sequence", run.chips), (size_of(run), "chips", str(run.count("seq")))]
+        else:
+            keys = []
+        for key in keys:
+            groups.setdefault((run.source, *key, *same), []).append(row)
     return [
-        RunSweep(source, model, varies, len(group), round(correlation, 4))
-        for (source, model, varies, _), group in groups.items()
+        RunSweep(source, model, varies, len(group), round(correlation, 4), round(_spread(group), 4))
+        for (source, model, varies, *_), group in groups.items()
         if len(group) >= LEAST_ROWS and (correlation := rank_correlation(group)) is not None
     ]
 
@@ -79,6 +87,11 @@ def rank_correlation(rows: Sequence[ScoredRun]) -> float | None:
     return sum((a - center) * (b - center) for a, b in both) / math.sqrt(spread[0] * spread[1])
 
 
+def _spread(rows: Sequence[ScoredRun]) -> float:
+    figures = [row.published for row in rows]
+    return max(figures) / min(figures) - 1
+
+
 def _ranks(values: Sequence[float]) -> list[float]:
     """Return the rank of each value, equal ones with the mean of theirs."""
     order = sorted(values)
@@ -86,7 +99,10 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def sweep_table(sweeps: Sequence[RunSweep]) -> str:
-    """Return the mean correlation of sweeps by source and what varies, as a Markdown table."""
+    """Return how many sweeps whose figures differ reach `GOAL`, and a Markdown table by source and what varies."""
+    differ = [sweep for sweep in sweeps if sweep.spread > LEAST_SPREAD]
+    reach = sum(sweep.correlation >= GOAL for sweep in differ)
+    text = f"{reach} of {len(differ)} sweeps whose figures differ by more than {LEAST_SPREAD:.0%} reach {GOAL}\n\n"
     lines = []
     for source, varies in dict.fromkeys((sweep.source, sweep.varies) for sweep in sweeps):
         of = [sweep for sweep in sweeps if (sweep.source, sweep.varies) == (source, varies)]
@@ -95,4 +111,4 @@ def sweep_table(sweeps: Sequence[RunSweep]) -> str:
         figures = f"{mean(correlations):.2f}", f"{min(correlations):.2f}"
         lines.append((source.split(" (")[0], varies, *numbers, *figures))
     head = ("source", "varies", "sweeps", "rows", "mean rank correlation", "least")
-    return markdown_table(head, "llrrrr", lines)
+    return text + markdown_table(head, "llrrrr", lines)
