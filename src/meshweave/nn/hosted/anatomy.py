@@ -166,6 +166,7 @@ class AnatomyReader:
             if prefix[:-1] not in self.trace.layer_sources:
                 raise UnsupportedError(f"{prefix[:-1]} is not called in a forward pass of tokens")
             self._read_rows(prefix, layer)
+            self._check_called(prefix, layer)
             stray = self.trace.layer_sources[prefix[:-1]] - self.residual
             if stray:
                 raise UnsupportedError(
@@ -318,6 +319,24 @@ class AnatomyReader:
             )
         self._group(calls, layer, taken)
 
+    def _check_called(self, prefix: str, layer: LayerAnatomy) -> None:
+        """Raise UnsupportedError where code computes with a parameter of a module that it does not call."""
+        inner = [] if layer.experts else self.model.get_submodule(prefix[:-1]).named_modules()
+        leaves = [(path, module) for path, module in inner if not list(module.children())]
+        of = {
+            each: (path, module, name) for path, module in leaves for name, each in module.named_parameters()
+        }
+        for path, call in self.calls.items():
+            if call.operand is None or not path.startswith(prefix):
+                continue
+            for where, module, name in (
+                of[each] for each in self.trace.parameters(call.operand) if each in of
+            ):
+                raise UnsupportedError(
+                    f"{prefix}{where}: {type(module).__name__} is not called, and its {name} is computed with, "
+                    "which is not supported: let the code call the module"
+                )
+
     def _read_own(self, prefix: str, layer: LayerAnatomy) -> None:
         """Read the parameters of modules that have others in them: those of attention may be one for each head."""
         whole = self.model.get_submodule(prefix[:-1])
@@ -379,6 +398,8 @@ class AnatomyReader:
         layer.linears[name] = LinearPart(name, False, is_attention)
         if is_attention:
             owner = name.rpartition(".")[0]
+            for each in into:  # linear layers may have owners of their own
+                owner = ".".join(owner.split(".")[: _shared(owner, each)])
             heads = heads_in(self.model.get_submodule(f"{prefix}{owner}".rstrip(".")), self.model, operand)
             columns = head_columns(operand, points, heads, f"{prefix}{owner}")
             layer.attention.append(AttentionPart(owner, name, columns))

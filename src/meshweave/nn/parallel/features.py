@@ -57,6 +57,8 @@ _ARGUMENTS = {
     "shift_labels": "give targets=",
 }
 """Arguments of forward passes that are refused where they would change something, each with what to use."""
+_OF_CONFIG = {"output_hidden_states": True, "output_attentions": True, "return_dict": False}
+"""What a configuration of transformers may give in the place of an argument, and would change the result."""
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "use_cache": (False,), "output_hidden_states": (False,), "output_attentions": (False,),
     "return_dict": (True,), "logits_to_keep": (0,), "num_logits_to_keep": (0,),
@@ -338,7 +340,7 @@ class ForwardArguments:
         """
         if len(args) > len(self.names):
             raise LayoutError(f"forward takes tokens and {', '.join(self.names)}; {1 + len(args)} were given")
-        given = {**dict(zip(self.names, args, strict=False)), **given}
+        given = {**self._of_config(), **dict(zip(self.names, args, strict=False)), **given}
         labels = given.pop("labels", None)
         if labels is not None and targets is not None:
             raise LayoutError("labels and targets= are both given: give one of them")
@@ -364,6 +366,12 @@ class ForwardArguments:
         if shifts:
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         return self.call_inputs(tokens, labels, taken)
+
+    def _of_config(self) -> dict[str, Any]:
+        """Return the arguments that the configuration of the model gives to each call that does not."""
+        configs = [vars(each).get("config") for each in (self.module, *self.module.children())]
+        has = {name: [getattr(each, name, None) for each in configs] for name in _OF_CONFIG}
+        return {name: value for name, value in _OF_CONFIG.items() if any(each is value for each in has[name])}
 
     def why_not(self, name: str) -> str:
         """Return, for an error, why the argument `name` is not computed, and what to use."""

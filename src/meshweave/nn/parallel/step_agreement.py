@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from meshweave.base.errors import BindError, LayoutError, MeshweaveError
 from meshweave.execute.ranks.blame import ranks_text
-from meshweave.execute.torch.call_order import CallOrder, call_order, mark_as_shared
+from meshweave.execute.torch.call_order import CallOrder, call_order
+from meshweave.execute.torch.call_records import mark_as_shared
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.counted import gathered
 from meshweave.nn.parallel.agreed import Words, agree

@@ -1,4 +1,4 @@
-"""What a stage that recomputes keeps, to run its forward again as it ran: random states, versions of inputs."""
+"""What a stage that recomputes keeps, to run its forward again as it ran: random states."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-
-def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return torch's count of in-place changes (`_version`) of each tensor; 0 for one of inference mode."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def random_states(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:

@@ -29,8 +29,9 @@ from meshweave.execute.torch.compat_pipelining import (
 )
 from meshweave.nn.pipelining.gradients import LossSum
 from meshweave.nn.pipelining.missed_gradients import reached_parameters, require_all
-from meshweave.nn.pipelining.run_again import random_states, set_random_states, versions
+from meshweave.nn.pipelining.run_again import random_states, set_random_states
 from meshweave.nn.pipelining.saved_memory import SavedMemory
+from meshweave.nn.saved_versions import versions
 
 LossFunction = Callable[..., Tensor]
 """(output, target) of a micro-batch -> a scalar."""
