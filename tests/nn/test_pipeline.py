@@ -35,6 +35,7 @@ SECTIONS = {
     "gradients that are held": "pipeline_state_rank_functions:held_gradients",
     "a step within a step": "pipeline_state_rank_functions:stepped_within",
     "the threads of stages": "pipeline_state_rank_functions:calling_threads",
+    "statistics of a stage that runs again": "pipeline_state_rank_functions:statistics_once",
     "steps that fail": "pipeline_state_rank_functions:failed_steps",
     "what is given wrongly": "pipeline_state_rank_functions:given_wrongly",
 }

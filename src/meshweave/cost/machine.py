@@ -120,8 +120,8 @@ class Machine(PlacedMeshes):
             if len(hops := self.path(one, other)) > 1:
                 raise LayoutError(
                     f"ranks {one} and {other} are neighbours along axis {axis} of mesh {mesh.name}, and "
-                    f"{len(hops)} links apart on the torus: give its ranks in order; simulation can lay it there as "
-                    "a logical mesh (logical=True), where contention shows"
+                    f"{len(hops)} links apart on the torus: give its ranks in order; simulation can lay it there "
+                    "as a logical mesh (logical=True), where contention shows"
                 )
 
     def _under(self, groups: NDArray[np.int64]) -> tuple[NetworkAxis, NetworkAxis] | None:
