@@ -91,10 +91,7 @@ class CallSequence(SharedCalls):
         return count
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the call begun last.
-
-        `error`, if it raised one, is marked so that no other rank is told of it again.
-        """
+        """End the call begun last; mark the `error` that it raised, so that no other rank is told of it again."""
         self.order.current = None
         if error is not None:
             mark_as_shared(error)

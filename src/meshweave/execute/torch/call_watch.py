@@ -259,11 +259,13 @@ class WatchedCalls:
             if record is not None:
                 records[rank] = record
         kind = sequence.recent[-1][1]
+        failed = {called for called, own in sequence.recent if own.refusal}
         parties: dict[tuple[str, str], list[int]] = {(kind.key, kind.title): [self._order.rank]}
         for rank, record in records.items():
             for called, key, title, refusal in _listed(record, sequence.ranks):
-                # A program that failed ends later calls, too: its ranks are out of step.
-                if refusal and (called == number or (called < number and key != REFUSED)):
+                # A program that failed on that rank alone ends later calls, too: they are out of step.
+                is_here = called == number or (called < number and key != REFUSED and called not in failed)
+                if refusal and is_here:
                     verb = "refuses" if key == REFUSED else "failed in"
                     return f"rank {rank} {verb} {title} (call {called}): {refusal}"
                 if called == number:

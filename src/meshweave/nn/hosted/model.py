@@ -28,8 +28,9 @@ from meshweave.nn.hosted.own_modules import HostedEmbedding, OwnModule, OwnTable
 from meshweave.nn.hosted.residual import Tokens, as_plain
 from meshweave.nn.hosted.ring import run_in_ring
 from meshweave.nn.hosted.routers import auxiliary_loss, check_auxiliary
+from meshweave.nn.parallel.call_facts import CallInputs
 from meshweave.nn.parallel.embedding import local_tokens
-from meshweave.nn.parallel.features import CallInputs, PlacedModules
+from meshweave.nn.parallel.features import PlacedModules
 from meshweave.nn.parallel.linear import ParallelLinear
 from meshweave.nn.parallel.loss import VocabularyLoss
 from meshweave.nn.parallel.model import ParallelModel

@@ -26,9 +26,8 @@ from meshweave.execute.torch.call_records import mark_as_shared
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.counted import gathered
 from meshweave.nn.parallel.agreed import Words, agree
-from meshweave.nn.parallel.call_facts import CallFacts, GivenTensor
+from meshweave.nn.parallel.call_facts import CallFacts, CallInputs, GivenTensor
 from meshweave.nn.parallel.checksums import bits_number, checksum, digest_of
-from meshweave.nn.parallel.features import CallInputs
 from meshweave.nn.parallel.model_words import copy_words, parameter_words, setting_words
 from meshweave.nn.parallel.reports import ModelSettings
 from meshweave.nn.parallel.tokens import TokenLimits
