@@ -259,7 +259,7 @@ class WatchedCalls:
             if record is not None:
                 records[rank] = record
         kind = sequence.recent[-1][1]
-        failed = {called for called, own in sequence.recent if own.refusal}
+        failed = {called for called, own in list(sequence.recent) if own.refusal}
         parties: dict[tuple[str, str], list[int]] = {(kind.key, kind.title): [self._order.rank]}
         for rank, record in records.items():
             for called, key, title, refusal in _listed(record, sequence.ranks):
