@@ -137,6 +137,28 @@ def test_a_mesh_that_the_torus_does_not_carry() -> None:
     assert hash(machine) == hash(on(cube, 16, 16, logical=True)) and machine != on(cube, 16, 16)
 
 
+def test_a_mesh_whose_ranks_are_in_an_order_of_their_own() -> None:
+    """Closed forms price neighbours, which they are not; simulation sends over the links between them."""
+    cluster = on(TorusNetwork((FAST, FAST), (4, 4), 16), 4, 4).cluster
+
+    def machine(*ranks: int, logical: bool = False) -> Machine:
+        shape = (4, len(ranks) // 4)
+        return Machine(cluster, (Mesh("tp", shape, ("x", "y"), ranks),), logical)
+
+    by_columns = [4 * (at % 4) + at // 4 for at in range(16)]
+    assert machine(*by_columns).axis("tp.x") == FAST
+    shuffled = [0, 5, 2, 7, 4, 1, 6, 3, *range(8, 16)]
+    with pytest.raises(
+        LayoutError, match=r"ranks 1 and 9 are neighbours along axis x of mesh tp, and 2 links"
+    ):
+        machine(*shuffled).axis("tp.x")
+    assert machine(*shuffled, logical=True).axis("tp.x") == FAST
+    with pytest.raises(
+        LayoutError, match=r"ranks 0 and 2 are neighbours along axis x of mesh tp, and 2 links"
+    ):
+        machine(0, 2, 1, 3).axis("tp.x")
+
+
 def test_what_the_torus_carries_keeps_its_constants_when_logical() -> None:
     torus = TorusNetwork((FAST, SLOW), (2, 4), 8)
     turned = on(torus, 4, 2, logical=True)

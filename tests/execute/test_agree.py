@@ -17,7 +17,8 @@ dist = pytest.importorskip("torch.distributed")
 from meshweave.execute.ranks.agreement import _check_same_talk  # noqa: E402
 from meshweave.execute.torch import call_order  # noqa: E402
 from meshweave.execute.torch.call_order import wire_tag  # noqa: E402
-from meshweave.execute.torch.call_watch import out_of_order  # noqa: E402
+from meshweave.execute.torch.call_records import CallKind, ContextCalls, SharedCalls  # noqa: E402
+from meshweave.execute.torch.call_watch import WatchedCalls, out_of_order  # noqa: E402
 from meshweave.execute.torch.context import TorchContext  # noqa: E402
 from meshweave.execute.torch.world import SignedStore  # noqa: E402
 
@@ -127,3 +128,18 @@ def test_a_verdict_names_the_ranks_and_what_they_are_in() -> None:
         "calls are out of order: rank 0 is in ring, bound as program 2 (call 2), "
         "rank 1 in ring, bound as program 1 (call 2)"
     )
+
+
+@pytest.mark.parametrize("own", ["", "ValueError: here"])
+@pytest.mark.parametrize("other", ["", "ValueError: there"])
+def test_a_program_that_failed_on_another_rank_alone_ends_a_later_call(own: str, other: str) -> None:
+    store, context = SignedStore(dist.HashStore()), TorchContext(liveness=False)
+    for rank, why in ((1, other), (0, own)):
+        order, sequence = ContextCalls(rank, f"{rank}.0"), SharedCalls((0, 1))
+        sequence.tokens = {0: "0.0", 1: "1.0"}
+        sequence.recent += [(1, CallKind("program 1", "a step", why)), (2, CallKind("agree", "the next"))]
+        order.sequences, order.current = {(0, 1): sequence}, sequence
+        watched = WatchedCalls(order, context)
+        watched.publish(store)
+    watched.look(store, is_urgent=True)
+    assert order.verdict == ("" if own or not other else f"rank 1 failed in a step (call 1): {other}")

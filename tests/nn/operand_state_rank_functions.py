@@ -14,9 +14,19 @@ from torch.distributed.tensor import DTensor
 
 import meshweave
 
+
+def stepped(one: DTensor, **how: bool) -> None:
+    """Step by one kernel for all parameters, which counts no change of DTensors."""
+    one.grad = torch.ones_like(one)
+    torch.optim.AdamW([one], lr=0.5, **how).step()
+    one.grad = None
+
+
 CHANGES: dict[str, Callable[[DTensor], object]] = {
     "as a whole": lambda one: one.mul_(3),
     "in this rank's part": lambda one: one.to_local().mul_(3),
+    "by foreach": partial(stepped, foreach=True),
+    "by a fused step": partial(stepped, fused=True),
 }
 
 

@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -323,6 +324,36 @@ def refusals(check: Check) -> None:
         "zbv: two stages a rank",
         lambda: made(own, "zbv").step(case.batch, case.target),
     )
+
+
+def fails(context: Any, payload: Mapping[str, Any]) -> tuple[str, float]:
+    """Return what a rank hears, and after how many seconds, where stage 1 alone raises in a step."""
+    ours = TorchContext(liveness=context.liveness, deadline_s=40)
+    stages = models.feed_forwards(3)
+    own = {context.rank: stages[context.rank]}
+    batch = torch.ones(6, models.WIDTH, dtype=torch.float64)
+    pipeline = mw.pipeline(own, "1f1b", micro_batches=3, loss_fn=nn.functional.mse_loss, context=ours)
+
+    def boom(*_: Any) -> None:
+        raise ValueError("no more of this")
+
+    pipeline.step(batch, batch)
+    if context.rank == 1:
+        add = (
+            own[1].register_forward_hook
+            if payload["where"] == "forward"
+            else own[1].register_full_backward_hook
+        )
+        add(boom)
+    begin, said = time.monotonic(), ""
+    try:
+        pipeline.step(batch, batch)
+        pipeline.step(batch, batch)  # a rank may be through before another fails
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    took = time.monotonic() - begin
+    dist.barrier()
+    return said, took
 
 
 def dies(context: Any, payload: Mapping[str, Any]) -> None:

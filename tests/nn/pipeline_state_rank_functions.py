@@ -238,6 +238,22 @@ class Fails:
         return mse(output, target)
 
 
+def statistics_once(check: Check) -> None:
+    """A stage that runs again changes the statistics of its batch norm once, and gets the same gradients."""
+    found, (batch, target) = [], _data(6)
+    for recompute in ((), (0,)):
+        first, second = _linears(2)
+        stages = {0: nn.Sequential(first, nn.BatchNorm1d(models.WIDTH).double()), 1: second}
+        pipeline = mw.pipeline(
+            stages, "gpipe", micro_batches=3, loss_fn=mse, ranks=(dist.get_rank(),), context=_context(check),
+            recompute=recompute,
+        )  # fmt: skip
+        pipeline.step(batch, target)
+        found.append([*stages[0].buffers(), *(each.grad for each in stages[0].parameters())])
+    for once, again in zip(*found, strict=True):
+        check.that(f"{again} instead of {once}", torch.allclose(once, again, rtol=1e-12))
+
+
 def failed_steps(check: Check) -> None:
     """Gradients of steps before stay where one fails, also where ranks sum them."""
     rank, (batch, target) = dist.get_rank(), _data(6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ SECTIONS = {
     "gradients that are held": "pipeline_state_rank_functions:held_gradients",
     "a step within a step": "pipeline_state_rank_functions:stepped_within",
     "the threads of stages": "pipeline_state_rank_functions:calling_threads",
+    "statistics of a stage that runs again": "pipeline_state_rank_functions:statistics_once",
     "steps that fail": "pipeline_state_rank_functions:failed_steps",
     "what is given wrongly": "pipeline_state_rank_functions:given_wrongly",
 }
@@ -94,6 +96,16 @@ def test_losses_that_are_not_finite_stay_so(value: float) -> None:
     elements = torch.zeros(num_loss_elements(torch.bfloat16, 2), dtype=torch.bfloat16)
     LossSum(elements, 1).add(torch.tensor(value))
     assert str(float(LossSum(elements, 0).total())) == str(value)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_of_one_stage_in_a_step_ends_the_waits_of_all(where: str) -> None:
+    answers = launch(f"{RANKS}:fails", 3, {"where": where}, timeout_s=60, env=HERE)
+    for rank, (said, took) in enumerate(answers):
+        assert took < 20, "at the deadline"
+        told = r"BindError: rank 1 failed in .* \(call \d+\): ValueError: no more of this"
+        assert rank == 1 or re.match(told, said), said
 
 
 @pytest.mark.gloo

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,29 @@ def test_each_rank_reads_its_part_and_together_they_write_the_same(tmp_path: Pat
         torch.Size(shapes[n]).numel() for n in index["weight_map"]
     )
     assert not list((tmp_path / "again").glob(".*"))
+
+
+def test_files_are_on_the_disk_before_they_have_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        done.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        sync(descriptor)
+
+    def replaced(path: Path, target: Path) -> Path:
+        done.append(f"name {path.name}")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    written = save_weights(torch.nn.Linear(8, 8), tmp_path, file_bytes=100)
+    assert len(written) == 2
+    for name in (*(path.name for path in written), "model.safetensors.index.json"):
+        assert done.index(f"sync .{name}.partial") < done.index(f"name .{name}.partial")
+    assert done[-1] == f"sync {tmp_path.name}"
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

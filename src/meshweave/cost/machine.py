@@ -105,12 +105,27 @@ class Machine(PlacedMeshes):
             is_whole = mesh.num_ranks == self.cluster.num_chips
             for i, axis in enumerate(mesh.axes):
                 rows = np.moveaxis(ranks, i, -1).reshape(-1, mesh.shape[i])
+                self._require_neighbours(mesh, axis, rows)
                 out[f"{mesh.name}.{axis}"] = self._under(rows) or self._network_axes(
                     i, len(mesh.shape), mesh.shape if is_whole else None
                 )
             of_all = None if is_whole else self._under(ranks.reshape(1, -1))
             out[mesh.name] = of_all or self._network_axes(0, len(mesh.shape), None)
         return out
+
+    def _require_neighbours(self, mesh: Mesh, axis: str, groups: NDArray[np.int64]) -> None:
+        """Raise LayoutError where a mesh has its ranks in another order, along which a torus has no links."""
+        if self.logical or self.placement is not None or sorted(mesh.ranks) == list(mesh.ranks):
+            return
+        if not isinstance(self.cluster.network, TorusNetwork):
+            return
+        for one, other in np.stack([groups[:, :-1], groups[:, 1:]], axis=-1).reshape(-1, 2).tolist():
+            if len(hops := self.path(one, other)) > 1:
+                raise LayoutError(
+                    f"ranks {one} and {other} are neighbours along axis {axis} of mesh {mesh.name}, and "
+                    f"{len(hops)} links apart on the torus: give its ranks in order; simulation can lay it there "
+                    "as a logical mesh (logical=True), where contention shows"
+                )
 
     def _under(self, groups: NDArray[np.int64]) -> tuple[NetworkAxis, NetworkAxis] | None:
         """Return the links under groups of ranks, shape (groups, members), on networks of levels; else None.

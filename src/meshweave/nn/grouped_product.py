@@ -33,6 +33,8 @@ def grouped_product(rows: Tensor, weights: Tensor, rows_per_group: Sequence[int]
         if product.requires_grad:  # its gradient reads no expanded tensor
             product.register_hook(Tensor.contiguous)
         return product
+    if not len(rows_per_group):
+        return rows @ rows.new_zeros(k, n)
     parts = zip(rows.split(list(rows_per_group)), weights, strict=True)
     return torch.cat([part @ matrix for part, matrix in parts])
 

@@ -1,17 +1,60 @@
-"""Changes in place of DTensors that a graph has saved, seen as autograd sees those of plain tensors.
+"""Changes in place of tensors that a graph needs, seen of DTensors as autograd sees those of plain ones.
 
 Autograd counts changes of the tensor that it has saved. An op on a DTensor counts on the DTensor alone, one on its
-`to_local()` on this rank's part alone, and a product reads the part.
+`to_local()` on this rank's part alone, and a product reads the part. Optimizers that step on many DTensors by one
+kernel, `foreach` or `fused`, count on neither: a hook on the steps of all optimizers counts for them.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshweave.execute.torch import compat
+
+_hooks: list[Any] = []
+"""Torch's handles of what runs with each step, once in a process."""
+
+
+def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Count the step of an optimizer as a change of its DTensors that have gradients."""
+    if not torch.compiler.is_compiling():
+        held = [each for group in optimizer.param_groups for each in group["params"]]
+        stepped = [each for each in held if isinstance(each, DTensor) and each.grad is not None]
+        torch.autograd.graph.increment_version(stepped)
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return torch's counts of in-place changes (`_version`) of each tensor, then of each DTensor's local part.
+
+    Of plain tensors it is theirs once more, and 0 of those of inference mode, which autograd refuses to save.
+    """
+    if not _hooks:
+        # Both, for the hooks of `parallel.optimizers` take parameters away between the one and the other.
+        _hooks.append(register_optimizer_step_pre_hook(_count_step))
+        _hooks.append(register_optimizer_step_post_hook(_count_step))
+    both = (*tensors, *compat.local_tensors(tensors))
+    return [0 if each.is_inference() else each._version for each in both]
+
+
+def check_versions(
+    tensors: Sequence[Tensor], before: Sequence[int], what: str = "a parameter that is needed for gradients"
+) -> None:
+    """Raise RuntimeError where tensors were changed in place since `versions` returned `before`.
+
+    An op on a DTensor changes its local part, which graphs have saved, unseen by autograd. `what` names them.
+    """
+    if versions(tensors) != before:
+        raise RuntimeError(
+            f"{what} was modified by an inplace operation: run the backward pass before the optimizer steps"
+        )
 
 
 class SavedVersions:
@@ -27,21 +70,14 @@ class SavedVersions:
         bases = [one._base if isinstance(one._base, DTensor) else one for one in operands if one is not None]
         if any(compat.is_traced(compat.local_tensor(one)) for one in bases):
             bases = []
-        self._saved = [(weakref.ref(one), _version(one)) for one in bases]
+        self._saved = [(weakref.ref(one), versions([one])) for one in bases]
 
     def check(self) -> None:
         """Raise RuntimeError, as autograd does, where one of the DTensors was changed in place since then."""
         for reference, version in self._saved:
             operand = reference()
-            if operand is not None and _version(operand) != version:
+            if operand is not None and versions([operand]) != version:
                 raise RuntimeError(
                     f"a DTensor {tuple(operand.shape)} that is needed for gradients was modified by an inplace "
                     "operation: run the backward pass before it changes, or compute with a copy"
                 )
-
-
-def _version(tensor: DTensor) -> tuple[int, int] | None:
-    local = compat.local_tensor(tensor)
-    if tensor.is_inference() or local.is_inference():  # which autograd refuses to save
-        return None
-    return tensor._version, local._version

@@ -239,6 +239,7 @@ def features(mesh: Any, folder: Path) -> dict[str, str]:
         "use_cache": lambda: module(tokens, use_cache=True),
         "output_attentions": lambda: module(tokens, output_attentions=True),
         "output_hidden_states": lambda: module(tokens, output_hidden_states=True),
+        "states by the config": lambda: _with_states(module)(tokens),
         "return_dict": lambda: module(tokens, return_dict=False),
         "unknown": lambda: module(tokens, lables=tokens),
         "labels of another shape": lambda: module(tokens, labels=tokens[:, 1:]),
@@ -307,6 +308,17 @@ def _with_norm(module: Any, tokens: Tensor) -> None:
         module(tokens, targets=tokens)
     finally:
         module.model.norm = before
+
+
+def _with_states(module: Any) -> Any:
+    def call(tokens: Tensor) -> Any:
+        module.config.output_hidden_states = True
+        try:
+            return module(tokens)
+        finally:
+            module.config.output_hidden_states = False
+
+    return call
 
 
 def _with_loss(module: Any) -> Any:

@@ -22,6 +22,7 @@ WORDS = {
     "use_cache": "under torch.no_grad()",
     "output_attentions": "not kept",
     "output_hidden_states": "hooks on .blocks",
+    "states by the config": "output_hidden_states is not computed: take them from hooks on .blocks",
     "return_dict": "by these names",
     "unknown": "lables is not computed",
     "labels of another shape": "shape (2, 7)",

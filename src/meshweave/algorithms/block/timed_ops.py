@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from meshweave.algorithms.block.nodes.experts import MESH_OF_EXPERTS
+from meshweave.ir.program.call_dims import CallPart
 from meshweave.ir.program.expressions import Var, select
-from meshweave.ir.program.ops import Call, CallPart, Exchange, Op
+from meshweave.ir.program.ops import Call, Exchange, Op
 from meshweave.ir.program.views import View
 from meshweave.ir.work import Compute, CopyExchange, Transfer, Work
 

@@ -12,8 +12,9 @@ from meshweave.algorithms.pipeline.tensors import BATCH_DTYPE, tensors
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Buffer, Tensor
+from meshweave.ir.program.call_dims import CallPart
 from meshweave.ir.program.expressions import Index
-from meshweave.ir.program.ops import AllGather, AllReduce, Call, CallPart, Op, ReduceScatter, Zero
+from meshweave.ir.program.ops import AllGather, AllReduce, Call, Op, ReduceScatter, Zero
 from meshweave.ir.program.views import FULL, Range, View
 
 MARKER = "marker"

@@ -26,7 +26,17 @@ from typing import Any
 import torch.distributed as dist
 
 from meshweave.base.errors import BindError, DeadlineError, RankLostError, UnsupportedError
-from meshweave.execute.torch.call_records import CallKind, ContextCalls, SharedCalls
+from meshweave.execute.torch.call_records import (
+    REFUSED,
+    CallKind,
+    ContextCalls,
+    SharedCalls,
+    error_words,
+    is_of_distributed,
+    is_shared,
+    mark_as_shared,
+    news_of,
+)
 from meshweave.execute.torch.call_watch import CallWatch, WatchedCalls
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.groups import CountsPerWorld
@@ -39,7 +49,7 @@ ENTRY_TAG = TAGS_PER_PROGRAM - 1
 _NUM_TAGS = 1 << 31
 _TELL_S = 2.0  # that each of two writes to the store may take
 
-TALK, REFUSED = "agree", "refuse"
+TALK = "agree"
 
 
 class CallSequence(SharedCalls):
@@ -81,13 +91,19 @@ class CallSequence(SharedCalls):
         return count
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the call begun last.
-
-        `error`, if it raised one, is marked so that no other rank is told of it again.
-        """
+        """End the call begun last; mark the `error` that it raised, so that no other rank is told of it again."""
         self.order.current = None
         if error is not None:
             mark_as_shared(error)
+
+    def fail(self, error: BaseException | None) -> None:
+        """End the call that was begun last, and tell the others, who may wait in it or later, of its `error`."""
+        self.end(error)
+        if (why := news_of(error)) and not self.order.verdict:
+            number, kind = self.recent[-1]
+            self.recent[-1] = (number, CallKind(kind.key, kind.title, why))
+            with contextlib.suppress(RuntimeError, OSError):  # the store may be gone, or hang
+                self.order.publish(signed_store(_TELL_S))
 
     @contextlib.contextmanager
     def agreement(self, what: str) -> Iterator[int]:
@@ -131,12 +147,12 @@ class CallSequence(SharedCalls):
             BindError: `error` is of torch.distributed, and another rank refuses this call too, or is in another.
         """
         order = self.order
-        is_of_torch = _is_of_distributed(error)
+        is_of_torch = is_of_distributed(error)
         if is_of_torch:
             order.check_verdict()
         if order.verdict or dist.group.WORLD is not order.world:
             return
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        why = error_words(error)
         order.open = None  # neither sent nor waited for any more: the others hear of the refusal
         number = self.begin(CallKind(TALK, title))
         if is_of_torch:  # as a group is formed with a rank that refuses, and closes its connections
@@ -209,7 +225,7 @@ class BoundCall:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.sequence.end(error)
+        self.sequence.fail(error)
 
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks that this one does not run the program, for `error`."""
@@ -368,26 +384,9 @@ def share_refusal(context: TorchContext, ranks: Sequence[int], title: str) -> It
         except Exception as error:  # of the caller's functions, too: the others must not wait for this rank
             # Of ranks that are lost or late all are told by their liveness, and the store may be lost with them.
             is_told = isinstance(error, RankLostError | DeadlineError) and context.liveness is not None
-            if not is_told and not getattr(error, _SHARED, False):
+            if not is_told and not is_shared(error):
                 order.sequence(ranks).refuse(order.title, error)
             raise
-
-
-def _is_of_distributed(error: Exception) -> bool:
-    """Return whether torch.distributed itself has raised an error."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith("torch.distributed")
-
-
-_SHARED = "is_known_to_other_ranks"
-
-
-def mark_as_shared(error: BaseException) -> None:
-    """Mark an error that `share_refusal` need not report: other ranks raise it too, or none waits for this one."""
-    with contextlib.suppress(AttributeError):
-        setattr(error, _SHARED, True)
 
 
 def wire_tag(number: int, tag: int) -> int:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from meshweave.base.errors import DeadlineError, RankLostError
+
+REFUSED = "refuse"
+"""The key of a call in whose place a rank raises an error."""
 
 _NUM_REMEMBERED = 32
 
@@ -16,7 +22,7 @@ class CallKind:
     Attributes:
         key: equal on all ranks that do the same; different for any two bound programs.
         title: what it does, in words.
-        refusal: the error for which a rank did not take part, "" if it did.
+        refusal: the error for which a rank did not take part, or that ended its part; "" if it did take part.
     """
 
     key: str
@@ -57,3 +63,42 @@ class ContextCalls:
         self.current: SharedCalls | None = None
         self.serial = 0
         self.verdict = ""
+
+
+def error_words(error: Exception) -> str:
+    """Return an error on one line, with its type."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def is_of_distributed(error: BaseException) -> bool:
+    """Return whether torch.distributed itself has raised an error."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith("torch.distributed")
+
+
+def news_of(error: BaseException | None) -> str:
+    """Return in words the error that ended a program on this rank alone, "" for one that others hear of anyway.
+
+    Of ranks that are lost or late liveness tells, and what torch.distributed raises has its cause elsewhere.
+    """
+    while error is not None and is_of_distributed(error) and error.__cause__ is not None:
+        error = error.__cause__  # what a stage raised, in the words of torch's pipelining
+    if not isinstance(error, Exception) or isinstance(error, RankLostError | DeadlineError):
+        return ""
+    return "" if is_of_distributed(error) else error_words(error)
+
+
+_SHARED = "is_known_to_other_ranks"
+
+
+def mark_as_shared(error: BaseException) -> None:
+    """Mark an error that `share_refusal` need not report: other ranks raise it too, or none waits for this one."""
+    with contextlib.suppress(AttributeError):
+        setattr(error, _SHARED, True)
+
+
+def is_shared(error: BaseException) -> bool:
+    """Return whether `mark_as_shared` has marked an error."""
+    return bool(getattr(error, _SHARED, False))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.ranks.patience import join_talker
-from meshweave.execute.torch.call_records import ContextCalls, SharedCalls
+from meshweave.execute.torch.call_records import REFUSED, ContextCalls, SharedCalls
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.world import SignedStore, close_connections, signed_store
 
@@ -259,15 +259,17 @@ class WatchedCalls:
             if record is not None:
                 records[rank] = record
         kind = sequence.recent[-1][1]
+        failed = {called for called, own in list(sequence.recent) if own.refusal}
         parties: dict[tuple[str, str], list[int]] = {(kind.key, kind.title): [self._order.rank]}
         for rank, record in records.items():
-            entry = _entry(record, sequence.ranks, number)
-            if entry is None:
-                continue
-            key, title, refusal = entry
-            if refusal:
-                return f"rank {rank} refuses {title} (call {number}): {refusal}"
-            parties.setdefault((key, title), []).append(rank)
+            for called, key, title, refusal in _listed(record, sequence.ranks):
+                # A program that failed on that rank alone ends later calls, too: they are out of step.
+                is_here = called == number or (called < number and key != REFUSED and called not in failed)
+                if refusal and is_here:
+                    verb = "refuses" if key == REFUSED else "failed in"
+                    return f"rank {rank} {verb} {title} (call {called}): {refusal}"
+                if called == number:
+                    parties.setdefault((key, title), []).append(rank)
         if len({key for key, _ in parties}) > 1:
             return out_of_order(parties, number)
         for record in records.values():
@@ -349,12 +351,9 @@ def _count(record: Record, ranks: list[int]) -> int:
     return next((count for members, count, _ in record["sequences"] if members == ranks), 0)
 
 
-def _entry(record: Record, ranks: tuple[int, ...], number: int) -> tuple[str, str, str] | None:
-    """Return (key, title, refusal) of call `number` among `ranks`, where the record has it."""
-    for members, _, recent in record["sequences"]:
-        if members == list(ranks):
-            return next((tuple(rest) for n, *rest in recent if n == number), None)
-    return None
+def _listed(record: Record, ranks: tuple[int, ...]) -> list[tuple[int, str, str, str]]:
+    """Return (number, key, title, refusal) of the last calls among `ranks`, as far as the record has them."""
+    return next((recent for members, _, recent in record["sequences"] if members == list(ranks)), [])
 
 
 def _circles(

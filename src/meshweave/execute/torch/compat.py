@@ -248,20 +248,16 @@ def bare_step(kind: type) -> Callable[..., Any]:
 
 
 def other_step_hooks(optimizer: Any) -> bool:
-    """Return whether a step of `optimizer` runs hooks other than one pre and one post hook of all optimizers.
-
-    Meshweave has one of each, so others are those of this optimizer, or a second one of all optimizers.
+    """Return whether a step of `optimizer` runs hooks that are not meshweave's own hooks of all optimizers.
 
     Relies on `Optimizer._optimizer_step_pre_hooks` and `_optimizer_step_post_hooks`, and, for all optimizers,
     `torch.optim.optimizer._global_optimizer_pre_hooks` and `_global_optimizer_post_hooks` (torch 2.9 and 2.13).
     """
     module = "torch.optim.optimizer"
     own = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-    for_all = (
-        _private(module, "_global_optimizer_pre_hooks"),
-        _private(module, "_global_optimizer_post_hooks"),
-    )
-    return own > 0 or any(len(hooks) > 1 for hooks in for_all)
+    names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
+    for_all = [getattr(hook, "__module__", "") for name in names for hook in _private(module, name).values()]
+    return own > 0 or not all(str(module).startswith("meshweave.") for module in for_all)
 
 
 def keep_in_order(op: Any) -> None:

@@ -15,7 +15,7 @@ from meshweave.base.errors import ProgramError, did_you_mean
 from meshweave.base.units import DTYPES
 from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.program import ops as op_types
-from meshweave.ir.program.call_dims import CALL_DIMS
+from meshweave.ir.program.call_dims import CALL_DIMS, CALL_PARTS
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.product_shapes import product_shape
 from meshweave.ir.program.release import TILE_ORDERS, Release
@@ -94,8 +94,8 @@ def check_op(program: Program, bound: BoundOp, rank: int) -> None:
                 check.require(op.op == "sum", f"accumulates by 'sum' only, not '{op.op}'", op.out.buffer)
         case op_types.Call():
             check.require(
-                op.part in op_types.CALL_PARTS,
-                f"part is one of {', '.join(op_types.CALL_PARTS[1:])}, not '{op.part}'",
+                op.part in CALL_PARTS,
+                f"part is one of {', '.join(CALL_PARTS[1:])}, not '{op.part}'",
             )
             _check_work(check, op)
     if isinstance(op, (op_types.Matmul, op_types.Copy, op_types.Put)) and op.release is not None:

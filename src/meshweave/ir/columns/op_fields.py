@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from meshweave._core import Rows
 from meshweave.base.errors import ProgramError
-from meshweave.ir.program.ops import CALL_PARTS, OP_TYPES, Call, Op
+from meshweave.ir.program.call_dims import CALL_PARTS
+from meshweave.ir.program.ops import OP_TYPES, Call, Op
 
 Column = NDArray[np.int64]
 

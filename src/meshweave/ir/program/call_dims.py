@@ -1,6 +1,11 @@
-"""The kinds of work that a `call` may name, and the sizes that each is counted by."""
+"""The parts of a stage and kinds of work that a `call` may name, and the sizes that each kind is counted by."""
 
 from __future__ import annotations
+
+from typing import Literal, get_args
+
+CallPart = Literal["", "forward", "input_grad", "weight_grad", "recompute", "free", "in_place"]
+CALL_PARTS: tuple[CallPart, ...] = get_args(CallPart)
 
 CALL_DIMS: dict[str, tuple[str, ...]] = {
     "attention": ("batch", "heads", "queries", "keys", "width"),

@@ -11,17 +11,15 @@ mesh ("tp") or listed global ranks; members are in the order of the coordinate. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
+from meshweave.ir.program.call_dims import CallPart
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.release import CollectiveStep, Release
 from meshweave.ir.program.views import View
 
 Over = str | tuple[int, ...]
 Sizes = Index | tuple[int, ...] | None
-
-CallPart = Literal["", "forward", "input_grad", "weight_grad", "recompute", "free", "in_place"]
-CALL_PARTS: tuple[CallPart, ...] = get_args(CallPart)
 
 READ: Literal["read"] = "read"
 WRITE: Literal["write"] = "write"
@@ -88,12 +86,9 @@ class Matmul(Op):
 
         Where its `release` updates, the result is an update instead of a write.
         """
-        own: tuple[tuple[Mode, View], ...] = ((READ, self.a), (READ, self.b))
-        if self.release is not None and self.release.update:
-            return (*own, (UPDATE, self.out))
-        if self.accumulate:
-            own = (*own, (READ, self.out))
-        return (*own, (WRITE, self.out))
+        update = self.release is not None and self.release.update
+        own: tuple[tuple[Mode, View], ...] = ((READ, self.out),) if self.accumulate and not update else ()
+        return ((READ, self.a), (READ, self.b), *own, (UPDATE if update else WRITE, self.out))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +184,7 @@ class Call(Op):
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
         """Return reads of all ins, then writes of all outs."""
-        reads: tuple[tuple[Mode, View], ...] = tuple((READ, view) for view in self.ins)
-        return (*reads, *((WRITE, view) for view in self.outs))
+        return (*((READ, view) for view in self.ins), *((WRITE, view) for view in self.outs))
 
 
 # --- collectives --------------------------------------------------------------------------------------
@@ -308,8 +302,7 @@ class Exchange(Collective):
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
         """Return reads of all ins, then writes of all outs."""
-        reads: tuple[tuple[Mode, View], ...] = tuple((READ, view) for view in self.ins)
-        return (*reads, *((WRITE, view) for view in self.outs))
+        return (*((READ, view) for view in self.ins), *((WRITE, view) for view in self.outs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,8 +394,5 @@ OP_TYPES: dict[str, type[Op]] = {
         Send, Recv, Get, Put, Accumulate,
     )
 }  # fmt: skip
-
-Communication = (Collective, Send, Recv, Get, Put, Accumulate)
-"""Op types that move data between ranks."""
 
 COMPUTE_KINDS = frozenset({"matmul", "copy", "add", "zero", "call"})

@@ -7,7 +7,6 @@ name, and what this takes a model for is proved by `mw.prove` before it is train
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -17,7 +16,16 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.nn.hosted.columns import feature_parts, head_columns
 from meshweave.nn.hosted.expert_parts import experts_part, is_experts
 from meshweave.nn.hosted.latent import latents_of
-from meshweave.nn.hosted.parts import Anatomy, AttentionPart, InnerPart, LayerAnatomy, LinearPart, ModelNames
+from meshweave.nn.hosted.parts import (
+    Anatomy,
+    AttentionPart,
+    InnerPart,
+    LayerAnatomy,
+    LinearPart,
+    ModelNames,
+    names_of,
+    shared_depth,
+)
 from meshweave.nn.hosted.readings import (
     buffers_of,
     heads_in,
@@ -35,43 +43,6 @@ from meshweave.nn.prove.reduced import kinds_of, reduced
 
 _TOKENS = (2, 12)
 _WORDS = 32
-
-
-def names_of(module: nn.Module) -> ModelNames:
-    """Return the paths of embedding, layers and head. Raises UnsupportedError for unknown or compound ones."""
-    kind, config = type(module).__name__, getattr(module, "config", None)
-    config = getattr(config, "get_text_config", lambda: config)()
-    paths = {id(child): path for path, child in reversed(list(module.named_modules()))}
-    ends = []
-    for word, method in (("embedding", "get_input_embeddings"), ("head", "get_output_embeddings")):
-        end = getattr(module, method, lambda: None)()
-        if end is None or id(end) not in paths:
-            raise UnsupportedError(f"{kind} does not say which module is its {word} ({method})")
-        if inner := [name for name, _ in end.named_children()]:
-            raise UnsupportedError(
-                f"{paths[id(end)]}: {type(end).__name__} has modules beside its weight ({', '.join(inner)}), "
-                "which are not computed"
-            )
-        ends.append(paths[id(end)])
-    count = getattr(config, "num_hidden_layers", None)
-    lists = [
-        (
-            _shared(path, ends[0]),
-            sum(p.numel() for p in child.parameters()),
-            path,
-        )
-        for path, child in module.named_modules()
-        if isinstance(child, nn.ModuleList) and len(child) == count
-    ]
-    if not lists:
-        raise UnsupportedError(f"{kind} has no nn.ModuleList of its {count} layers")
-    return ModelNames(ends[0], max(lists)[2], ends[1])
-
-
-def _shared(path: str, other: str) -> int:
-    """Return how many modules two names have in common from the first on."""
-    pairs = zip(path.split("."), other.split("."), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def anatomy_of(module: nn.Module, device: torch.device) -> Anatomy:
@@ -166,6 +137,7 @@ class AnatomyReader:
             if prefix[:-1] not in self.trace.layer_sources:
                 raise UnsupportedError(f"{prefix[:-1]} is not called in a forward pass of tokens")
             self._read_rows(prefix, layer)
+            self._check_called(prefix, layer)
             stray = self.trace.layer_sources[prefix[:-1]] - self.residual
             if stray:
                 raise UnsupportedError(
@@ -318,6 +290,20 @@ class AnatomyReader:
             )
         self._group(calls, layer, taken)
 
+    def _check_called(self, prefix: str, layer: LayerAnatomy) -> None:
+        """Raise UnsupportedError where code computes with a parameter of a module that it does not call."""
+        whole = self.model.get_submodule(prefix[:-1])
+        paths = {each: path.rpartition(".") for path, each in whole.named_parameters()}
+        called = [call for path, call in self.calls.items() if path.startswith(prefix) and not layer.experts]
+        for operand in (call.operand for call in called if call.operand is not None):
+            for path, _, name in (paths[each] for each in self.trace.parameters(operand) if each in paths):
+                module = whole.get_submodule(path)
+                if not list(module.children()):
+                    raise UnsupportedError(
+                        f"{prefix}{path}: {type(module).__name__} is not called, and its {name} is computed with, "
+                        "which is not supported: let the code call the module"
+                    )
+
     def _read_own(self, prefix: str, layer: LayerAnatomy) -> None:
         """Read the parameters of modules that have others in them: those of attention may be one for each head."""
         whole = self.model.get_submodule(prefix[:-1])
@@ -379,6 +365,8 @@ class AnatomyReader:
         layer.linears[name] = LinearPart(name, False, is_attention)
         if is_attention:
             owner = name.rpartition(".")[0]
+            for each in into:  # linear layers may have owners of their own
+                owner = ".".join(owner.split(".")[: shared_depth(owner, each)])
             heads = heads_in(self.model.get_submodule(f"{prefix}{owner}".rstrip(".")), self.model, operand)
             columns = head_columns(operand, points, heads, f"{prefix}{owner}")
             layer.attention.append(AttentionPart(owner, name, columns))

@@ -39,11 +39,12 @@ def take_heads(
         return None
     own_units = (end - first) * units // columns.heads
     keys = own_units if units != columns.groups else (end - first) * columns.groups // columns.heads
-    changes = _changes(attention, columns, end - first, keys)
+    holders = [each for each in attention.modules() if list(each.children())]  # in BERT one within another
+    changes = [(vars(each), _changes(each, columns, end - first, keys)) for each in holders]
 
     def take() -> None:
-        for name, value in changes.items():
-            vars(attention)[name] = value
+        for attributes, changed in changes:
+            attributes.update(changed)
         config = vars(attention).get("config")
         if config is not None:
             vars(attention)["config"] = _config_of_heads(config, columns, end - first, keys)

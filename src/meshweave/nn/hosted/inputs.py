@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from meshweave.algorithms.block.roles import AxisDims, num_parts
 from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.nn.parallel.call_facts import CallInputs
 from meshweave.nn.parallel.embedding import local_tokens
-from meshweave.nn.parallel.features import CallInputs, ForwardArguments
+from meshweave.nn.parallel.features import ForwardArguments
 from meshweave.nn.parallel.strategy import LayerStrategy
 
 _CACHE = ("past_key_values", "use_cache")

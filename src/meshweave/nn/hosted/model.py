@@ -28,8 +28,9 @@ from meshweave.nn.hosted.own_modules import HostedEmbedding, OwnModule, OwnTable
 from meshweave.nn.hosted.residual import Tokens, as_plain
 from meshweave.nn.hosted.ring import run_in_ring
 from meshweave.nn.hosted.routers import auxiliary_loss, check_auxiliary
+from meshweave.nn.parallel.call_facts import CallInputs
 from meshweave.nn.parallel.embedding import local_tokens
-from meshweave.nn.parallel.features import CallInputs, PlacedModules
+from meshweave.nn.parallel.features import PlacedModules
 from meshweave.nn.parallel.linear import ParallelLinear
 from meshweave.nn.parallel.loss import VocabularyLoss
 from meshweave.nn.parallel.model import ParallelModel
@@ -280,15 +281,22 @@ class HostedModel(ParallelModel):
         try:
             with self.dropping():
                 out = self._forward(input_ids=own, **named)
+            self._require_ring(span)
+        except (TypeError, AttributeError) as error:  # as of code of its own that computes with a mask
+            self._require_ring(span, error)
+            raise
         finally:
             tokens.ids, tokens.given, self.span = before
             tokens.last_position = None
+        return out
+
+    def _require_ring(self, span: LayerSpan, cause: Exception | None = None) -> None:
+        """Raise UnsupportedError where attention is to run in a ring, and none has."""
         if self._ring_calls is not None and not self._ring_calls[0] and span.first == 0:
             kind = type(self.module).__name__
             raise UnsupportedError(
                 f"{kind} computes attention by code of its own, which does not run in a ring"
-            )
-        return out
+            ) from cause
 
     def dropping(self) -> AbstractContextManager[Any]:
         """Return the context manager for a forward pass: `RankDropout.around` in training with dropout.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from meshweave.base.errors import UnsupportedError
 from meshweave.nn.hosted.columns import HeadColumns
 from meshweave.nn.hosted.expert_parts import ExpertsPart
 from meshweave.nn.parallel.norm import NormKind
@@ -26,6 +28,39 @@ class ModelNames:
     layers: str
     head: str
     positions: str = ""
+
+
+def names_of(module: nn.Module) -> ModelNames:
+    """Return the paths of embedding, layers and head. Raises UnsupportedError for unknown or compound ones."""
+    kind, config = type(module).__name__, getattr(module, "config", None)
+    config = getattr(config, "get_text_config", lambda: config)()
+    paths = {id(child): path for path, child in reversed(list(module.named_modules()))}
+    ends = []
+    for word, method in (("embedding", "get_input_embeddings"), ("head", "get_output_embeddings")):
+        end = getattr(module, method, lambda: None)()
+        if end is None or id(end) not in paths:
+            raise UnsupportedError(f"{kind} does not say which module is its {word} ({method})")
+        if inner := [name for name, _ in end.named_children()]:
+            raise UnsupportedError(
+                f"{paths[id(end)]}: {type(end).__name__} has modules beside its weight ({', '.join(inner)}), "
+                "which are not computed"
+            )
+        ends.append(paths[id(end)])
+    count = getattr(config, "num_hidden_layers", None)
+    lists = [
+        (shared_depth(path, ends[0]), sum(p.numel() for p in child.parameters()), path)
+        for path, child in module.named_modules()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    ]
+    if not lists:
+        raise UnsupportedError(f"{kind} has no nn.ModuleList of its {count} layers")
+    return ModelNames(ends[0], max(lists)[2], ends[1])
+
+
+def shared_depth(path: str, other: str) -> int:
+    """Return how many modules two names have in common from the first on."""
+    pairs = zip(path.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,10 @@ def _in_ring(
     **named: Any,
 ) -> tuple[Tensor, None]:
     """Return attention (batch, sequence, heads, width) of what is (batch, heads, sequence, width)."""
+    if "_meshweave_ring" not in vars(module):
+        raise UnsupportedError(
+            f"{type(module).__name__} is none of the layers' attention: it runs in no ring"
+        )
     tokens, heads, calls = vars(module)["_meshweave_ring"]
     for name in _ARGUMENTS:
         if named.get(name) is not None:

@@ -125,7 +125,8 @@ def traced(model: nn.Module, layers: str, tokens: Tensor) -> FlowTrace:
                 model(input_ids=tokens, use_cache=False)
         except Exception as error:
             raise UnsupportedError(
-                f"{type(model).__name__} does not run on tokens alone: {type(error).__name__}: {error}"
+                f"{type(model).__name__} does not run on tokens alone, by which its parts are found: a copy with "
+                f"few words, called with input_ids, raises {type(error).__name__}: {error}"
             ) from error
     return trace
 

@@ -6,7 +6,7 @@ known, structure, takeable     which models are taken, which of their modules ar
 model, block    a model of plain torch on ranks, and a layer of it; `meshweave.nn.hosted` has those of transformers
 linear, norm, attention, embedding, tied, loss, dropout, rotary   modules of a layer and of the ends of a model
 parameters, units      which part of a whole tensor a rank keeps, as a DTensor
-buckets, uses, parameter_nodes   parameters that are gathered, and gradients that are summed, together
+buckets, uses, parameter_nodes, numbered_sum   parameters that are gathered, and gradients summed, together
 programs        the programs of the sites of a layer, bound
 ops, moves, ring       torch ops that run them
 agreed, same_model, step_agreement   what ranks compare, before a model is replaced and in each call

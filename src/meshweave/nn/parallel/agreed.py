@@ -16,7 +16,7 @@ from typing import Any
 from meshweave.base.errors import LayoutError, printable
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.ranks.blame import ranks_text
-from meshweave.execute.torch.call_order import mark_as_shared
+from meshweave.execute.torch.call_records import mark_as_shared
 from meshweave.execute.torch.context import TorchContext
 
 Words = Mapping[str, Mapping[str, str]]

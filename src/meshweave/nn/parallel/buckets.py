@@ -14,24 +14,21 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.algorithms.block.sites import MoveSite
-from meshweave.base.errors import BindError, UnsupportedError
+from meshweave.base.errors import UnsupportedError
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import BoundProgram
 from meshweave.nn.parallel.lent import LentMemory
 from meshweave.nn.parallel.moves import GradientSum, Mover, PlacedMove
+from meshweave.nn.parallel.numbered_sum import call_number, check_number, summed_number, terms_of
 from meshweave.nn.parallel.parameters import ParameterLayout
 from meshweave.nn.parallel.programs import SizedMove, sized_move
 from meshweave.nn.parallel.strategy import LayerStrategy
-
-_EXACT_BYTES = 4
-"""The least item size whose numbers count to 65,521 and add up exactly."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,11 +224,11 @@ class ParameterBucket:
         *places, last = row.split(self.sizes)
         for place, own in zip(places, kept, strict=True):
             place[: own.numel()].view(own.shape).copy_(own)
-        number = _number(bound, self.dtype)
+        number = call_number(bound, self.dtype)
         last.fill_(number)
         bound.run(bound.inputs)
         *parts, last = bound.outputs["y"].split(self.sizes, 1)
-        _check(last, number)
+        check_number(last, number)
         for each, used, part in zip(self.kept, views, parts, strict=True):
             for value, arrived in each.pairs(used, part):
                 value.copy_(arrived)
@@ -264,7 +261,7 @@ class BoundReduction:
     def __init__(self, bucket: ParameterBucket, bound: BoundProgram, *, lends: bool) -> None:
         self.bucket, self.bound = bucket, bound
         first = bucket.kept[0]
-        self._num_terms = math.prod(bucket.strategy.mesh.shape[axis] for axis in first.summed)
+        self._terms = terms_of(bucket.strategy, first.summed)
         *self._rows, self._last = bound.inputs["x"].split(bucket.sizes, 1)
         (self._result,) = bound.outputs["y"]
         self._memory = LentMemory(self._result) if lends else None
@@ -290,15 +287,14 @@ class BoundReduction:
         bound = self.bound
         bound.end_begun()
         self._put(grads)
-        number = _number(bound, self.bucket.dtype, self._num_terms)
-        self._last.fill_(number)
-        expected = self._num_terms * number
+        own, expected = summed_number(bound, self.bucket.dtype, *self._terms)
+        self._last.fill_(own)
         flat = torch.empty_like(self._result) if self._memory is None else self._memory.lend()
 
         def take() -> None:
             if self._memory is None:
                 flat.copy_(self._result)
-            _check(self._result[-1:], expected)
+            check_number(self._result[-1:], expected)
 
         return self._views(flat, shapes), bound.begin(take)
 
@@ -335,68 +331,3 @@ class BoundReduction:
 @lru_cache(256)
 def _some_of(bucket: ParameterBucket, places: tuple[int, ...]) -> ParameterBucket:
     return ParameterBucket(tuple(bucket.kept[at] for at in places), bucket.dtype)
-
-
-class NumberedSum:
-    """A sum over ranks of `count` numbers; the gradient of each rank's term is that of the sum.
-
-    Args:
-        terms: "partial" for each mesh axis along which ranks have terms.
-    """
-
-    def __init__(self, strategy: LayerStrategy, count: int, terms: AxisDims) -> None:
-        self._strategy, self._terms = strategy, terms
-        self._num_terms = math.prod(
-            size for size, dim in zip(strategy.mesh.shape, terms, strict=True) if dim == "partial"
-        )
-        self._site = MoveSite((Side("", count + 1),), terms, strategy.roles.replicated)
-        site = PlacedMove(strategy, (Side("", count),), terms, strategy.roles.replicated, has_tokens=False)
-        self._traced = Mover(site)
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """Return the sums over ranks of `values` (count,); all ranks call it. Raises BindError as `run` does."""
-        if torch.compiler.is_compiling() or not self._traced.is_needed:
-            return self._traced(values, 1, 1)
-        total: Tensor = _SameGradient.apply(self, values)
-        return total
-
-    def run(self, values: Tensor) -> Tensor:
-        """Return (count,) sums, without gradient. Raises BindError, on CPUs, where ranks are in other calls."""
-        bound = sized_move(self._site, self._strategy, values.dtype, True).bound(values.device)
-        number = _number(bound, values.dtype, self._num_terms)
-        bound.inputs["x"][:-1].copy_(values)
-        bound.inputs["x"][-1:].fill_(number)
-        bound.run(bound.inputs)
-        *_, arrived = total = bound.outputs["y"].clone()
-        _check(arrived, self._num_terms * number)
-        return total[:-1]
-
-
-class _SameGradient(torch.autograd.Function):  # type: ignore[misc]
-    """A `NumberedSum` in eager code."""
-
-    @staticmethod
-    def forward(ctx: Any, total: NumberedSum, values: Tensor) -> Tensor:
-        """Return the sums."""
-        return total.run(values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of each term."""
-        return None, grads[0]
-
-
-def _number(bound: BoundProgram, dtype: torch.dtype, count: int = 1) -> float:
-    """Return a number of a program and its next run, `count` times of which a dtype has exactly."""
-    if dtype.itemsize < _EXACT_BYTES:
-        return float(2.0 ** (bound.next_run % 16 - 8))
-    return float(1 + bound.next_run % (2**24 // count - 1))
-
-
-def _check(arrived: Tensor, expected: float) -> None:
-    """Raise BindError where data that arrived are of other programs or calls. On CUDA the host does not wait."""
-    if arrived.device.type == "cpu" and any(value != expected for value in arrived.flatten().tolist()):
-        raise BindError(
-            "ranks are out of step: what arrived for parameters of a bucket is of another program or call; let "
-            "all ranks run the same forward and backward passes, in the same order"
-        )

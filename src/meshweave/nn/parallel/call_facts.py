@@ -6,6 +6,7 @@ It is taken in every call, and seldom becomes words: a number stands for it, whi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,6 +22,44 @@ _CALL, _STEP = (
     0x9E3779B97F4A7C15,
     0xBF58476D1CE4E5B9,
 )  # odd: counts that differ by one show in the lowest bits
+
+
+@dataclass(frozen=True)
+class CallInputs:
+    """What a call of a parallelised module computes with beside its tokens.
+
+    Attributes:
+        targets: per token the one that is to be predicted; None where logits are wanted.
+        named: by name, arguments of the model's own forward pass that its code computes with; tensors are whole.
+        logits_to_keep: of how many last tokens there are logits; 0 for all.
+        num_items: by what the sum of losses is divided; None for the number of tokens that have a target.
+        with_logits: whether there are logits beside the loss.
+    """
+
+    targets: Tensor | None = None
+    named: Mapping[str, Any] = field(default_factory=dict)
+    logits_to_keep: int = 0
+    num_items: Tensor | float | None = None
+    with_logits: bool = False
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors but for targets, by name; all ranks must give the same."""
+        every = {**self.named, "num_items_in_batch": self.num_items}
+        return {name: value for name, value in every.items() if isinstance(value, Tensor)}
+
+    @property
+    def facts(self) -> Facts:
+        """Return what ranks must give alike but for values of tensors: (name, value) pairs, for `CallFacts`."""
+        cache = self.named.get("past_key_values")
+        return (
+            ("given", ", ".join(self.tensors)),
+            ("logits_to_keep", str(self.logits_to_keep)),
+            ("use_cache", str(self.named.get("use_cache"))),
+            ("logits beside the loss", bool(self.with_logits)),
+            ("num_items_in_batch", "" if isinstance(self.num_items, Tensor) else str(self.num_items)),
+            ("past_key_values", "none" if cache is None else f"of {int(cache.get_seq_length())} tokens"),
+        )
 
 
 class CallFacts(NamedTuple):

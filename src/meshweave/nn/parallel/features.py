@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import call, is_
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.execute.torch import compat
-from meshweave.nn.parallel.call_facts import Facts
+from meshweave.nn.parallel.call_facts import CallInputs
 from meshweave.nn.parallel.loss import IGNORED
 
 _SAVE = "mw.save_weights(module, folder) writes whole weights that from_pretrained reads"
@@ -57,6 +56,8 @@ _ARGUMENTS = {
     "shift_labels": "give targets=",
 }
 """Arguments of forward passes that are refused where they would change something, each with what to use."""
+_OF_CONFIG = {"output_hidden_states": True, "output_attentions": True, "return_dict": False}
+"""What a configuration of transformers may give in the place of an argument, and would change the result."""
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "use_cache": (False,), "output_hidden_states": (False,), "output_attentions": (False,),
     "return_dict": (True,), "logits_to_keep": (0,), "num_logits_to_keep": (0,),
@@ -270,44 +271,6 @@ def _refusal(model: str, name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-@dataclass(frozen=True)
-class CallInputs:
-    """What a call of a parallelised module computes with beside its tokens.
-
-    Attributes:
-        targets: per token the one that is to be predicted; None where logits are wanted.
-        named: by name, arguments of the model's own forward pass that its code computes with; tensors are whole.
-        logits_to_keep: of how many last tokens there are logits; 0 for all.
-        num_items: by what the sum of losses is divided; None for the number of tokens that have a target.
-        with_logits: whether there are logits beside the loss.
-    """
-
-    targets: Tensor | None = None
-    named: Mapping[str, Any] = field(default_factory=dict)
-    logits_to_keep: int = 0
-    num_items: Tensor | float | None = None
-    with_logits: bool = False
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors but for targets, by name; all ranks must give the same."""
-        every = {**self.named, "num_items_in_batch": self.num_items}
-        return {name: value for name, value in every.items() if isinstance(value, Tensor)}
-
-    @property
-    def facts(self) -> Facts:
-        """Return what ranks must give alike but for values of tensors: (name, value) pairs, for `CallFacts`."""
-        cache = self.named.get("past_key_values")
-        return (
-            ("given", ", ".join(self.tensors)),
-            ("logits_to_keep", str(self.logits_to_keep)),
-            ("use_cache", str(self.named.get("use_cache"))),
-            ("logits beside the loss", bool(self.with_logits)),
-            ("num_items_in_batch", "" if isinstance(self.num_items, Tensor) else str(self.num_items)),
-            ("past_key_values", "none" if cache is None else f"of {int(cache.get_seq_length())} tokens"),
-        )
-
-
 class ForwardArguments:
     """The arguments of a module's own forward pass, which callers still give once it is parallelised.
 
@@ -338,7 +301,7 @@ class ForwardArguments:
         """
         if len(args) > len(self.names):
             raise LayoutError(f"forward takes tokens and {', '.join(self.names)}; {1 + len(args)} were given")
-        given = {**dict(zip(self.names, args, strict=False)), **given}
+        given = {**self._of_config(), **dict(zip(self.names, args, strict=False)), **given}
         labels = given.pop("labels", None)
         if labels is not None and targets is not None:
             raise LayoutError("labels and targets= are both given: give one of them")
@@ -364,6 +327,12 @@ class ForwardArguments:
         if shifts:
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         return self.call_inputs(tokens, labels, taken)
+
+    def _of_config(self) -> dict[str, Any]:
+        """Return the arguments that the configuration of the model gives to each call that does not."""
+        configs = [vars(each).get("config") for each in (self.module, *self.module.children())]
+        has = {name: [getattr(each, name, None) for each in configs] for name in _OF_CONFIG}
+        return {name: value for name, value in _OF_CONFIG.items() if any(each is value for each in has[name])}
 
     def why_not(self, name: str) -> str:
         """Return, for an error, why the argument `name` is not computed, and what to use."""

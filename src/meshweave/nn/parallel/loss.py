@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side
 from meshweave.base.errors import UnsupportedError
 from meshweave.nn.parallel.awaited import awaited_mean
-from meshweave.nn.parallel.buckets import NumberedSum
 from meshweave.nn.parallel.embedding import local_tokens
 from meshweave.nn.parallel.moves import Mover, PlacedMove, terms
+from meshweave.nn.parallel.numbered_sum import NumberedSum
 from meshweave.nn.parallel.strategy import LayerStrategy
 
 IGNORED = -100

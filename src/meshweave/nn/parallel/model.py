@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.block import ParallelBlock
+from meshweave.nn.parallel.call_facts import CallInputs
 from meshweave.nn.parallel.dropout import ShardDropout
 from meshweave.nn.parallel.embedding import ParallelEmbedding, ParallelPositions
 from meshweave.nn.parallel.features import (
     AroundModule,
-    CallInputs,
     ForwardArguments,
     PlacedModules,
     check_anomaly_mode,

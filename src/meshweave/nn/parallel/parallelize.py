@@ -17,10 +17,10 @@ from meshweave.execute.torch.call_order import call_order, require_process_group
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.host_memory import keep_freed_memory
 from meshweave.nn.hosted.adapters import TakenAdapter, all_trained, put_in, without_adapters
-from meshweave.nn.hosted.anatomy import names_of
 from meshweave.nn.hosted.expert_parts import is_experts
 from meshweave.nn.hosted.model import HostedModel
 from meshweave.nn.hosted.offered import offer_methods
+from meshweave.nn.hosted.parts import names_of
 from meshweave.nn.parallel.features import refuse_features
 from meshweave.nn.parallel.known import is_hosted, recognised, title_of, why_unlikely
 from meshweave.nn.parallel.model import ParallelModel

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from meshweave.execute.torch import compat
 from meshweave.nn.parallel.buckets import ParameterBucket
-from meshweave.nn.parallel.parameters import check_versions, versions
 from meshweave.nn.parallel.put_gradients import put_gradients
+from meshweave.nn.saved_versions import check_versions, versions
 
 
 @dataclass(eq=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from meshweave.describe.layout import Tile
 from meshweave.execute.torch import compat
 from meshweave.nn.parallel.put_gradients import with_strides_of
 from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.saved_versions import check_versions, versions
 
 
 @dataclass(frozen=True)
@@ -148,26 +148,6 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     for size in reversed(list(shape)[1:]):
         strides.append(strides[-1] * size)
     return tuple(reversed(strides))
-
-
-_VERSION = attrgetter("_version")
-
-
-def versions(parameters: Sequence[Tensor]) -> list[int]:
-    """Return torch's counts of in-place changes (`_version`) of each parameter, then of each local part."""
-    return [*map(_VERSION, parameters), *map(_VERSION, compat.local_tensors(parameters))]
-
-
-def check_versions(parameters: Sequence[Tensor], before: Sequence[int]) -> None:
-    """Raise RuntimeError where parameters were changed in place since `versions` returned `before`.
-
-    An op on a DTensor changes its local part, which graphs have saved, unseen by autograd.
-    """
-    if versions(parameters) != before:
-        raise RuntimeError(
-            "a parameter that is needed for gradients was modified by an inplace operation: run the backward pass "
-            "before the optimizer steps"
-        )
 
 
 class _LocalParts(torch.autograd.Function):  # type: ignore[misc]

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from meshweave.base.errors import BindError, LayoutError, MeshweaveError
 from meshweave.execute.ranks.blame import ranks_text
-from meshweave.execute.torch.call_order import CallOrder, call_order, mark_as_shared
+from meshweave.execute.torch.call_order import CallOrder, call_order
+from meshweave.execute.torch.call_records import mark_as_shared
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.counted import gathered
 from meshweave.nn.parallel.agreed import Words, agree
-from meshweave.nn.parallel.call_facts import CallFacts, GivenTensor
+from meshweave.nn.parallel.call_facts import CallFacts, CallInputs, GivenTensor
 from meshweave.nn.parallel.checksums import bits_number, checksum, digest_of
-from meshweave.nn.parallel.features import CallInputs
 from meshweave.nn.parallel.model_words import copy_words, parameter_words, setting_words
 from meshweave.nn.parallel.reports import ModelSettings
 from meshweave.nn.parallel.tokens import TokenLimits

@@ -23,6 +23,7 @@ from meshweave.nn.parallel.moves import Mover
 from meshweave.nn.parallel.parameter_nodes import GatherAgain, GatheredBucket, OwnParts, Sums, UsedTogether
 from meshweave.nn.parallel.parameters import local_parts
 from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.saved_versions import check_versions, versions
 
 
 class KeepsParameters(Protocol):
@@ -314,23 +315,19 @@ def used_throughout(
     return ThroughoutUse([entries_of(last), *of_layers, entries_of(first)], BUCKET_BYTES)
 
 
-def _keep(saved: Tensor) -> tuple[Tensor, int]:
+def _keep(saved: Tensor) -> tuple[Tensor, list[int]]:
     """Keep what computing a parameter saves apart from what its layer saves.
 
     torch compares the latter where it computes a layer again, and the parameters of that one may have been open
     outside of it in the forward pass.
     """
-    return saved, saved._version
+    return saved, versions([saved])
 
 
-def _unchanged(kept: tuple[Tensor, int]) -> Tensor:
+def _unchanged(kept: tuple[Tensor, list[int]]) -> Tensor:
     """Return what was kept. Raises RuntimeError where it was changed in place since, as torch does."""
-    saved, version = kept
-    if saved._version != version:
-        raise RuntimeError(
-            "a tensor that a computed parameter needs for its gradient was modified by an inplace operation: run "
-            "the backward pass before the optimizer steps"
-        )
+    saved, before = kept
+    check_versions([saved], before, "a tensor that a computed parameter needs for its gradient")
     return saved
 
 

@@ -6,7 +6,7 @@ file               what it does
 `plan`             schedules by name or file, meshes, options
 `binding`          the program, bound to the modules
 `profile`          runs a stage on the meta device: shapes, FLOPs, and what autograd keeps
-`run_again`        random states and versions of inputs, for a forward that runs again
+`run_again`        random states and buffers, for a forward that runs again
 `saved_memory`     counts the bytes that autograd keeps, at any moment
 `stage_problem`    profiles of all stages, exchanged between ranks, as a `PipelineProblem`
 `stage_functions`  the parts of a stage as functions of a program's calls

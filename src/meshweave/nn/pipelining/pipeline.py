@@ -207,31 +207,31 @@ class Pipeline:
         self, batch: Batch, target: Tensor | None, *, trains: bool, wants_outputs: bool
     ) -> tuple[Tensor | None, Any]:
         bound = self.prepare(batch, target, trains=trains)
+        trained = bound.gradients if trains else {}
         with share_refusal(self._context, self.places.ranks, "step of a pipeline"):
             self._require(batch, target, trains=trains)
             self._compare(batch, target, trains=trains)
-            for number, gradients in bound.gradients.items() if trains else ():
+            for number, gradients in trained.items():
                 gradients.check(self._stages[number], number)
             steps = self._give(bound, batch, target, wants_outputs)
-        if self._memory is not None and trains:
-            self._memory.reset_peak()
-            given = [*_tensors(batch), *([] if target is None else [target])]
-            self._memory.exclude_batch(given)
-        for gradients in bound.gradients.values() if trains else ():
-            gradients.begin()
-        try:
-            self.trace = bound.bound.run()
-            if bound.tied is not None:
-                bound.tied.sum_gradients()
-            for number, gradients in bound.gradients.items() if trains else ():
-                gradients.check_kept(self._stages[number], number)
-        except BaseException:
-            for gradients in bound.gradients.values() if trains else ():
-                gradients.abandon()
-            raise
-        divisor = self._divisor
-        for gradients in bound.gradients.values() if trains else ():
-            gradients.end(divisor)
+            if self._memory is not None and trains:
+                self._memory.reset_peak()
+                given = [*_tensors(batch), *([] if target is None else [target])]
+                self._memory.exclude_batch(given)
+            for gradients in trained.values():
+                gradients.begin()
+            try:
+                self.trace = bound.bound.run()
+                if bound.tied is not None:
+                    bound.tied.sum_gradients()
+                for number, gradients in trained.items():
+                    gradients.check_kept(self._stages[number], number)
+            except BaseException:
+                for gradients in trained.values():
+                    gradients.abandon()
+                raise
+        for gradients in trained.values():
+            gradients.end(self._divisor)
         return self._loss(bound, steps), self._outputs(steps)
 
     def _compare(self, batch: Batch, target: Tensor | None, *, trains: bool) -> None:

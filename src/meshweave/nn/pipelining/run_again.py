@@ -1,16 +1,14 @@
-"""What a stage that recomputes keeps, to run its forward again as it ran: random states, versions of inputs."""
+"""What a stage that recomputes keeps, to run its forward again as it ran: random states, buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-
-def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return torch's count of in-place changes (`_version`) of each tensor; 0 for one of inference mode."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+from meshweave.nn.saved_versions import versions
 
 
 def random_states(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
@@ -28,3 +26,25 @@ def set_random_states(states: Sequence[tuple[str, Tensor]]) -> None:
             torch.cuda.set_rng_state(state)
         else:
             torch.set_rng_state(state)
+
+
+@contextmanager
+def kept_buffers(module: nn.Module, before: Sequence[int]) -> Iterator[None]:
+    """Let a module change copies of its buffers in the block, which its forward has changed once already.
+
+    Copied are those that have changed since `before`, the `versions` of all buffers before that forward, and
+    statistics of norms, which torch changes without a count.
+    """
+    unique = list(module.buffers())
+    pairs = zip(before, versions(unique), [*unique, *unique], strict=False)
+    changed = {id(each) for then, now, each in pairs if then != now}
+    held = [(owner._buffers, dict(owner._buffers)) for owner in module.modules() if owner._buffers]
+    for buffers, were in held:
+        for name, each in were.items():
+            if each is not None and ("running_mean" in were or id(each) in changed):
+                buffers[name] = each.clone()
+    try:
+        yield
+    finally:
+        for buffers, were in held:
+            buffers.update(were)

@@ -29,8 +29,9 @@ from meshweave.execute.torch.compat_pipelining import (
 )
 from meshweave.nn.pipelining.gradients import LossSum
 from meshweave.nn.pipelining.missed_gradients import reached_parameters, require_all
-from meshweave.nn.pipelining.run_again import random_states, set_random_states, versions
+from meshweave.nn.pipelining.run_again import kept_buffers, random_states, set_random_states
 from meshweave.nn.pipelining.saved_memory import SavedMemory
+from meshweave.nn.saved_versions import versions
 
 LossFunction = Callable[..., Tensor]
 """(output, target) of a micro-batch -> a scalar."""
@@ -165,7 +166,7 @@ class StageFunctions:
         inputs = self._inputs(arrived[: len(self.shape.ins)], micro_batch)
         if self.recomputes and self.trains:
             stash["inputs"], stash["random"] = inputs, self._random_states(inputs)
-            before = versions(inputs)
+            before, stash["buffers"] = versions(inputs), versions(list(self.module.buffers()))
             with torch.no_grad():
                 outputs = self._run(inputs, micro_batch)
             if versions(inputs) != before:
@@ -191,12 +192,11 @@ class StageFunctions:
 
         `operands` end with the micro-batch's number; nothing else of them is read.
         """
-        micro_batch = operands[-1]
         inputs = stash["inputs"]
         now = self._random_states(inputs)
         set_random_states(stash.pop("random"))
-        with torch.enable_grad(), self._hooks():
-            outputs = self._run(inputs, micro_batch)
+        with torch.enable_grad(), self._hooks(), kept_buffers(self.module, stash.pop("buffers")):
+            outputs = self._run(inputs, operands[-1])
         set_random_states(now)
         stash["kept"].release()
         stash["outputs"] = outputs[-1:] if self.is_last else outputs

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshweave.base import errors
 from meshweave.base.errors import ProofError, UnsupportedError
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.structure import ModelMap
@@ -73,7 +74,7 @@ def check_layers(
             if proof.difference.what == NOT_RUN:
                 raise UnsupportedError(
                     f"{type(module).__name__} does not run under {strategy.name}, in a copy with {where}: "
-                    f"{proof.difference.cause}"
+                    f"{_why(proof.difference.cause, strategy)}"
                 )
             raise ProofError(
                 f"{type(module).__name__}, taken for {title}, is another model under {strategy.name}: in a "
@@ -83,6 +84,16 @@ def check_layers(
     return (
         f"{len(first)} kinds of layers one by one, and layers {', '.join(map(str, sorted(depth)))}, in {kind}"
     )
+
+
+def _why(cause: str, strategy: LayerStrategy) -> str:
+    """Return in a sentence why a model does not run, of an error with its type, and which strategies are right."""
+    if hasattr(errors, cause.partition(":")[0]):
+        return cause
+    roles = strategy.roles
+    is_split = "inner" in (*roles.core(True), *roles.core(False))
+    hint = "; data_parallel and zero3 compute whole layers" if is_split else ""
+    return f"its own code does not compute with what a rank has of it ({cause}){hint}"
 
 
 def _takes(whole: nn.Module, given: Given) -> bool:

@@ -153,8 +153,9 @@ def reduced(
     if dtype == WIDE:
         with_loops_over_experts(made.modules())
     for config in _configs(made):
-        if getattr(config, "output_router_logits", False):
-            config.output_router_logits = False  # its hooks stay where the first call has put them
+        for name in ("output_router_logits", "output_hidden_states", "output_attentions"):
+            if getattr(config, name, False):
+                setattr(config, name, False)  # hooks for them stay where the first call has put them
     return made.train()
 
 

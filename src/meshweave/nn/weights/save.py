@@ -288,6 +288,16 @@ def _write(folder: Path, name: str, tensors: Mapping[str, Tensor | None]) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = str(_unfinished(folder, name))
     safetensors_library().torch.save_file(dict(tensors), unfinished, metadata={"format": "pt"})
+    _sync(Path(unfinished))
+
+
+def _sync(path: Path) -> None:
+    """Wait until the disk has a file, or the names in a folder: a crash must not leave a name without bytes."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _unfinished(folder: Path, name: str) -> Path:
@@ -315,9 +325,11 @@ def _finish(
         index = {"metadata": {"total_size": sum(map(_num_bytes, senders.values()))}, "weight_map": weight_map}
         unfinished = _unfinished(folder, INDEX_FILE)
         unfinished.write_text(json.dumps(index, indent=2) + "\n")
+        _sync(unfinished)
         unfinished.replace(folder / INDEX_FILE)
         names.add(INDEX_FILE)
     for path in (folder / INDEX_FILE, folder / SINGLE_FILE, *folder.glob("model-?????-of-?????.safetensors")):
         if path.name not in names:
             path.unlink(missing_ok=True)
+    _sync(folder)
     _remove_unfinished(folder)

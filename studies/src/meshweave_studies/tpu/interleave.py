@@ -16,7 +16,7 @@ from dataclasses import replace
 from meshweave.base.errors import ProgramError, UnsupportedError
 from meshweave.ir.analysis.dataflow import analyse
 from meshweave.ir.program import On, Program
-from meshweave.ir.program.ops import Communication, Matmul, Op
+from meshweave.ir.program.ops import COMPUTE_KINDS, Matmul, Op
 from meshweave.ir.program.renaming import Renaming
 
 
@@ -100,7 +100,7 @@ class _Issue:
             for lane in sorted(filter(self.lanes.get, self.lanes), key=lambda lane: self.lanes[lane][0]):
                 if not self._can_issue(lane) or self._is_product(lane):
                     continue
-                if not isinstance(self.ops[self.lanes[lane][0]], Communication):
+                if self.ops[self.lanes[lane][0]].kind in COMPUTE_KINDS:
                     self.complete.add(self._take(lane))
                 elif self.beside < self.most_beside:
                     self.beside += 1
