@@ -319,7 +319,8 @@ class ForwardArguments:
     def __init__(self, module: nn.Module, has_shift: bool) -> None:
         self.module, self.has_shift = module, has_shift
         names = list(inspect.signature(type(module).forward).parameters)[2:]
-        self.names = names if "labels" in names else ["labels"]
+        self.names = names if {"labels", "targets"} & {*names} else ["labels"]
+        self.unknown = names[0] if names and self.names != names else ""
 
     def inputs(
         self, tokens: Tensor | None, args: tuple[Any, ...], given: dict[str, Any], targets: Tensor | None
@@ -338,8 +339,12 @@ class ForwardArguments:
         """
         if len(args) > len(self.names):
             raise LayoutError(f"forward takes tokens and {', '.join(self.names)}; {1 + len(args)} were given")
+        if args and self.unknown and self.has_shift:
+            raise UnsupportedError(
+                f"{self.unknown} by position may be labels, which are shifted, or targets: give targets= or labels="
+            )
         given = {**dict(zip(self.names, args, strict=False)), **given}
-        labels = given.pop("labels", None)
+        labels, targets = given.pop("labels", None), given.pop("targets", targets)
         if labels is not None and targets is not None:
             raise LayoutError("labels and targets= are both given: give one of them")
         if labels is not None and self.has_shift:

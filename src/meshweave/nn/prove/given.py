@@ -144,9 +144,14 @@ def outputs_of(module: nn.Module, given: Given) -> dict[str, Tensor]:
     if given.targets is not None and word:
         named[word] = given.targets if word == "labels" else without_ignored(given.targets)
     out = module(*given.inputs, **named)
+    alone = out if isinstance(out, Tensor) and not out.ndim and word in named else None
+    if alone is not None:  # it returns logits where there are no targets
+        del named[word]
+        out = module(*given.inputs, **named)
     logits = whole(_tensor_of(out))
     outputs = {"logits" if given.targets is not None else "output": logits}
-    if word in named and (own := _loss_of(out, word)) is not None:
+    own = alone if alone is not None else _loss_of(out, word) if word in named else None
+    if own is not None:
         outputs[_OWN[word]] = whole(own)
     outputs["loss"] = loss_of(logits, given.targets)
     return outputs

@@ -114,10 +114,12 @@ def reduced(
     binds: Collection[str],
     device: torch.device,
     dtype: torch.dtype,
+    alike: Sequence[int] = (),
+    drops: bool = False,
 ) -> nn.Module:
     """Return a copy of a model with some of its layers and random weights, without memory for the rest.
 
-    The copy is in training mode, and its dropout probabilities are 0.
+    The copy is in training mode.
 
     Args:
         chosen: the indices of the layers, in order.
@@ -126,6 +128,8 @@ def reduced(
         binds: which of "window" (of attention) and "positions" (the original context length) are made shorter than
             `sequence`.
         device, dtype: of the copy.
+        alike: for each layer of the model one of the same shapes, itself or another, whose weights it has.
+        drops: whether it has the model's probabilities of dropout; else they are 0.
 
     Raises UnsupportedError where it cannot be copied.
     """
@@ -135,6 +139,9 @@ def reduced(
     for parameter in module.parameters():
         empty = torch.empty_like(parameter, device="meta", requires_grad=False)
         memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad and parameter.is_floating_point())
+    for layer, same in zip(layers, alike, strict=False):
+        pairs = zip(layer.parameters(), layers[same].parameters(), strict=True)
+        memo |= {id(own): memo[id(other)] for own, other in pairs}
     try:
         kept = [copy.deepcopy(layers[number], memo) for number in chosen]
         memo[id(layers)] = nn.ModuleList(kept)
@@ -149,7 +156,8 @@ def reduced(
     _fewer_words(made, names, before, min(words, before))
     _materialise(made, device, dtype, module)
     _bind(made, sequence, binds)
-    without_dropout(made.modules())
+    if not drops:
+        without_dropout(made.modules())
     if dtype == WIDE:
         with_loops_over_experts(made.modules())
     for config in _configs(made):
@@ -167,9 +175,10 @@ def _shorten(made: nn.Module, module: nn.Module, names: ModelMap, chosen: Sequen
         for at, layer in enumerate(made.get_submodule(names.layers)):
             owner, _, name = path.lstrip(".").rpartition(".")
             _set_at(layer, owner, name, int(told[at][path]))
-    for config in _configs(made):
+    inner = set(made.get_submodule(names.layers).modules())
+    for config in (*_configs(made), *(child for child in made.modules() if child not in inner)):
         for name, value in list(vars(config).items()):
-            if isinstance(value, list | tuple) and len(value) == count:
+            if name not in _OF_MODULE and isinstance(value, list | tuple) and len(value) == count:
                 object.__setattr__(config, name, type(value)(value[number] for number in chosen))
             elif value == count and isinstance(value, int) and "layer" in name:
                 object.__setattr__(config, name, len(chosen))
