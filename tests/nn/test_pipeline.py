@@ -35,6 +35,8 @@ SECTIONS = {
     "a step within a step": "pipeline_state_rank_functions:stepped_within",
     "the threads of stages": "pipeline_state_rank_functions:calling_threads",
     "steps that fail": "pipeline_state_rank_functions:failed_steps",
+    "stages that run whole": "pipeline_odd_rank_functions:odd_stages",
+    "what does not run in parts": "pipeline_odd_rank_functions:refused_in_parts",
     "what is given wrongly": "pipeline_state_rank_functions:given_wrongly",
 }
 MORE_SECTIONS = {
