@@ -1,4 +1,4 @@
-"""Decoders of plain torch as users write them, with names that are known: what is exact, and what is refused for what.
+"""Decoders of plain torch as users write them, with names that are known: exact, or refused, and for what.
 
 Each is a small GPT or Llama with one change that copies with few layers and short inputs do not show.
 """
@@ -28,7 +28,9 @@ Pass = Callable[[nn.Module, int, Tensor, Tensor], Tensor]
 class Gpt(PlainGpt):
     """A GPT whose layers are called in some way."""
 
-    def __init__(self, run: Pass | None = None, scale: Callable[[Any], float] | None = None, **options: Any) -> None:
+    def __init__(
+        self, run: Pass | None = None, scale: Callable[[Any], float] | None = None, **options: Any
+    ) -> None:
         super().__init__(LAYERS, **options)
         self.run, self.scale = run, scale
         self.num_layers = LAYERS
@@ -93,15 +95,19 @@ def _skipped(layer: nn.Module, number: int, x: Tensor, first: Tensor) -> Tensor:
     return x if layer.training and float(torch.rand(())) < 0.1 * number else layer(x)
 
 
+def _called(run: Callable[[Any, int, Tensor, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: Gpt(run)
+
+
 POPULATION: Mapping[str, tuple[Callable[[], nn.Module], str]] = {
     "plain": (Gpt, ""),
-    "checkpoints": (lambda: Gpt(lambda layer, n, x, f: checkpoint(layer, x, use_reentrant=False)), ""),
-    "checkpoints that enter anew": (lambda: Gpt(lambda layer, n, x, f: checkpoint(layer, x, use_reentrant=True)), ""),
+    "checkpoints": (_called(lambda layer, n, x, f: checkpoint(layer, x, use_reentrant=False)), ""),
+    "checkpoints that enter anew": (_called(lambda layer, n, x, f: checkpoint(layer, x, use_reentrant=True)), ""),
     "a loss alone": (lambda: LossAlone(2), ""),
-    "the first residual, late": (lambda: Gpt(lambda layer, n, x, f: layer(x + 0.1 * f if n > 3 else x)), "not the result"),
-    "a skip, late": (lambda: Gpt(lambda layer, n, x, f: x + layer(x) if n == 4 else layer(x)), "not the result"),
-    "twice, late": (lambda: Gpt(lambda layer, n, x, f: layer(layer(x)) if n == 5 else layer(x)), "once, in order"),
-    "detached, late": (lambda: Gpt(lambda layer, n, x, f: layer(x.detach() if n == 4 else x)), "not the result"),
+    "the first residual, late": (_called(lambda layer, n, x, f: layer(x + f if n > 3 else x)), "not the result"),
+    "a skip, late": (_called(lambda layer, n, x, f: x + layer(x) if n == 4 else layer(x)), "not the result"),
+    "twice, late": (_called(lambda layer, n, x, f: layer(layer(x)) if n == 5 else layer(x)), "once, in order"),
+    "detached, late": (_called(lambda layer, n, x, f: layer(x.detach() if n == 4 else x)), "not the result"),
     "another layer, late": (lambda: _windowed(late=True), "h.4 computes something else"),
     "a window": (lambda: _windowed(late=False), "sees 26 tokens of 32"),
     "a counter": (lambda: Gpt(scale=_counted), "changes steps"),
@@ -113,7 +119,7 @@ POPULATION: Mapping[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 def tried(context: RankContext, payload: Mapping[str, Any]) -> dict[str, str]:
-    """What is said of each model: "" where the loss and gradients of a call with positional targets are its own."""
+    """Return what is said of each model: "" where the loss and gradients of a call are its own."""
     torch.set_num_threads(1)
     return {name: _said(make) for name, (make, _) in POPULATION.items()}
 
@@ -132,13 +138,16 @@ def _said(make: Callable[[], nn.Module]) -> str:
     loss.backward()
     wanted.backward()
     right = dict(whole.named_parameters())
-    off = [float((p.grad.full_tensor() - right[n].grad).abs().max()) for n, p in made.module.named_parameters()]  # type: ignore[union-attr,operator]
+    off = [
+        float((p.grad.full_tensor() - right[n].grad).abs().max()) for n, p in made.module.named_parameters()
+    ]  # type: ignore[union-attr,operator]
     worst = max(abs(float(loss.detach() - wanted.detach())), *off)
     return "" if worst < 1e-9 else f"off by {worst}"
 
 
 def annealed(context: RankContext, payload: Mapping[str, Any]) -> str:
     """What is said where a probability of dropout is set after `parallelize`."""
+    torch.manual_seed(3)
     made = parallelize(Gpt(dropout=0.5).double(), "megatron", init_device_mesh("cpu", (2,)))
     for child in made.module.modules():
         if isinstance(child, nn.Dropout):

@@ -73,8 +73,8 @@ class LayerReplacements:
         self.new |= {f"{self.where}.{path}": linear for path, linear in made.items()}
         if not made:
             raise UnsupportedError(
-                f"{self.where}: a pass through the model shows none of its linear layers; a layer that is left out at "
-                "random, or by its number, is not computed: turn that off"
+                f"{self.where}: a pass through the model shows none of its linear layers; layers that are left "
+                "out at random, or by their number, are not computed: turn that off"
             )
         hidden = next(iter(made.values())).site.hidden
         for path, kind in self.parts.norms.items():

@@ -100,7 +100,10 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
 
     def check_dropout(self) -> None:
         """Raise UnsupportedError where the probability of a dropout module was changed since it was read."""
-        for path, read in ((self.names.out, self.after_attention), (self.names.down, self.after_feed_forward)):
+        for path, read in (
+            (self.names.out, self.after_attention),
+            (self.names.down, self.after_feed_forward),
+        ):
             if (now := dropout_after(self, path)) != read.p:
                 raise UnsupportedError(
                     f"dropout after {self.where}.{path} was set to {now:g} after parallelize, which has read "

@@ -129,8 +129,8 @@ class StageGradients:
         for name, parameter in module.named_parameters():
             if splits and parameter._post_accumulate_grad_hooks:
                 raise UnsupportedError(
-                    f"stage {number}: {name} has a post-accumulate gradient hook, which a backward in two parts does "
-                    "not call; take a schedule with whole backwards, or do it after the step"
+                    f"stage {number}: {name} has a post-accumulate gradient hook, which a backward in two parts "
+                    "does not call; take a schedule with whole backwards, or do it after the step"
                 )
             is_known = id(parameter) in trained
             if is_known and not parameter.requires_grad and self.vector is not None:

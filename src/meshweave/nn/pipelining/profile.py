@@ -154,7 +154,9 @@ def _on_meta(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     for child in module.modules():  # such as a normed weight, or an auxiliary loss of an earlier call
-        computed = [own for own in vars(child).values() if isinstance(own, Tensor) and own.grad_fn is not None]
+        computed = [
+            own for own in vars(child).values() if isinstance(own, Tensor) and own.grad_fn is not None
+        ]
         memo |= {id(own): torch.empty_like(own, device="meta", requires_grad=False) for own in computed}
     return copy.deepcopy(module, memo)
 
@@ -172,7 +174,7 @@ def _run(
         given = ", ".join(str(TensorKind.of(value)) for value in batch)
         makers = f"what stage {' and '.join(map(str, sources))} makes" if sources else "the batch"
         raise LayoutError(
-            f"stage {number} does not run on {makers}, {given}, which is on the meta device: {_first_line(error)}; "
+            f"stage {number} does not run on {makers}, {given}, on the meta device: {_first_line(error)}; "
             f"where it reads values, give outputs={{{number}: [what it passes on for a micro-batch]}}"
         ) from error
     outs = made if isinstance(made, (tuple, list)) else [made]
@@ -199,8 +201,8 @@ def _measured(
 ) -> tuple[tuple[int, int, int], tuple[int, int], str]:
     """Return the FLOPs of the three parts, the bytes kept after the first and second, and a lost parameter.
 
-    Without `splits` the backward runs whole. Raises _NotSplitError where it fails in two parts, LayoutError where it
-    fails whole, or the forward does.
+    Without `splits` the backward runs whole. Raises _NotSplitError where it fails in two parts, LayoutError where
+    it fails whole, or the forward does.
     """
     memory = SavedMemory()
     functions = StageFunctions(module, shape, loss_fn, {1}, memory=memory)

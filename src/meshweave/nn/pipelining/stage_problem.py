@@ -326,8 +326,8 @@ def require_all_parameters(number: int, profile: StageProfile, schedule: Schedul
         raise missed_gradient(profile.missed_gradient, number)
     if splits and profile.unsplit:
         raise UnsupportedError(
-            f"stage {number}: torch computes no backward in two parts of it, as where a module is called twice or a "
-            f"checkpoint enters anew ({profile.unsplit}); take a schedule with whole backwards"
+            f"stage {number}: torch computes no backward in two parts of it, as where a module is called twice or "
+            f"a checkpoint enters anew ({profile.unsplit}); take a schedule with whole backwards"
         )
 
 

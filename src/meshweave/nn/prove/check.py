@@ -130,7 +130,7 @@ def _copy(
     ranks = math.prod(strategy.mesh.shape)
     own = int(module.get_submodule(names.embedding).weight.shape[0])
     words = ranks * -(-_TOKENS // ranks) + own % ranks
-    sizes = {"words": words, "sequence": sequence}
+    sizes: dict[str, Any] = {"words": words, "sequence": sequence}
     return reduced(module, names, chosen, **sizes, binds=binds, device=device, dtype=dtype, **options)
 
 

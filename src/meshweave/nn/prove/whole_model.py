@@ -1,8 +1,8 @@
 """What copies with few layers and short inputs do not show of a model of plain torch, whose layers are replaced.
 
-Its own forward pass runs on a copy with all layers, in which layers of a kind have the same weights. So what is done
-in one layer and not in others of its kind, dropout in another place, windows that no attribute names, and what a
-call leaves for the next are found at the price of a forward pass.
+Its own forward pass runs on a copy with all layers, in which layers of a kind have the same weights. So what is
+done in one layer and not in others of its kind, dropout in another place, windows that no attribute names, and
+what a call leaves for the next are found at the price of a forward pass.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ class _Stop(Exception):
     """Ends a forward pass whose first layers are wanted."""
 
 
-def check_whole(made: nn.Module, module: nn.Module, names: ModelMap, kinds: Sequence[int], longest: int) -> None:
+def check_whole(
+    made: nn.Module, module: nn.Module, names: ModelMap, kinds: Sequence[int], longest: int
+) -> None:
     """Raise ProofError where a forward pass does what layers that stand for a model's own would not do.
 
     Args:
@@ -70,7 +73,7 @@ class _Checked:
 
     def __init__(self, made: nn.Module, names: ModelMap, kinds: Sequence[int], title: str) -> None:
         self.made, self.names, self.kinds, self.title = made, names, kinds, title
-        self.layers_of = list(made.get_submodule(names.layers))  # type: ignore[arg-type]
+        self.layers_of = list(made.get_submodule(names.layers))
         self.own = [layer.forward for layer in self.layers_of]
 
     def refuse(self, words: str) -> None:
@@ -91,8 +94,8 @@ class _Checked:
             self.run(sequence)
         if _generators() != before:
             self.refuse(
-                "forward draws random numbers beside dropout, as noise, or layers or paths that are left out, which "
-                "are not computed; turn that off"
+                "forward draws random numbers beside dropout, as noise, or layers or paths that are left out, "
+                "which are not computed; turn that off"
             )
         if seen.found != expected:
             self.refuse(
@@ -122,8 +125,8 @@ class _Checked:
             old = before.get(name, value)
             if not (torch.equal(old, value) if isinstance(value, Tensor) else old == value or value != value):
                 self.refuse(
-                    f"forward changes {name} in each call, which is not done by what replaces it; keep it outside of "
-                    "the model"
+                    f"forward changes {name} in each call, which is not done by what replaces it; keep it outside "
+                    "of the model"
                 )
 
     # --- layers -----------------------------------------------------------------------------------------------
@@ -157,15 +160,15 @@ class _Checked:
         return found
 
     def layers(self, calls: list[_Call]) -> None:
-        """Check that each layer is called once, on the result of the one before, and computes what its kind does."""
+        """Check that each layer is called once, on the result of that before, and computes what its kind does."""
         count, numbers = len(self.kinds), [call.number for call in calls]
         if numbers != list(range(count + 1)):
             self.refuse(
-                f"forward calls {self.names.layers} as {', '.join(map(str, numbers[:-1]))}, and each is computed once, "
-                "in order"
+                f"forward calls {self.names.layers} as {', '.join(map(str, numbers[:-1]))}, and each is computed "
+                "once, in order"
             )
         trained = [_given(call).requires_grad for call in calls[1:]]
-        for before, call in zip(calls, calls[1:], strict=False):
+        for before, call in pairwise(calls):
             here = f"{self.names.layers}.{call.number}" if call.number < count else self.names.norm
             if not _are_close(_given(call), before.out) or trained[call.number - 1] != trained[0]:
                 self.refuse(f"what {here} is given is not the result of {self.names.layers}.{before.number}")
@@ -216,8 +219,8 @@ class _Checked:
             window = windows[number] or sequence
             if int(seen.sum()) != min(window, sequence):
                 self.refuse(
-                    f"a token of {self.names.layers}.{number} sees {int(seen.sum())} tokens of {sequence}, and computed "
-                    f"are {min(window, sequence)}; name a window sliding_window, or give mapping= with heads"
+                    f"a token of {self.names.layers}.{number} sees {int(seen.sum())} tokens of {sequence}, and "
+                    f"computed are {min(window, sequence)}; name it sliding_window, or give mapping= with heads"
                 )
 
 
@@ -256,10 +259,13 @@ def _generators() -> tuple[bytes, object]:
 
 def _dropout_of(module: nn.Module, names: ModelMap) -> list[float]:
     """Return the probabilities of dropout of what replaces the layers of a model, in order, without 0."""
-    found = [float(module.get_submodule(names.dropout).p)] if names.dropout else []  # type: ignore[arg-type]
-    for number, layer in enumerate(module.get_submodule(names.layers)):  # type: ignore[arg-type]
+    found = [float(module.get_submodule(names.dropout).p)] if names.dropout else []
+    for number, layer in enumerate(module.get_submodule(names.layers)):
         heads = names.heads or heads_of(module, number, names)
-        found += [heads.dropout, *(dropout_after(layer, path) for path in (names.layer.out, names.layer.down))]
+        found += [
+            heads.dropout,
+            *(dropout_after(layer, path) for path in (names.layer.out, names.layer.down)),
+        ]
     return [p for p in found if p]
 
 
@@ -271,7 +277,7 @@ def _residual(values: Any) -> Tensor:
     """Return the first floating tensor with rows among values, and within the first of them."""
     for value in values:
         if _is_residual(value):
-            return value  # type: ignore[no-any-return]
+            return value
         if isinstance(value, list | tuple) and value:
             return _residual(value)
     raise ProofError("a layer is given or returns no residual (batch, sequence, features)")
@@ -291,4 +297,4 @@ def _copied(value: Any) -> Any:
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
     rounding = 1e-9 if one.dtype == WIDE else 1e-3
-    return one.shape == other.shape and torch.allclose(one, other, rtol=rounding, atol=rounding)
+    return one.shape == other.shape and bool(torch.allclose(one, other, rtol=rounding, atol=rounding))
