@@ -4,7 +4,8 @@
 
 - Public names are those of the tables of `meshweave/__init__.py`, its namespaces (`mw.errors`) among them. One is
   in a snippet where it stands as a word in a fenced block of README.md or the guide, or in an example. Names of
-  namespaces are counted apart: those of their tables, or of their `__all__`.
+  namespaces are counted apart: those of their tables, or those that they import as what
+  they are called.
 - Planning quotes a strategy or schedule where a file of `PLANNING` has its name as a text that is no docstring.
 - A file names sizes of a dense layer where it has one of `LAYER_SIZES` as an attribute, a name or an argument.
 - A cycle of imports is a set of files of which each reaches each other by imports, those for the type checker
@@ -82,9 +83,17 @@ def names_of_namespaces(root: Path) -> list[str]:
     """Return the names of all namespaces, without those of the front door."""
     names: list[str] = []
     for space in _assigned(root / WHEEL / "__init__.py").get("_NAMESPACES", ()):
-        tables = _assigned(root / WHEEL / f"{space}.py") or _assigned(root / WHEEL / space / "__init__.py")
-        names += tables.get("__all__") or " ".join(tables["_HOME"].values()).split()
+        file, package = root / WHEEL / f"{space}.py", root / WHEEL / space / "__init__.py"
+        path = file if file.exists() else package
+        table = _assigned(path).get("_HOME")
+        names += " ".join(table.values()).split() if table else _handed_on(path)
     return sorted({*names} - {*public_names(root)})
+
+
+def _handed_on(path: Path) -> list[str]:
+    """Return the names that a module imports for others, as what they are called there."""
+    imports = (node for node in nodes(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom))
+    return [each.name for node in imports for each in node.names if each.name == each.asname]
 
 
 def _assigned(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from machine import RESULTS
 
 import meshweave as mw
-from meshweave.report.provenance import describe_environment
+from meshweave_lab.provenance import describe_environment
 
 WITHIN = 0.15
 PLAN = RESULTS.parents[1] / "demo-out" / "plan.json"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshweave.report.provenance import describe_environment
+from meshweave_lab.provenance import describe_environment
 
 __all__ = ["RESULTS", "describe_environment", "in_fresh_process", "save"]
 

@@ -63,7 +63,7 @@ class StatementReader {
       : writer_(writer), lanes_(writer.attr("_lanes")), buffers_(writer.attr("_buffers")), names_(writer.attr("_names")),
         set_(writer.attr("_set")), describe_(writer.attr("describe_op")), slot_of_(writer.attr("_loop_slot")),
         number_of_(writer.attr("expressions").attr("number")), args_(writer.attr("_args")),
-        price_(required(writer.attr("price")(""))), statements_(rows("_statements")),
+        price_(required(writer.attr("price_index")(""))), statements_(rows("_statements")),
         ops_(rows("_op_rows")), views_(rows("_view_rows")), selectors_(rows("_selectors")), accesses_(rows("_accesses")),
         op_access_(rows("_op_access")), proof_(rows("_proof_rows")) {
     const nb::object statements = nb::module_::import_("meshweave.ir.program.statements");

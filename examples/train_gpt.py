@@ -172,6 +172,7 @@ def run(given: argparse.Namespace) -> None:
         events.close()
         if watch and watch.latest:
             print(watch.latest, file=sys.stderr)
+            print(watch.replan(expected), file=sys.stderr)
         if expected_s:
             print(
                 f"a step: predicted {1e3 * expected_s:.0f} ms, measured {1e3 * report.step_s:.0f} ms (median)",
@@ -188,7 +189,7 @@ def watch_of(trainer: Trainer, expected: mw.algorithms.Step | None) -> mw.StepWa
         return None
     if trainer.rank:
         warnings.simplefilter("ignore", mw.nn.FallingBehindWarning)
-    return mw.StepWatch(expected.problem.cluster, every=WATCH_EVERY)
+    return mw.StepWatch(expected.problem.cluster, every=WATCH_EVERY, context=trainer.context)
 
 
 def train_some(trainer: Trainer, report: Report, count: int, watch: mw.StepWatch | None) -> list[int]:

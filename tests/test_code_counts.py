@@ -72,7 +72,7 @@ def test_the_structure_counts(tmp_path: Path) -> None:
         '_GROUPS = {"one": {"tune.a": "shown hidden"}}\n_NAMESPACES = ("tune", "jax")\n'
     )
     (wheel / "tune/__init__.py").write_text('_HOME = {"tune.a": "inner shown", "tune.b": "deep"}\n')
-    (wheel / "jax.py").write_text('__all__ = ["array"]\n')
+    (wheel / "jax.py").write_text("from meshweave.nn import array as array\n")
     (wheel / "algorithms/block/mega.py").write_text('class Mega:\n    """Do."""\n\n    name = "mega"\n')
     (wheel / "tune/a.py").write_text(
         '"""mega"""\nfrom meshweave.tune import b\n\nCHOSEN = ["mega", "mega"]\n'

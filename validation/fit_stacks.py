@@ -47,15 +47,21 @@ from meshweave_studies.training_runs.stacks import software_of, stack_of
 Array = NDArray[np.float64]
 
 CATALOG = Path(__file__).parents[1] / "src/meshweave/catalog"
-NEUTRAL: dict[str, float] = {"overlap": 1.0, "launch_s": 0.0, "step_s": 0.0, "fragmentation": 0.0}
-UNITS = {"overlap": 0.0, "launch_s": 1e-5}
+NEUTRAL: dict[str, float] = {
+    "overlap": 1.0,
+    "launch_s": 0.0,
+    "step_s": 0.0,
+    "fragmentation": 0.0,
+    "part_hosts": 1.0,
+}
+UNITS = {"overlap": 0.0, "launch_s": 1e-5, "part_hosts": 2.0}
 """At which value of a constant each row is priced besides the neutral one."""
-BOUNDS = {"overlap": (0.0, 1.0), "launch_s": (0.0, 1e-5)}
+BOUNDS = {"overlap": (0.0, 1.0), "launch_s": (0.0, 1e-5), "part_hosts": (1.0, 5.0)}
 FREE = {
     "megatron-2021": ("launch_s",),
     "llm-foundry": ("overlap", "launch_s"),
     "torchtitan": ("overlap", "launch_s"),
-    "nanotron": ("overlap", "launch_s"),
+    "nanotron": ("overlap", "launch_s", "part_hosts"),
     "megatron-core": (),
     "maxtext": (),
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from meshweave.report.provenance import describe_environment
+from meshweave_lab.provenance import describe_environment
 
 FOLDER = Path(__file__).parents[1] / "results" / "gpu"
 

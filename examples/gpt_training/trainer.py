@@ -52,6 +52,7 @@ class Trainer:
         num_steps: how many steps were trained, those before a resumption included.
         last_saved: the step of the last checkpoint that was begun here, or gone on from.
         waits: counts how long this rank waits for others in what meshweave runs.
+        context: what all of it runs in.
     """
 
     def __init__(self, options: TrainOptions) -> None:
@@ -61,8 +62,8 @@ class Trainer:
         self.mesh = mesh_for(chosen)
         self.rank = dist.get_rank()
         torch.manual_seed(options.seed * 65_537 + self.rank)
-        self._context = mw.TorchContext(deadline_s=options.deadline_s)
-        self.waits = self._context.count_waits()
+        self.context = mw.TorchContext(deadline_s=options.deadline_s)
+        self.waits = self.context.count_waits()
         own = stages_of(chosen, self.mesh.get_local_rank("pp"))
         self.stages: dict[int, nn.Module] = {number: self._stage(number) for number in own}
         rows = chosen.micro_batch
@@ -74,7 +75,7 @@ class Trainer:
             meshes=self.mesh,
             recompute=range(chosen.num_stages) if chosen.recompute == "full" else (),
             outputs=self._examples(rows),
-            context=self._context,
+            context=self.context,
         )
         parameters = [each for stage in self.stages.values() for each in stage.parameters()]
         self.optimizer = torch.optim.AdamW(parameters, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
@@ -83,7 +84,7 @@ class Trainer:
         self.state = mw.nn.TrainingState(
             self.modules, self.optimizer, rank=self.rank, places=_places(chosen), seed=options.seed
         )
-        self.checkpoints = mw.Checkpoints(options.folder, context=self._context) if options.folder else None
+        self.checkpoints = mw.Checkpoints(options.folder, context=self.context) if options.folder else None
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -110,7 +111,7 @@ class Trainer:
             return stage_of(model, number, chosen.num_stages)
         size, names = self.options.size, self.mesh.mesh_dim_names[2:]
         own = self.mesh[names if len(names) > 1 else names[0]]
-        parallel = mw.parallelize(model, chosen.strategy, own, mapping=names_in(size), context=self._context)
+        parallel = mw.parallelize(model, chosen.strategy, own, mapping=names_in(size), context=self.context)
         return mw.nn.ParallelStage(
             parallel, *layers_of(size.num_layers, number, chosen.num_stages), size.sequence
         )
@@ -161,7 +162,7 @@ class Trainer:
             torch.nn.utils.get_total_norm(own).double() ** 2 / copies for copies, own in shards.items()
         ]
         square = torch.stack(squares).sum()
-        with self._context.guard("the norm of gradients of all stages", range(dist.get_world_size())):
+        with self.context.guard("the norm of gradients of all stages", range(dist.get_world_size())):
             dist.all_reduce(square)
         # In fp32, which hides in what order the sum was made, so that stages change no bit of a step.
         torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip, square.sqrt().to(torch.float32))
@@ -177,7 +178,7 @@ class Trainer:
         last = 0 if chosen.schedule in FOLDED else chosen.pipeline - 1
         source = int(self.mesh.mesh[last].flatten()[0]) if is_from_last_stage else 0
         given = torch.tensor(values, dtype=torch.float64)
-        with self._context.guard("what the last stage has to say of its loss", range(dist.get_world_size())):
+        with self.context.guard("what the last stage has to say of its loss", range(dist.get_world_size())):
             dist.broadcast(given, source)
         return [float(each) for each in given]
 

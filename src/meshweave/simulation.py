@@ -6,34 +6,17 @@
 `simulate_step` simulates a whole training step. What a machine is made of stands in the files of its cluster.
 """
 
-from __future__ import annotations
+from meshweave.algorithms.step import StepSimulation as StepSimulation
+from meshweave.algorithms.step import simulate_step as simulate_step
+from meshweave.base import lazy
+from meshweave.cost.fabric import HostTopology as HostTopology
+from meshweave.cost.rates import RankRates as RankRates
+from meshweave.estimate import Estimate as Estimate
+from meshweave.report.timeline import timeline_svg as timeline_svg
+from meshweave.report.timeline import timeline_text as timeline_text
+from meshweave.simulate import Simulation as Simulation
+from meshweave.simulate.critical import CriticalPath as CriticalPath
+from meshweave.simulate.critical import critical_path as critical_path
+from meshweave.trace import Span as Span
 
-from typing import TYPE_CHECKING
-
-from meshweave.base.lazy import lazy_names
-
-_HOME = {
-    "cost.rates": "RankRates",
-    "cost.fabric": "HostTopology",
-    "estimate": "Estimate",
-    "simulate": "Simulation",
-    "simulate.critical": "CriticalPath critical_path",
-    "trace": "Span",
-    "algorithms.step": "StepSimulation simulate_step",
-    "report.timeline": "timeline_svg timeline_text",
-}
-
-if TYPE_CHECKING:
-    from meshweave.algorithms.step import StepSimulation as StepSimulation
-    from meshweave.algorithms.step import simulate_step as simulate_step
-    from meshweave.cost.fabric import HostTopology as HostTopology
-    from meshweave.cost.rates import RankRates as RankRates
-    from meshweave.estimate import Estimate as Estimate
-    from meshweave.report.timeline import timeline_svg as timeline_svg
-    from meshweave.report.timeline import timeline_text as timeline_text
-    from meshweave.simulate import Simulation as Simulation
-    from meshweave.simulate.critical import CriticalPath as CriticalPath
-    from meshweave.simulate.critical import critical_path as critical_path
-    from meshweave.trace import Span as Span
-
-__all__ = lazy_names(__name__, [_HOME])
+__all__ = lazy.imported_names(__name__)

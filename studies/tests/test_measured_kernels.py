@@ -15,7 +15,7 @@ from meshweave.calibrate.cluster_toml import kernels_toml
 from meshweave.calibrate.kernel_fit import Hardware, fit_products
 from meshweave.cli.app import run_app
 from meshweave.cost.attention import attention_seconds
-from meshweave.cost.collectives import collective_seconds
+from meshweave.cost.libraries import collective_seconds
 from meshweave.cost.products import product_seconds
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.machine.kernels import AttentionConstants, CollectiveConstants, ProductConstants

@@ -11,8 +11,7 @@ from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
-from meshweave.tune.dataflow import block_products, layer_dataflows
-from meshweave.tune.search import plan_model
+from meshweave.tune.search import block_products, layer_dataflows, plan_model
 
 LAYERS = load_model("megatron-nlg").fc_layers()
 P, ITEM = 4, 2

@@ -166,6 +166,8 @@ def test_verbs_of_products_say_what_a_step_is_not(
         ([*SMALL, "--memory", "1MB"], "fits in 950 kB a chip, 5 % kept free: the smallest takes"),
         ([*SMALL, "--algorithms", "meshslice"], "--products"),
         ([*SMALL, "--products", "--table"], "leave out --products"),
+        ([*SMALL, "--micro-batch", "2"], "No such option: --micro-batch; give --fix micro_batch=VALUE"),
+        ([*SMALL, "--tapering", "2"], "No such option: --tapering"),
         (["llama-2-7b", "--cluster", "dgx-h100:8"], "--batch"),
         (["llama-2-7b", "--cluster", "dgx-h100:8", "--batch", "0"], "batch"),
         (["llama-2-7b", "--cluster", "dgx-h100:13", "--batch", "8"], "give 8 or 16"),

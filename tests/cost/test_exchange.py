@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from meshweave.base.errors import UnsupportedError
-from meshweave.cost.exchange import elements_after_dispatch, exchange_bytes, library_of, share_with
+from meshweave.cost.exchange import bytes_s, elements_after_dispatch, exchange_bytes, library_of, share_with
 from meshweave.ir.work import CopyExchange
 
 
@@ -51,3 +52,24 @@ def test_what_arrives_is_one_copy_a_token_and_rank() -> None:
     work = exchange("hybridep", ranks=8)
     assert elements_after_dispatch(work) == round(exchange_bytes(work, 8, 1).arriving) // 2
     assert elements_after_dispatch(work) < 8 * work.tokens * work.part_bytes // 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "item_bytes", "documented"), [("dispatch", 1 + 4 / 128, 58e9), ("combine", 2, 57e9)]
+)
+def test_deepep_between_hosts_is_as_fast_as_it_documents(
+    kind: str, item_bytes: float, documented: float
+) -> None:
+    """DeepEP, docs/legacy.md: 4096 tokens, 32 ranks of H800 on 4 hosts; bytes to all hosts, the own one included.
+
+    Its constants are fitted on H100 (`validation/fit_exchange.py`).
+    """
+    work = replace(
+        exchange("deepep", 32, groups=4, top_groups=4), kind=kind, part_bytes=round(7168 * item_bytes)
+    )
+    moved, library = exchange_bytes(work, 8, 4), library_of("deepep")
+    constants = library.between[kind == "combine"]
+    seconds = bytes_s(constants, moved, 200e9, 50e9, library.multiprocessors)
+    assert moved.between * 4 / 3 / seconds == pytest.approx(documented, rel=0.1)
+    one_host = bytes_s(constants, replace(moved, hosts=1), 200e9, 50e9, library.multiprocessors)
+    assert seconds - one_host == pytest.approx(4 * constants.host_s)

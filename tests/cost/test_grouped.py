@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.resources import files
 
 import numpy as np
@@ -47,3 +48,43 @@ def test_a_loss_of_a_tile_is_that_of_its_padding() -> None:
 
 def test_experts_have_no_constants_on_other_chips() -> None:
     assert grouped_constants("TPU-v5e", "bfloat16") is None
+
+
+def test_a_tile_more_than_units_takes_a_wave() -> None:
+    of = grouped_constants("H100-SXM5-80GB", "bfloat16")
+    assert of is not None
+    alone = replace(of, memory_bytes_per_s=1e30, launch_s=0.0, overlap=50.0)
+    seconds = [
+        grouped_s(alone, (128, 4096, tiles * 128, 1, 1)) for tiles in (of.units - 1, of.units, of.units + 1)
+    ]
+    whole = replace(alone, units=10**9, flops_per_s=of.flops_per_s * 10**9 / of.units)
+    first = [grouped_s(whole, (128, 4096, tiles * 128, 1, 1)) for tiles in (of.units, of.units + 1)]
+    assert seconds[1] - seconds[0] < 0.02 * seconds[0]
+    assert seconds[2] - first[1] > 1.5 * (seconds[1] - first[0]) + 1e-6
+
+
+def test_copies_elsewhere_cost_passes_and_tiles_where_experts_are_chosen() -> None:
+    of = grouped_constants("B200-SXM", "nvfp4")
+    assert of is not None
+    rows = even_rows(512, 4096, 1536, 8, 2)
+    chosen = replace(
+        rows, tokens=np.array([1024.0]), absent=np.array([7680.0]), absent_tiles=np.array([480.0])
+    )
+    tiles, passes, tokens = (
+        float((grouped_seconds(of, chosen) - grouped_seconds(replace(of, **{name: 0.0}), chosen))[0])
+        for name in ("absent_tile_s", "absent_passes", "token_passes")
+    )
+    assert tiles == pytest.approx(of.absent_tile_s * 480 * (24 + 32) / of.units)
+    assert passes == pytest.approx(of.absent_passes * 7680 * (4096 + 3 * 1536) * 2 / of.memory_bytes_per_s)
+    assert tokens == pytest.approx(of.token_passes * 1024 * 4096 * 2 / of.memory_bytes_per_s)
+    assert grouped_seconds(of, chosen) - tiles - passes - tokens == pytest.approx(grouped_seconds(of, rows))
+
+
+def test_the_catalog_has_libraries_that_ten_constants_describe() -> None:
+    chips = parse_table(
+        (files("meshweave") / "catalog" / "grouped.toml").read_text("utf-8"), "grouped", "toml"
+    )["chips"]
+    for of in chips.values():
+        for entry in of.values():
+            assert len(entry["constants"]) == 2 + 10
+            assert entry["held_out_error"] <= 0.15

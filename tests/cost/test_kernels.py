@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from meshweave.base.errors import DescriptionError, UnsupportedError
 from meshweave.cost.attention import attention_s
 from meshweave.cost.calls import engine_flops, with_counts
-from meshweave.cost.collectives import collective_seconds
 from meshweave.cost.compute import call_s, engine_amount, shape_s
+from meshweave.cost.libraries import collective_seconds
 from meshweave.cost.product_table import interpolation, table_s
 from meshweave.cost.products import product_s, product_seconds
 from meshweave.cost.rates import RankRates

@@ -40,7 +40,7 @@ class TestWatch:
     def test_a_rank_whose_process_has_ended_is_silent_at_once(self):
         watch = self.watch(1, 2)
         watch.feed(0.2, {1: Beat(7), 2: Beat(9, "done")}, ended=[1, 2])
-        assert watch.silent == [1] and watch.out_of_order == [1] and not watch.is_undecided
+        assert watch.silent == [1] and watch.suspects == [1] and not watch.is_undecided
 
     def test_a_launcher_stops_the_others_because_of_the_first(self):
         watch, stopped = self.watch(1, 2, 3), Beat(9, "stopped", "SIGTERM")

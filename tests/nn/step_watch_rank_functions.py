@@ -7,17 +7,28 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+import meshweave as mw
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.matmul2d import matmul2d
 from meshweave.nn.step_watch import StepWatch
+from meshweave.tune.step_search import SpaceOptions
+
+
+def refusal_of(call: Callable[[], Any]) -> str:
+    """Return what a call is refused with."""
+    try:
+        call()
+    except MeshweaveError as error:
+        return str(error)
+    return ""
 
 
 def late_steps(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,12 +59,17 @@ def late_steps(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     products = [span for span in comparison.predicted.spans if span.kind == "matmul"]
     sizes = len({span.end_ps - span.start_ps for span in products})
     rows = [(row.kind, row.where, row.measured_s) for row in comparison.rows]
+    step = mw.step("llama-2-7b", "h100-node", batch=8, sequence=512, dp=8, zero=3, dtype="float32")
+    moved = mw.step("llama-2-7b", "dgx-h100:8", batch=8, sequence=512, dp=8)
     return {
         "warned_at": warned_at,
         "words": words,
         "rows": rows,
         "same": all(same_ops) and bool(same_ops),
         "sizes": sizes,
+        "factors": (comparison.level_factors, comparison.product_factor),
+        "new_plan": str(watch.replan(step, SpaceOptions(pipeline=(1,), tensor=(1, 2)))),
+        "refusal": refusal_of(lambda: watch.replan(moved)),
     }
 
 

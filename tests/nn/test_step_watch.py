@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
-from meshweave.base.errors import RankLostError
+import meshweave as mw
+from meshweave.base.errors import DescriptionError, RankLostError
+from meshweave.describe.machine.levels import level_under
 from meshweave.execute.ranks.launch import launch
+from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.new_plan import NewPlan
 from meshweave.nn.step_watch import StepComparison, WatchRow
 from meshweave.trace import Trace
+from meshweave.tune.step_search import SpaceOptions, plan_step
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 
@@ -29,6 +34,11 @@ def test_a_late_rank_and_slow_links_are_named_after_several_steps() -> None:
     assert any(kind == "link" and where == "axis col" for kind, where, _ in first["rows"])
     assert first["same"] and second["same"]
     assert first["sizes"] == 2  # of two products of one name, each beside its own prediction
+    assert first["factors"] == second["factors"] and first["new_plan"] == second["new_plan"]
+    levels, products = first["factors"]
+    assert [level for level, _ in levels] == [0] and levels[0][1] > 1 < products  # an H100's, on a CPU
+    assert "at measured rates a step is predicted to take" in first["new_plan"]
+    assert "the watch predicts for h100-node; give both the same cluster" in first["refusal"]
 
 
 @pytest.mark.gloo
@@ -63,3 +73,39 @@ def test_a_compared_step_says_first_which_op_rank_and_link_differ_most() -> None
     assert lines[1] == f"  differs most by 30 ms: {slow_rank}"
     assert lines[2] == f"  differs most by 19 ms: {slow_link}"
     assert lines[3:] == [f"  {other_link}", f"  {quick}"]
+
+
+def test_rates_that_all_fall_alike_change_the_seconds_and_not_the_plan() -> None:
+    step = mw.step("llama-3-8b", "dgx-h100:16", batch=32, sequence=4096, tp=8, dp=2)
+    options = SpaceOptions(tensor=(1, 8), pipeline=(1,), strategies=("megatron_sp",))
+    planned = plan_step(step.problem, options).step.ranked[0]
+    as_it_is, slower = (
+        NewPlan.of(step, options, dict.fromkeys((0, 1), factor), factor) for factor in (1.0, 3.0)
+    )
+    assert as_it_is.running_s == step.time_s and as_it_is.best_s == planned.step_s
+    assert slower.running_s == pytest.approx(3 * step.time_s, rel=1e-12)
+    assert slower.best == as_it_is.best and slower.best_s == pytest.approx(3 * planned.step_s, rel=1e-12)
+    assert slower.gain_s > 0 and "% less) with dp 16" in str(slower)
+
+
+def test_slower_links_are_those_that_were_measured() -> None:
+    step = mw.step("llama-3-8b", "dgx-h100:16", batch=32, sequence=4096, tp=8, dp=2)
+    options = SpaceOptions(tensor=(8,), data=(2,), pipeline=(1,), strategies=("megatron_sp",))
+    inside, between = (NewPlan.of(step, options, {level: 4.0}, 1.0).running_s for level in (1, 0))
+    assert inside > between > step.time_s  # tensor ranks share a host
+    cluster = mw.load_cluster("dgx-h100:16")
+    assert [level_under(cluster, chips) for chips in ((0, 7), (8, 15), (0, 8), (3, 4, 12))] == [1, 1, 0, 0]
+    assert level_under(mw.load_cluster("dgx-h100:8"), (0, 1)) == 0
+    assert level_under(mw.load_cluster("tpu-v4-pod:64"), (0, 1)) == 0
+
+
+def test_a_new_plan_needs_a_recorded_step() -> None:
+    step = mw.step("llama-2-7b", "h100-node", batch=8, sequence=512, dp=8, zero=3, dtype="float32")
+    watch = mw.StepWatch("h100-node", context=TorchContext())
+    with pytest.raises(DescriptionError, match="no step has been recorded yet; the first is step 100"):
+        watch.replan(step)
+    nothing = Trace("step 100", "torch", ())
+    watch.latest = StepComparison(100, 0.1, (), nothing, nothing)
+    assert "no program ran in the context of the watch" in str(watch.latest)
+    with pytest.raises(DescriptionError, match="step 100 has nothing to compare"):
+        watch.replan(step)

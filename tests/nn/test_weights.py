@@ -295,7 +295,7 @@ def test_ranks_outside_of_a_mesh_have_nothing_of_its_tensors(tmp_path: Path) -> 
     assert results == [[3.0, 15.0]] * 2
 
 
-@pytest.mark.parametrize("size", [5e9, 0, -1, True, None, "5 GX"])
+@pytest.mark.parametrize("size", [5e9, 0, -1, True, None, "5 GX", "0GB", "0.1"])
 def test_what_is_no_size_of_a_file_is_refused(size: Any) -> None:
     with pytest.raises(LayoutError, match="max_shard_size is"):
         bytes_of(size)

@@ -24,8 +24,7 @@ from meshweave.cost.calls import with_counts
 from meshweave.cost.compute import engine_amount, tile_traffic
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.estimate.recorder import TraceRecorder
-from meshweave.estimate.uncontended import UncontendedSimulator
+from meshweave.estimate.uncontended import TraceRecorder, UncontendedSimulator
 from meshweave.ir.analysis.dataflow import Dataflow, analyse
 from meshweave.ir.analysis.matching import Joint, Node
 from meshweave.ir.program import Program

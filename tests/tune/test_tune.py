@@ -17,9 +17,8 @@ from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
 from meshweave.estimate import estimate_skeleton
 from meshweave.tune import load_plan, plan_model
-from meshweave.tune.dataflow import choose_stationary, choose_transposed
 from meshweave.tune.plan import Plan
-from meshweave.tune.search import tune_product
+from meshweave.tune.search import choose_stationary, choose_transposed, tune_product
 
 POD = load_cluster("tpu-v4-pod:16")
 

@@ -139,7 +139,8 @@ class DeadlineError(MeshweaveError, TimeoutError):
 def nearest_word(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that is spelt most like `word`, or None if none is near.
 
-    None as well for a word of over 64 characters. Of the known words the first 200 are compared.
+    None as well for a word of over 64 characters, and no known word that is longer is compared. Of the known
+    words the first 200 count.
     """
     if len(word) > _SPELT:
         return None

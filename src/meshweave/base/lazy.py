@@ -123,3 +123,9 @@ def lazy_names(
     }
     itself.__class__ = LazyModule
     return sorted(places)
+
+
+def imported_names(module: str) -> list[str]:
+    """Return the public names that a module imports, sorted, for its `__all__`; modules are left out."""
+    named = vars(sys.modules[module]).items()
+    return sorted(name for name, value in named if name[0] != "_" and not isinstance(value, ModuleType))

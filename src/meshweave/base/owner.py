@@ -78,7 +78,7 @@ def temporary_folder(purpose: str) -> Iterator[str]:
 
 
 def remove_leftover_folders() -> list[str]:
-    """Remove the folders of `temporary_folder` whose process, of this user, has ended; return their paths."""
+    """Remove this user's folders of `temporary_folder` whose process has ended; return their paths."""
     removed = []
     for entry in os.scandir(tempfile.gettempdir()):
         match = _FOLDER.fullmatch(entry.name)

@@ -146,9 +146,14 @@ def is_under_launcher() -> bool:
 
 
 def measure_in_world(payload: Mapping[str, Any]) -> list[Any] | None:
-    """Run `measure` on all ranks that torchrun started; return the results by rank on rank 0, None on others.
+    """Run `measure` with `payload` on all ranks that torchrun started; return the results by rank on rank 0.
 
-    Raises RankLostError or DeadlineError where ranks are missing, UnsupportedError without torch.
+    On other ranks it returns None. Each wait for other ranks may take `payload["deadline_s"]` seconds.
+
+    Raises:
+        RankLostError: a rank stopped answering.
+        DeadlineError: a rank did not arrive in time.
+        UnsupportedError: torch is not installed.
     """
     try:
         import torch.distributed as dist

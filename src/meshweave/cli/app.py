@@ -17,7 +17,7 @@ from meshweave.cli.cluster import cluster
 from meshweave.cli.commands import Verbs
 from meshweave.cli.export import export
 from meshweave.cli.pipeline import pipeline
-from meshweave.cli.plan import plan
+from meshweave.cli.plan import fixed_names, plan
 from meshweave.cli.reshard import reshard
 from meshweave.cli.run import run
 from meshweave.cli.show import show
@@ -129,11 +129,21 @@ def _run(args: list[str], outputs: CommandOutputs) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(message)
             return 0
-        typer.echo(f"error: {shortened(without_control_characters(' '.join(message.split())))}", err=True)
+        message = _fix_advice(error) or " ".join(message.split())
+        typer.echo(f"error: {shortened(without_control_characters(message))}", err=True)
         return 2
     if status == INTERRUPTED:  # some versions of typer return it, others raise
         typer.echo(f"interrupted; {outputs.summary()}", err=True)
     return status if isinstance(status, int) else 0
+
+
+def _fix_advice(error: Any) -> str:
+    """Return what to give for an unknown option that is a keyword of `--fix`, such as --tp; "" of others."""
+    name = getattr(error, "option_name", "").removeprefix("--").replace("-", "_")
+    params = error.ctx.command.params if error.ctx is not None else ()
+    if name and any("--fix" in param.opts for param in params) and name in fixed_names():
+        return f"No such option: {error.option_name}; give --fix {name}=VALUE"
+    return ""
 
 
 def _print_anything() -> None:

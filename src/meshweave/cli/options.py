@@ -73,7 +73,7 @@ def read_mesh(text: str) -> tuple[int, ...]:
 def read_slices(text: str) -> tuple[int, ...]:
     """Return relative widths of slices: (1, 1, 1, 1) for "4", (1, 2, 1) for "1:2:1".
 
-    Raises LayoutError for other text, and for more than 65536 slices.
+    Raises LayoutError for other text, and for a count above 65536.
     """
     parts = text.split(":")
     if not all(part.isdecimal() and len(part) < 10 and int(part) for part in parts):
@@ -81,11 +81,10 @@ def read_slices(text: str) -> tuple[int, ...]:
             f"slices '{printable(text)}' is neither a count, such as 4, nor widths, such as 1:2:1"
         )
     numbers = tuple(int(part) for part in parts)
-    if len(numbers) > 1:
-        return numbers
-    if numbers[0] > 1 << 16:
-        raise LayoutError(f"{numbers[0]} slices are more than the {1 << 16} that make sense")
-    return (1,) * numbers[0]
+    count = len(numbers) if len(numbers) > 1 else numbers[0]
+    if count > 1 << 16:
+        raise LayoutError(f"{count} slices are more than the {1 << 16} that make sense")
+    return numbers if len(numbers) > 1 else (1,) * count
 
 
 def read_algorithms(text: str) -> tuple[str, ...]:

@@ -39,9 +39,10 @@ class ShownSchedule:
 
 
 def headline(shown: ShownSchedule, runtime: TransferRuntime) -> str:
-    """Return one line: a schedule's stages, ranks and micro-batches, that it ends, its step time and idle share.
+    """Return one line on a schedule: its stages, ranks, micro-batches and transfers, its time and idle share.
 
-    The share is that of the ranks' time in which they do not compute.
+    `runtime` has the rules for transfers under which it was proved to end. The idle share is that of the ranks'
+    time in which they do not compute.
     """
     schedule, timed = shown.timed.schedule, shown.timed
     transfers = "its transfers put in order here" if shown.listed_here else "its own transfers"
@@ -56,7 +57,10 @@ def headline(shown: ShownSchedule, runtime: TransferRuntime) -> str:
 
 
 def print_schedules(shown: Sequence[ShownSchedule], runtime: TransferRuntime) -> None:
-    """Print a headline, a table of ranks, and the longest exposed transfers of each schedule."""
+    """Print a headline, a table of ranks, and the longest exposed transfers of each schedule.
+
+    `runtime` has the rules for transfers under which the schedules were proved to end.
+    """
     for item in shown:
         typer.echo(headline(item, runtime))
         print_table(_HEAD, _rows(item.timed), 2)
@@ -145,7 +149,11 @@ def _schedule_json(shown: ShownSchedule) -> dict[str, Any]:
 
 
 def schedules_picture(shown: Sequence[ShownSchedule], runtime: TransferRuntime) -> str:
-    """Return an SVG of the timelines of all schedules on one axis of time; its subtitle describes the first."""
+    """Return an SVG of the timelines of all schedules on one axis of time.
+
+    Its subtitle has the stages, ranks and micro-batches of the first one, and the name of `runtime`, the rules
+    for transfers.
+    """
     title = " beside ".join(item.name for item in shown)
     first = shown[0].timed.schedule
     subtitle = f"{placement_of(first)}, {first.num_micro_batches} micro-batches; {runtime.value} transfers"
@@ -153,7 +161,10 @@ def schedules_picture(shown: Sequence[ShownSchedule], runtime: TransferRuntime) 
 
 
 def schedules_page(shown: Sequence[ShownSchedule], runtime: TransferRuntime) -> str:
-    """Return an HTML page with the timelines and a table of each schedule."""
+    """Return an HTML page with the timelines of all schedules, and the headline and table of ranks of each.
+
+    `runtime` has the rules for transfers under which the schedules were proved to end.
+    """
     title = " beside ".join(item.name for item in shown)
     body = [f"<h1>{escape(title)}</h1>", f'<div class="wide">{schedules_picture(shown, runtime)}</div>']
     for item in shown:

@@ -300,6 +300,11 @@ def read_fixed(text: str) -> dict[str, list[object]]:
     return fixed
 
 
+def fixed_names() -> tuple[str, ...]:
+    """Return the keywords of `mw.plan` that `--fix` takes, such as "tp"."""
+    return tuple(_readers())
+
+
 def _readers() -> dict[str, Callable[[str, str], object]]:
     """Return what reads each keyword that `mw.plan` fixes, by its type."""
     from meshweave.algorithms.step.options import PlanOptions, ProblemOptions, StepOptions, Tensor

@@ -133,10 +133,14 @@ def read_request(
 def tensor_problem(
     shape: str, dtype: str, from_: MeshSide, to: MeshSide, cluster: str, positions: MeshPositions
 ) -> ReshardRequest:
-    """Return the problem of moving one tensor from the layout `from_` to the layout `to`.
+    """Return the problem of moving one tensor from the mesh and layout `from_` to the mesh and layout `to`.
 
-    The other arguments are those of `read_request`. Raises LayoutError, DescriptionError or UnsupportedError
-    where an option is wrong.
+    Args:
+        shape: the tensor's global sizes, "1024,1024,512".
+        cluster: as for `load_cluster`; where it does not give the number of chips, as many as the meshes need.
+        positions: where on the cluster the meshes are.
+
+    Raises LayoutError, DescriptionError or UnsupportedError where an option is wrong.
     """
     _check_dtype(dtype)
     sizes = _read_shape(shape)

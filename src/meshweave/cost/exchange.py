@@ -11,9 +11,11 @@ A rank that has e of n experts to choose from has one of the k of a token with t
 C(n, k). Where a token may go to g of G groups of experts, n = E g / G, and a rank has g / G of that (DeepSeek-AI,
 DeepSeek-V3, 2024, section 2.1.2). A host likewise. The ranks of a host send and forward at once:
 
-    units  = (own bytes x sent + bytes that arrive) / (multiprocessors x unit_bytes_per_s)
+    units  = (own bytes x sent + bytes between + bytes that arrive) / (multiprocessors x unit_bytes_per_s)
     inside = bytes that arrive / (inside_share x link)
-    time   = base_s + max(sqrt(units^2 + inside^2), bytes between / (between_share x NIC))
+    time   = base_s + hosts x host_s + max(sqrt(units^2 + inside^2), bytes between / (between_share x NIC))
+
+Multiprocessors handle what comes from other hosts twice, since they forward it to the ranks of their host.
 
 `CopyExchange.load` is how many copies the most loaded rank gets over the average: all wait for it. Constants of
 DeepEP and of TRT-LLM are fitted by `validation/fit_exchange.py` on measured exchanges, at most four for each op,
@@ -43,7 +45,8 @@ class ExchangeConstants:
     """The constants of a dispatch or of a combine; the module docstring has the formula.
 
     Attributes:
-        base_s: seconds of an exchange of no bytes.
+        base_s: seconds of an exchange of no bytes, but for `host_s`.
+        host_s: seconds more for each host of several, as ranks wait for counts of tokens from each.
         unit_bytes_per_s: bytes per second that a multiprocessor of the chip sends and receives; 0 for no
             limit.
         inside_share, between_share: shares (0 to 1) of the rates of links inside a host, and of NICs.
@@ -55,6 +58,7 @@ class ExchangeConstants:
     inside_share: float = 1.0
     between_share: float = 1.0
     sent: float = 1.0
+    host_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -129,29 +133,31 @@ class ExchangeBytes:
         arriving: that it receives over the links inside its host, also what peers there pass on from others.
             Of libraries that send to ranks or hosts they include the copies that the rank keeps.
         between: that it receives from other hosts through its NIC.
+        hosts: on how many hosts the ranks are.
     """
 
     own: float
     arriving: float
     between: float
+    hosts: int = 1
 
 
 def exchange_bytes(work: CopyExchange, per_host: int, hosts: int) -> ExchangeBytes:
     """Return the bytes of the most loaded rank in an exchange over `hosts` hosts with `per_host` ranks each.
 
     Raises:
-        UnsupportedError: the catalog has no library of that name.
+        UnsupportedError: the catalog has no library called `work.library`.
     """
     sends, own = library_of(work.library).sends, float(work.tokens * work.part_bytes)
     limits = work.groups, work.top_groups
     if sends == "copies":
         each = own * work.load * work.chosen / work.num_ranks
-        return ExchangeBytes(own, each * (per_host - 1), each * per_host * (hosts - 1))
+        return ExchangeBytes(own, each * (per_host - 1), each * per_host * (hosts - 1), hosts)
     arriving = own * work.load * share_with(work.num_ranks, work.experts, work.chosen, *limits)
     if hosts == 1 or sends == "ranks":
-        return ExchangeBytes(own, arriving * per_host, arriving * per_host * (hosts - 1))
+        return ExchangeBytes(own, arriving * per_host, arriving * per_host * (hosts - 1), hosts)
     of_host = share_with(hosts, work.experts, work.chosen, *limits)
-    return ExchangeBytes(own, arriving * work.num_ranks, own * work.load * of_host * (hosts - 1))
+    return ExchangeBytes(own, arriving * work.num_ranks, own * work.load * of_host * (hosts - 1), hosts)
 
 
 def elements_after_dispatch(work: CopyExchange) -> int:
@@ -176,9 +182,11 @@ def bytes_s(
     """
     units = 0.0
     if of.unit_bytes_per_s and multiprocessors:
-        units = (moved.own * of.sent + moved.arriving) / (multiprocessors * of.unit_bytes_per_s)
+        handled = moved.own * of.sent + moved.between + moved.arriving
+        units = handled / (multiprocessors * of.unit_bytes_per_s)
     inside = moved.arriving / (of.inside_share * link)
-    return of.base_s + max(math.hypot(units, inside), moved.between / (of.between_share * nic))
+    idle_s = of.base_s + (moved.hosts * of.host_s if moved.hosts > 1 else 0.0)
+    return idle_s + max(math.hypot(units, inside), moved.between / (of.between_share * nic))
 
 
 def exchange_s(work: CopyExchange, machine: Machine) -> float | None:

@@ -144,7 +144,10 @@ class HostTopology:
         return num_bytes / self.nic_bytes_per_s
 
     def transfer_times(self, num_bytes: int, is_local: bool) -> TransferTimes:
-        """Return the times of a transfer of `num_bytes`; `is_local` if it stays inside a host."""
+        """Return the seconds of a transfer of `num_bytes` between hosts and inside a host, and both latencies.
+
+        With `is_local` it stays inside a host, and all are those inside a host. Packing is not included.
+        """
         intra_host_s = num_bytes / self.local_bytes_per_s
         if is_local:
             return TransferTimes(intra_host_s, intra_host_s, self.local_latency_s, self.local_latency_s)

@@ -53,7 +53,8 @@ class FoldedMachine(Machine):
         """Return the links between hosts of a message from chip `src` to an image of chip `dst`.
 
         The image lies on the next hosts, which are folded away: the message leaves by the NICs of the host of
-        `src` and arrives by those of the host of `dst`. `route` says which NICs, as for `path`.
+        `src` and arrives by those of the host of `dst`. `route` is 0 or 1 for a message, and `RING_ROUTE` or
+        above for a collective, which loads the links of all NICs alone.
         """
         network = self.cluster.network
         assert isinstance(network, HostsNetwork)

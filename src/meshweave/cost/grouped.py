@@ -5,12 +5,12 @@ and takes the tm of a small menu that is fastest:
 
     step  = max(2 tm tn / (flops_per_s / units), (tm + tn) item / unit_bytes_per_s)   for each element of k
     tiles = sum over experts of ceil(rows / tm), times ceil(n / tn)
-    waves = x + wave_share (ceil(x) - x), at least 1, where x = tiles / units
-    c     = waves (k step + tile_s)
+    c     = ceil(tiles / units) (k step + tile_s)
     m     = (n k item of each expert with rows + 2 bytes of rows (n + k)) / memory_bytes_per_s
-    time  = launch_s + token_s tokens + sum over both products of (c^p + m^p)^(1/p) + passes over rows
+    time  = launch_s + sum over both products of (c^p + m^p)^(1/p) + passes over rows
 
-and what is slower than 0.1 ms loses `slowdown` for each factor e beyond (`cost.products`). Constants are fitted by
+Where experts of tokens are chosen here too, kernels see copies whose experts lie on other ranks: passes go over
+their buffers, and the grid of a product has tiles for them, which end at once. Constants are fitted by
 `validation/fit_grouped.py` on measured layers and stand in `catalog/grouped.toml`, by the chip's kernels and
 dtype. Chips of the same multiprocessors share them. A chip without them multiplies expert by expert in one batch
 of equal products.
@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshweave.cost.products import slowed
 from meshweave.describe.files import parse_table
 
 Array = NDArray[np.float64]
@@ -46,6 +45,9 @@ class GroupedConstants:
         units: processors that compute a tile each. A count of the hardware, not fitted.
         item_bytes: of a weight. Not fitted.
         stream_passes: passes through memory over inputs, inner features and results of all rows.
+        token_passes: passes over the features of tokens whose experts are chosen here.
+        absent_passes: as `stream_passes`, over copies whose experts lie on other ranks.
+        absent_tile_s: of a tile without rows, on one unit.
     """
 
     units: int
@@ -55,11 +57,11 @@ class GroupedConstants:
     unit_bytes_per_s: float
     memory_bytes_per_s: float
     tile_s: float
-    wave_share: float
     overlap: float
     stream_passes: float
-    slowdown: float
-    token_s: float
+    token_passes: float
+    absent_passes: float
+    absent_tile_s: float
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ class ExpertRows:
     """The sizes of the experts of one rank: arrays of equal length, one entry for each layer that is priced.
 
     Attributes:
-        tokens: tokens whose experts are chosen here, at `token_s` each; 0 where choosing is priced elsewhere.
+        tokens: tokens whose experts are chosen here; 0 where choosing is priced elsewhere.
+        absent: copies of those tokens whose experts lie on other ranks.
+        absent_tiles: tiles in rows of C that kernels launch for those copies.
         hidden, inner: features of a token, and inner features of an expert.
         columns: columns of the first product for each inner feature: 2 with a gate, else 1.
         rows: rows (copies of tokens) of all experts together.
@@ -76,6 +80,8 @@ class ExpertRows:
     """
 
     tokens: Array
+    absent: Array
+    absent_tiles: Array
     hidden: Array
     inner: Array
     columns: Array
@@ -85,30 +91,34 @@ class ExpertRows:
 
 
 def even_rows(rows: int, hidden: int, inner: int, experts: int, columns: int) -> ExpertRows:
-    """Return the sizes of one layer whose `rows` rows are divided evenly among `experts`, arrays of length 1.
+    """Return the sizes of one layer's experts on a rank, its `rows` copies of tokens evenly divided among them.
 
-    `tokens` is 0 in them. `columns` is 2 where experts are gated, else 1.
+    Experts are not chosen in them. `columns` is 2 where experts are gated, else 1.
     """
     active = float(min(experts, max(rows, 1)))
     tiles = active * np.ceil(rows / active / TILE_ROWS)[None, :]
     none, of_hidden, of_inner, of_columns, of_rows, of_active = (
         np.array([float(size)]) for size in (0, hidden, inner, columns, rows, active)
     )
-    return ExpertRows(none, of_hidden, of_inner, of_columns, of_rows, of_active, tiles)
+    return ExpertRows(none, none, none, of_hidden, of_inner, of_columns, of_rows, of_active, tiles)
 
 
 def grouped_seconds(of: GroupedConstants, rows: ExpertRows) -> Array:
-    """Return for each layer the seconds of the forward part of its experts on one rank."""
+    """Return for each layer in `rows` the seconds of the forward part of its experts on one rank, (layers,)."""
     sizes = ((rows.columns * rows.inner, rows.hidden), (rows.hidden, rows.inner))
     total = sum((_product_seconds(of, rows, n, k) for n, k in sizes), np.zeros_like(rows.rows))
-    elements = rows.hidden + (rows.columns + 1) * rows.inner
-    streamed = of.stream_passes * rows.rows * elements * _ACTIVATION_BYTES / of.memory_bytes_per_s
-    return slowed(of.launch_s + total + streamed + of.token_s * rows.tokens, of.slowdown)
+    row_s = (rows.hidden + (rows.columns + 1) * rows.inner) * _ACTIVATION_BYTES / of.memory_bytes_per_s
+    total += of.launch_s + of.stream_passes * rows.rows * row_s
+    if rows.tokens.any():
+        token_s = of.token_passes * rows.hidden * _ACTIVATION_BYTES / of.memory_bytes_per_s
+        num_tiles = rows.absent_tiles * sum(np.ceil(n / _COLUMNS) for n, _ in sizes)
+        total += token_s * rows.tokens + of.absent_passes * rows.absent * row_s
+        total += of.absent_tile_s * num_tiles / of.units
+    return total
 
 
 def _product_seconds(of: GroupedConstants, rows: ExpertRows, n: Array, k: Array) -> Array:
-    filled = rows.tiles * np.ceil(n / _COLUMNS)[:, None] / of.units
-    waves = np.maximum(filled + of.wave_share * (np.ceil(filled) - filled), 1.0)
+    waves = np.ceil(rows.tiles * np.ceil(n / _COLUMNS)[:, None] / of.units)
     step_s = np.maximum(
         2 * TILE_ROWS * _COLUMNS * of.units / of.flops_per_s,
         (TILE_ROWS + _COLUMNS) * of.item_bytes / of.unit_bytes_per_s,

@@ -69,7 +69,10 @@ class Machine(PlacedMeshes):
         return cls(cluster, program.expanded.meshes, logical)
 
     def require(self, program: Program) -> None:
-        """Raise LayoutError where a program (expanded) has another mesh under a name here, or a rank no chip."""
+        """Raise LayoutError where a mesh of `program` differs from its namesake here, or a rank has no chip.
+
+        `program` is one that is expanded.
+        """
         here = {mesh.name: mesh for mesh in self.meshes}
         for mesh in program.meshes:
             if here.get(mesh.name, mesh) != mesh:
@@ -218,7 +221,19 @@ class Machine(PlacedMeshes):
         return self.axis("")
 
     def one_sided_constants(self, src: int, dst: int, adds: bool) -> OneSidedConstants:
-        """Return the constants of gets and puts between two different ranks; of accumulates if `adds`."""
+        """Return latency (ps), rate (bytes per second) and compute cost of one-sided transfers between ranks.
+
+        They are those of the slowest links on the path. On a torus, a ring or a switch they are those of the
+        slowest mesh axis, whatever the ranks.
+
+        Args:
+            src: a global rank.
+            dst: another global rank.
+            adds: True for accumulates, which take FLOPs as well; False for gets and puts.
+
+        Raises:
+            UnsupportedError: the network is a torus, a ring or a switch, and the machine has no meshes.
+        """
         axis = self.axis_between(src, dst)
         one_sided = self._one_sided.get((axis, adds))
         if one_sided is None:

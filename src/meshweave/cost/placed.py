@@ -107,7 +107,7 @@ class PlacedMeshes:
         return spans
 
     def uses_rails(self, axis: str) -> bool:
-        """Return whether a collective of a mesh axis uses several NICs of a host at once.
+        """Return whether a collective of a mesh axis ("tp.row") uses several NICs of a host at once.
 
         False for groups that lie unevenly on hosts.
         """
@@ -193,10 +193,10 @@ class PlacedMeshes:
                 at[axis] = (at[axis] + direction) % size
 
     def link_rate(self, link: Link) -> int:
-        """Return the bytes per second of one direction of a link, each byte counted `link_weight` times.
+        """Return the rate of one direction of a link in weighted bytes per second (`link_weight`).
 
-        For all NICs of a host together that is four times their rate. In a tree it is the rate of all parallel
-        links of a child.
+        It is the rate in bytes, but four times that for the links that stand for all NICs of a host, where each
+        byte of a message has a weight of 2 to 4. In a tree it is the rate of all parallel links of a child.
         """
         network = self.cluster.network
         link_kind, _, axis, _ = link

@@ -54,8 +54,9 @@ class RankRates:
     def of(cls, cluster: Cluster, dtype: str = "") -> RankRates:
         """Return the rates of a cluster whose ranks are its chips in order, for products in `dtype`.
 
-        A chip with constants of products in `dtype` has their FLOP rate here, and their launch besides its own.
-        Others have the chip's rate for `dtype`; "" takes its rate for any dtype.
+        Where the chip's kernels have constants of products in `dtype`, these give the FLOP rate, and `launch_s`
+        is the sum of their launch and the chip's. Else the rate is the chip's for `dtype`; "" takes its rate for
+        any dtype.
         """
         machine = Machine(cluster, (Mesh.of("all", (cluster.num_chips,), ("x",)),), logical=True)
         chip, network, axis = cluster.chip, cluster.network, machine.axis("")

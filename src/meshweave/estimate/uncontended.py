@@ -16,14 +16,50 @@ from meshweave.cost.machine import Machine
 from meshweave.cost.packing import message_price, op_price
 from meshweave.cost.price import Price, price
 from meshweave.estimate.chains import hop_ps
-from meshweave.estimate.recorder import TraceRecorder
 from meshweave.estimate.skeletons import Estimate
-from meshweave.ir.analysis.dataflow import Dataflow, analyse
+from meshweave.ir.analysis.dataflow import Dataflow, Issuer, analyse
 from meshweave.ir.analysis.matching import Joint, Node
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Broadcast, Permute, Recv, Reduce, Send
 from meshweave.ir.work import Transfer, Work, work_of
-from meshweave.trace import Trace
+from meshweave.trace import Span, Trace
+
+# --- recorder ---------------------------------------------------------------------------------------------
+
+# The issue and end times that both simulators in Python record.
+
+
+class TraceRecorder:
+    """Base of simulators that drive a program's `Issuer`: it records the issue and end time of each op.
+
+    With `hosted` an op also waits until the host of its rank, a CPU thread, has issued it (`Issuer.finish_all`).
+    """
+
+    def __init__(self, flow: Dataflow, *, hosted: bool = False) -> None:
+        self.flow = flow
+        self.issuer = Issuer(flow, hosted=hosted)
+        self.now_ps = 0
+        self.issued_ps: dict[Node, int] = {}
+        self.ended_ps: dict[Node, int] = {}
+
+    def trace(self) -> Trace:
+        """Return a span from issue to end for each op of all ranks, in order of start.
+
+        Raises:
+            ProgramError: some ops have not ended, because the program deadlocks.
+        """
+        if any(node not in self.ended_ps for node in self.flow.nodes()):
+            raise self.issuer.deadlock_error()
+        spans = []
+        for node in self.flow.nodes():
+            op = self.flow.op(node)
+            times = self.issued_ps[node], self.ended_ps[node]
+            spans.append(Span(*node, op.lane, op.kind, self.flow.label(node), *times))
+        spans.sort(key=lambda span: (span.start_ps, span.rank, span.lane, span.index))
+        return Trace(self.flow.program.name, "simulate", tuple(spans))
+
+
+# --- uncontended ------------------------------------------------------------------------------------------
 
 
 class UncontendedSimulator(TraceRecorder):
@@ -118,7 +154,10 @@ class UncontendedSimulator(TraceRecorder):
         self._push(cost.total_ps, nodes, first)
 
     def price(self, node: Node, work: Work) -> Price:
-        """Return the price of an op; of a Send that of its message between its two ranks, with what both pack."""
+        """Return the price of the op `node`, (rank, index), which does `work`.
+
+        That of a Send is the price of its message between both ranks, packing at both ends included.
+        """
         joint, send = self.flow.joint(node), self.flow.op(node)
         if not isinstance(send, Send):
             return op_price(work, send, node[0], self.machine)

@@ -83,9 +83,10 @@ class Skeleton:
 
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[int, tuple[Task, ...]]]) -> Skeleton:
-        """Return a skeleton from (number of turns, tasks of each), where roots are those of all these turns.
+        """Return a skeleton of `runs`, in order: (number of turns, the tasks of each turn).
 
-        Runs in a row whose tasks are equal, or differ in roots alone, become one phase.
+        The `roots` of a task are those of all turns of its run. Runs in a row whose tasks are equal, or differ
+        in roots alone, become one phase.
         """
         joined: list[tuple[int, tuple[Task, ...]]] = []
         for number, tasks in runs:

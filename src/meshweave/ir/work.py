@@ -158,7 +158,10 @@ def counts_view_bytes(op: ops.Call) -> bool:
 
 
 def call_work(program: Program, op: ops.Call) -> Compute:
-    """Return the work of a resolved call. Its FLOPs are those declared; 0 leaves them to `cost.calls`."""
+    """Return the work of a resolved call: the FLOPs and bytes that it declares.
+
+    FLOPs of 0 are left to `cost.calls`; where it names its `work`, bytes of 0 stand for those of all its views.
+    """
     assert isinstance(op.flops, int) and isinstance(op.bytes, int)
     num_bytes = op.bytes
     if counts_view_bytes(op):

@@ -26,7 +26,7 @@ from meshweave.ir.program.views import Range, View
 
 
 def write_out_per_rank(program: Program) -> Program:
-    """Return the same program with loops unrolled and each op in an `On` of one rank.
+    """Return the same program with includes expanded, loops unrolled and each op in an `On` of one rank.
 
     The ops are in the order of the sequential reading, those of one statement in the order of ranks.
     """

@@ -50,7 +50,8 @@ def write_out_tiles(program: Program, machine_tiles: int = MACHINE_TILES) -> Pro
 def tiles(rows: int, columns: int, release: Release, machine_tiles: int = MACHINE_TILES) -> list[Box]:
     """Return the tiles of a region of `rows` x `columns`, as ((start, stop) of rows, (start, stop) of columns).
 
-    They are in the order of release; at most `machine_tiles` where the release names no size.
+    They are in the order of release. Where the release names no size of tiles, they are whole rows, in at most
+    `machine_tiles` runs of equally many but for the last.
     """
     height, width = (number_of(size) for size in (*release.tile, columns, columns)[:2])
     if not release.tile:

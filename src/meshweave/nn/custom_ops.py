@@ -208,7 +208,7 @@ def number_of(value: Hashable) -> int:
 
 
 def value_of(number: int, kind: type[Value]) -> Value:
-    """Return the value to which `number_of` gave this number. It is an assertion that it is of class `kind`."""
+    """Return the value to which `number_of` gave this number; asserts that it is of class `kind`."""
     value = _VALUES[number]
     assert isinstance(value, kind), (number, value)
     return value

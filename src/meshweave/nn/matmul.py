@@ -274,7 +274,11 @@ class _MatmulFunction(torch.autograd.Function):  # type: ignore[misc]
 
 
 def save_operands(ctx: Any, a: DTensor, b: DTensor) -> None:
-    """Save for the backward pass those of a and b that gradients need, None for others, and their versions."""
+    """Save what gradients need, a for that of b and b for that of a, and note the versions of these.
+
+    `ctx` is the context of an autograd function whose first two arguments are a and b. What is not needed is
+    saved as None.
+    """
     saved = a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None
     ctx.save_for_backward(*saved)
     ctx.versions = SavedVersions(saved)

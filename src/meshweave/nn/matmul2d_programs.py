@@ -34,7 +34,11 @@ def slice_widths(slices: Slices) -> tuple[int, ...]:
 
 
 def backward_problem(forward: Matmul2dProblem, name: PassName) -> Matmul2dProblem:
-    """Return the product that gives the gradient of A ("backward_data") or of B ("backward_weight")."""
+    """Return the product for the gradient of A ("backward_data") or of B ("backward_weight") of `forward`.
+
+    Its m, n, k and dataflow are those of MeshSlice's Table 1 (`passes.TABLE`) for the matrix that `forward`
+    keeps in place.
+    """
     rule = TABLE[STATIONARY_OF[forward.dataflow]][name]
     size = {"t": forward.m, "o": forward.n, "i": forward.k}
     m, n, k = (size[letter] for letter in rule.sizes)

@@ -84,8 +84,14 @@ class MatmulOptions:
     ) -> MatmulOptions:
         """Return the options for arguments of `matmul`.
 
-        Raises UnsupportedError for an unknown transport, DescriptionError for an unknown cluster, LayoutError
-        for any other value that is not allowed.
+        Args:
+            device_type: that of the operands, which gives `default_rates` and the context.
+            context: None for the default context of `device_type`.
+
+        Raises:
+            UnsupportedError: the transport is unknown.
+            DescriptionError: the cluster is unknown.
+            LayoutError: any other value is not allowed.
         """
         if overlap not in get_args(Overlap):
             raise LayoutError(f"overlap is {overlap!r}; it must be one of {', '.join(get_args(Overlap))}")
@@ -122,7 +128,7 @@ class MatmulOptions:
 
 
 def check_dtypes(**operands: Tensor) -> None:
-    """Raise BindError unless all operands have one dtype, which programs must have."""
+    """Raise BindError unless all operands have one dtype, and it is one that programs compute in (`DTYPES`)."""
     dtypes = {operand.dtype for operand in operands.values()}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         listed = " and ".join(f"{name} {operand.dtype}" for name, operand in operands.items())
@@ -171,7 +177,7 @@ class MatmulPlan:
 
 
 def as_dtensor(local: Tensor, shape: tuple[int, ...], spec: compat.DTensorSpec) -> DTensor:
-    """Return the DTensor of spec `spec` whose local part is the matrix `local`, viewed as `shape`."""
+    """Return the DTensor of spec `spec` whose local part is the matrix `local`, in the local shape `shape`."""
     if len(shape) != 2:
         local = local.view(shape)
     return compat.from_spec(local, spec)

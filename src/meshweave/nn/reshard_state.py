@@ -79,11 +79,12 @@ def reshard_state_dict(
 
     Returns:
         The state dict, nested as `state` and in its order, with the tensors of `into` or contiguous ones in new
-        memory. None is differentiable. Outside the destination mesh tensors have no elements.
+        memory. No gradient flows through them. Outside the destination mesh tensors have no elements.
 
     Raises:
-        LayoutError: a mesh or placements do not fit a tensor, there is no DTensor, an entry is of another type,
-            one of `into` does not fit, or `extra_bytes` is not enough.
+        LayoutError: a mesh or placements do not fit a tensor, there are plain tensors and no DTensor, two entries
+            have one name, an entry is of another type, one of `into` does not fit, or `extra_bytes` is negative
+            or not enough.
         BindError: a dtype does not move; there is no process group; ranks ask for different reshards, one of
             them refuses, or is in another call; or a plain tensor differs between source ranks.
         DescriptionError: there is no such cluster.

@@ -174,7 +174,7 @@ class DTensorMove:
         return local if self.shape else local.view(1)
 
     def check(self, local: Tensor, layout: Layout, rank: int) -> None:
-        """Raise LayoutError if the shard of `rank` does not have the shape that `layout` gives it."""
+        """Raise LayoutError unless `local`, the shard of a global rank, has the shape that `layout` gives it."""
         if tuple(local.shape) != (shape := layout.local_shape(self.shape, rank)):
             raise LayoutError(
                 f"{self.name or 'the tensor'} is {tuple(local.shape)} on rank {rank}; as {layout} a tensor of "
@@ -183,7 +183,7 @@ class DTensorMove:
 
 
 def check_dtype(dtype: torch.dtype, prefix: str = "") -> None:
-    """Raise BindError if tensors of a dtype cannot be moved; `prefix` begins its text."""
+    """Raise BindError if tensors of a dtype cannot be moved; its message begins with `prefix`."""
     if dtype not in CARRIERS:
         known = ", ".join(str(known).removeprefix("torch.") for known in CARRIERS)
         raise BindError(f"{prefix}{dtype} is no dtype that reshard moves: {known}")
@@ -220,7 +220,10 @@ def summed_spec(source: ShardSpec, target: ShardSpec, shape: Sequence[int]) -> S
 
 
 def summed_part(tensor: DTensor, source: ShardSpec, target: ShardSpec) -> Tensor:
-    """Return this rank's shard of a tensor after its partial sums are made. Collective where there are any."""
+    """Return this rank's shard of a tensor after its partial sums are made. Collective where there are any.
+
+    Its placements are then those of `summed_spec`. `source` is its spec, `target` that to which it is to move.
+    """
     if not source.is_partial:
         return compat.local_tensor(tensor)
     placements = summed_spec(source, target, tensor.shape).placements

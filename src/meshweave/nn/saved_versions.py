@@ -30,7 +30,7 @@ class SavedVersions:
         self._saved = [(weakref.ref(one), _version(one)) for one in bases]
 
     def check(self) -> None:
-        """Raise RuntimeError, as autograd does, where one was changed in place since."""
+        """Raise RuntimeError, as autograd does, where one of the DTensors was changed in place since then."""
         for reference, version in self._saved:
             operand = reference()
             if operand is not None and _version(operand) != version:

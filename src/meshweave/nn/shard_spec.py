@@ -44,7 +44,7 @@ class ShardSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all placements are Shard or Replicate, and are applied from left to right."""
+        """Whether all placements are Shard or Replicate, and are applied from left to right; true for None."""
         plain = (TorchShard, TorchReplicate)
         return self.shard_order is None and all(
             type(placement) in plain for placement in self.placements or ()

@@ -18,21 +18,25 @@ import json
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from meshweave.cost.machine import Machine
+from meshweave.algorithms.step import Step
+from meshweave.base.errors import DescriptionError
 from meshweave.describe.machine.cluster import Cluster, described
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
-from meshweave.ir.program.ops import Collective, Matmul, Recv, Send
-from meshweave.simulate import simulate
+from meshweave.nn.new_plan import NewPlan
+from meshweave.nn.watched_programs import Pair, SimulatedRun, StepTally, add_pair
 from meshweave.trace import Span, Trace
+from meshweave.tune.step_search import SpaceOptions
 
 LEAST_SHARE_OF_STEP = 0.01
 """A loss of less than this share of the step is no reason for a warning."""
+
+NOTHING_RAN = "nothing to compare: no program ran in the context of the watch; give it that of the model"
 
 Kind = Literal["link", "products", "late"]
 
@@ -86,6 +90,8 @@ class StepComparison:
         rows: links and ranks, equal on all ranks.
         measured: the ops of this rank.
         predicted: the same ops as simulated; each program begins when its measured run began.
+        level_factors: (position in `link_levels` of the cluster, measured over predicted seconds of the transfers
+            on these links), equal on all ranks.
     """
 
     step: int
@@ -93,10 +99,17 @@ class StepComparison:
     rows: tuple[WatchRow, ...]
     measured: Trace
     predicted: Trace
+    level_factors: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def product_factor(self) -> float:
+        """Return measured over predicted seconds of the products of the slowest rank; 1 where none ran."""
+        products = (row for row in self.rows if row.kind == "products" and row.predicted_s and row.measured_s)
+        return max((row.measured_s / row.predicted_s for row in products), default=1.0)
 
     @property
     def furthest(self) -> tuple[WatchRow, ...]:
-        """Return for each kind the row that lost most seconds to its prediction, the largest loss first.
+        """Return for each kind of row the one with the most seconds over prediction, the largest loss first.
 
         Rows that lost less than `LEAST_SHARE_OF_STEP` of the step are not among them.
         """
@@ -109,6 +122,8 @@ class StepComparison:
 
     def __str__(self) -> str:
         lines = [f"step {self.step}: {self.step_s * 1e3:.1f} ms"]
+        if not self.rows:
+            lines.append(f"  {NOTHING_RAN}")
         lines += [f"  differs most by {row.lost_s * 1e3:.3g} ms: {row}" for row in self.furthest]
         return "\n".join([*lines, *(f"  {row}" for row in self.rows if row not in self.furthest)])
 
@@ -149,7 +164,7 @@ class StepWatch:
         self.latest: StepComparison | None = None
         self._number = 0
         self._behind: Counter[tuple[str, str, str]] = Counter()
-        self._predicted: dict[Program, _SimulatedRun] = {}
+        self._predicted: dict[Program, SimulatedRun] = {}
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -172,6 +187,30 @@ class StepWatch:
         self.latest = self._compare(number, recorder, time.monotonic() - start)
         self._warn(self.latest)
 
+    def replan(self, step: Step, options: SpaceOptions | None = None) -> NewPlan:
+        """Return what the best plan wins if links and products stay as the latest recorded step measured them.
+
+        Not collective: the answer is the same on all ranks.
+
+        Args:
+            step: the step that runs, planned for the cluster of this watch.
+            options: what is searched; None for all that the stack of the step executes.
+
+        Raises:
+            DescriptionError: no step has been recorded yet, no program ran in it, or `step` is of another cluster.
+            UnsupportedError: nothing else can be laid out or fits; or the stack does not execute the step.
+        """
+        if self.latest is None:
+            raise DescriptionError(f"no step has been recorded yet; the first is step {self.every}, from 0")
+        if not self.latest.rows:
+            raise DescriptionError(f"step {self.latest.step} has {NOTHING_RAN}")
+        if step.problem.cluster != self.cluster:
+            raise DescriptionError(
+                f"the step is planned for {step.problem.cluster.name}, and the watch predicts for "
+                f"{self.cluster.name}; give both the same cluster"
+            )
+        return NewPlan.of(step, options, dict(self.latest.level_factors), self.latest.product_factor)
+
     def _compare(self, number: int, recorder: _Recorder, step_s: float) -> StepComparison:
         rank = self.context.rank or 0
         for program, _ in recorder.runs.values():
@@ -182,12 +221,12 @@ class StepWatch:
             {(name, tuple(ranks), count): dict(spans) for name, ranks, count, spans in told}
             for told in self._told(own, f"the times of all ranks in step {number}")
         ]
-        tally = _Tally()
+        tally = StepTally()
         for key, (program, _) in recorder.runs.items():
             if rank == min(program.ranks):
                 measured = {r: everybody[r].get(key, {}) for r in program.ranks}
                 tally.add(self._prediction(program), measured)
-        rows = _joined(self._told(tally.told(), f"what all ranks have compared in step {number}"))
+        told = self._told(tally.told(), f"what all ranks have compared in step {number}")
         spans: list[Span] = []
         expected: list[Span] = []
         for program, trace in recorder.runs.values():
@@ -195,18 +234,17 @@ class StepWatch:
             begin = min((span.start_ps for span in trace.spans), default=0)
             expected += [_moved(span, begin) for span in self._prediction(program).spans(rank)]
         name = f"step {number}"
-        return StepComparison(
-            number, step_s, rows, Trace(name, "torch", tuple(spans)), Trace(name, "simulate", tuple(expected))
-        )
+        traces = Trace(name, "torch", tuple(spans)), Trace(name, "simulate", tuple(expected))
+        return StepComparison(number, step_s, _joined(told), *traces, _level_factors(told))
 
     def _told(self, own: Any, what: str) -> list[Any]:
         """Return what every rank tells, by rank; it goes as JSON. Collective; raises as `exchange`."""
         said = exchange(self.context, range(self.context.num_ranks), json.dumps(own), what)
         return [json.loads(said[rank]) for rank in sorted(said)]
 
-    def _prediction(self, program: Program) -> _SimulatedRun:
+    def _prediction(self, program: Program) -> SimulatedRun:
         if program not in self._predicted:  # not its name: products of several sizes share one
-            self._predicted[program] = _SimulatedRun.of(program, self.cluster)
+            self._predicted[program] = SimulatedRun.of(program, self.cluster)
         return self._predicted[program]
 
     def _warn(self, comparison: StepComparison) -> None:
@@ -244,149 +282,33 @@ class _Recorder:
         self._count[which] += 1
 
 
-@dataclass(frozen=True)
-class _WatchedTransfer:
-    """A collective or a message: its name, the axis, and the op of each rank that takes part."""
-
-    op: str
-    axis: str
-    ends: tuple[tuple[int, int], ...]
-    is_joint: bool
-
-
-@dataclass(frozen=True)
-class _SimulatedRun:
-    """A program simulated: the seconds of its ops, and which of them belong together."""
-
-    trace: Trace
-    durations: Mapping[int, Mapping[int, int]]
-    transfers: tuple[_WatchedTransfer, ...]
-    products: Mapping[int, tuple[tuple[str, int], ...]]
-
-    @classmethod
-    def of(cls, program: Program, cluster: Cluster) -> _SimulatedRun:
-        """Return the prediction for a cluster. Raises what `simulate` raises."""
-        program = program.expanded
-        trace = simulate(program, Machine(cluster, program.meshes, logical=True)).trace()
-        durations: dict[int, dict[int, int]] = defaultdict(dict)
-        for span in trace.spans:
-            durations[span.rank][span.index] = span.end_ps - span.start_ps
-        products = {
-            rank: tuple(
-                (bound.op.title, at)
-                for at, bound in enumerate(program.ops_on_rank(rank))
-                if isinstance(bound.op, Matmul)
-            )
-            for rank in program.ranks
-        }
-        return cls(trace, durations, tuple(_transfers(program)), products)
-
-    def spans(self, rank: int) -> list[Span]:
-        """Return the spans of a rank."""
-        return [span for span in self.trace.spans if span.rank == rank]
-
-
-def _transfers(program: Program) -> Iterator[_WatchedTransfer]:
-    joint: dict[Any, list[tuple[int, int]]] = defaultdict(list)
-    messages: dict[Any, tuple[list[tuple[int, int]], list[tuple[int, int]], str]] = {}
-    names: dict[Any, str] = {}
-    for rank in program.ranks:
-        seen: Counter[Any] = Counter()
-        for at, bound in enumerate(program.ops_on_rank(rank)):
-            op = bound.op
-            if isinstance(op, Collective):
-                group = tuple(op.over) if not isinstance(op.over, str) else (op.over,)
-                key = bound.key, group
-                joint[key, seen[key]].append((rank, at))
-                names[key, seen[key]] = op.title
-                seen[key] += 1
-            elif isinstance(op, Send | Recv):
-                assert isinstance(op.peer, int)
-                peer = op.peer
-                ends = (rank, peer) if isinstance(op, Send) else (peer, rank)
-                sent, received, _ = messages.setdefault((ends, op.tag), ([], [], op.title))
-                (sent if isinstance(op, Send) else received).append((rank, at))
-    for where, members in joint.items():
-        yield _WatchedTransfer(
-            names[where], _axis(program, [rank for rank, _ in members]), tuple(members), True
-        )
-    for (ends, _), (sent, received, name) in messages.items():
-        for one, other in zip(sent, received, strict=False):
-            yield _WatchedTransfer(name, _axis(program, ends), (one, other), False)
-
-
-def _axis(program: Program, ranks: Sequence[int]) -> str:
-    """Return the mesh axis along which ranks differ, or the ranks where there is none or several."""
-    for mesh in program.meshes:
-        if all(rank in mesh for rank in ranks):
-            coords = [mesh.coords(rank) for rank in ranks]
-            differing = [
-                axis
-                for axis, of in zip(mesh.axes, zip(*coords, strict=True), strict=True)
-                if len(set(of)) > 1
-            ]
-            if len(differing) == 1:
-                return f"axis {differing[0]}"
-            if differing:
-                return f"axes {' and '.join(differing)}"
-    return f"ranks {', '.join(map(str, sorted(set(ranks))))}"
-
-
-Pair = tuple[int, int]
-"""Measured and predicted picoseconds."""
-
-
-@dataclass
-class _Tally:
-    """Sums over the programs of a step."""
-
-    links: dict[tuple[str, str], Pair] = field(default_factory=dict)
-    products: dict[tuple[str, int], Pair] = field(default_factory=dict)
-    late: dict[tuple[str, int], Pair] = field(default_factory=dict)
-
-    def add(self, prediction: _SimulatedRun, measured: Mapping[int, Mapping[int, int]]) -> None:
-        """Add one run of a program."""
-        expected = prediction.durations
-        for transfer in prediction.transfers:
-            took = [measured[rank].get(at, 0) for rank, at in transfer.ends]
-            should = [expected[rank].get(at, 0) for rank, at in transfer.ends]
-            _add(self.links, (transfer.op, transfer.axis), min(took), min(should))
-            if transfer.is_joint:
-                for (rank, _), own, due in zip(transfer.ends, took, should, strict=True):
-                    _add(self.late, (transfer.op, rank), max(took) - own, max(should) - due)
-        for rank, products in prediction.products.items():
-            for op, at in products:
-                _add(self.products, (op, rank), measured[rank].get(at, 0), expected[rank].get(at, 0))
-
-    def told(self) -> list[list[tuple[str, str | int, int, int]]]:
-        """Return the sums as lists of (op, axis or rank, measured, predicted): links, products, late."""
-        sums = self.links, self.products, self.late
-        return [[(op, where, *pair) for (op, where), pair in each.items()] for each in sums]
-
-
-def _add(sums: dict[Any, Pair], key: Any, measured: int, predicted: int) -> None:
-    before = sums.get(key, (0, 0))
-    sums[key] = before[0] + measured, before[1] + predicted
-
-
 def _joined(told: Sequence[Any]) -> tuple[WatchRow, ...]:
     """Return the rows of what all ranks tell of their sums: links by op and axis, the rest by rank."""
     links: dict[tuple[str, str], Pair] = {}
     for tally in told:
         for op, axis, *pair in tally[0]:
-            _add(links, (op, axis), *pair)
+            add_pair(links, (op, axis), *pair)
     rows = [_row("link", op, where, pair) for (op, where), pair in links.items()]
     kinds: tuple[tuple[Kind, int], ...] = (("products", 1), ("late", 2))
     for kind, place in kinds:
         of_rank: dict[int, dict[str, Pair]] = defaultdict(dict)
         for tally in told:
             for op, rank, *pair in tally[place]:
-                _add(of_rank[rank], op, *pair)
+                add_pair(of_rank[rank], op, *pair)
         for rank, ops in sorted(of_rank.items()):
             most = max(ops, key=lambda op: ops[op][0] - ops[op][1])
             total = sum(pair[0] for pair in ops.values()), sum(pair[1] for pair in ops.values())
             rows.append(_row(kind, most, f"rank {rank}", total))
     return tuple(rows)
+
+
+def _level_factors(told: Sequence[Any]) -> tuple[tuple[int, float], ...]:
+    """Return `StepComparison.level_factors` of what all ranks tell of their sums."""
+    levels: dict[int, Pair] = {}
+    for tally in told:
+        for _, level, *pair in tally[3]:
+            add_pair(levels, level, *pair)
+    return tuple((level, took / due) for level, (took, due) in sorted(levels.items()) if took and due)
 
 
 def _row(kind: Kind, op: str, where: str, pair: Pair) -> WatchRow:

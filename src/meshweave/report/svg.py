@@ -18,7 +18,10 @@ Piece = TypeVar("Piece")
 
 
 def chart_frame(title: str, width: int, height: int, parts: Iterable[str]) -> str:
-    """Return an SVG of `width` x `height` pixels on white, with `parts` (SVG elements) in it."""
+    """Return an SVG of `width` x `height` pixels on white, with `parts` (SVG elements) in it.
+
+    `title` is not drawn: it names the picture for screen readers.
+    """
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="sans-serif" font-size="12" role="img" aria-label="{escape(title)}">'

@@ -40,7 +40,10 @@ def text_table(
 
 
 def text_console(least_width: int = 124) -> Console:
-    """Return a rich console on stdout: as wide as the terminal; where stdout is none, `least_width` or wider."""
+    """Return a rich console on stdout, as wide as the terminal.
+
+    Where stdout is no terminal it is `least_width` characters wide, or wider where the environment says so.
+    """
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -77,14 +77,18 @@ class Columns(TemplateColumns):
         ):
             self.has_pair_costs = True
 
-    def group_price(self, row: Column) -> int:
-        """Return the index in `priced_axes` of the mesh axis of a group; a new axis is added.
+    def group_price_index(self, row: Column) -> int:
+        """Return the index in `priced_axes` of the mesh axis or whole mesh whose ranks form a group.
 
-        `row` has the positions of its members among the ranks of the program.
+        The group must be in the order of the mesh. One that is neither takes the entry "". A new entry is
+        appended.
+
+        Args:
+            row: positions of the members among the ranks of the program, 1-D integers.
         """
-        return self.price(axis_of(self.program, tuple(self.ranks[row].tolist())))
+        return self.price_index(axis_of(self.program, tuple(self.ranks[row].tolist())))
 
-    def price(self, axis: str) -> int:
+    def price_index(self, axis: str) -> int:
         """Return the index in `priced_axes` of a mesh axis, "" for none. A new axis is added."""
         if axis not in self.priced_axes:
             self.priced_axes.append(axis)
@@ -97,7 +101,10 @@ class Columns(TemplateColumns):
         return self.rated_work.index((work, dtype))
 
     def note_call_costs(self, op: ops.Call, fields: OpFields) -> None:
-        """Set the FLOPs, bytes and FLOP rate of a call in `fields`, the op's row by field.
+        """Set what a call costs in `fields`, the row of the op.
+
+        That is the numbers of the expressions of its FLOPs and bytes, whether the bytes of its views count, and
+        the index of its FLOP rate (`rate`).
 
         Raises:
             UnsupportedError: it has neither FLOPs nor a known kind of work with its sizes.
@@ -113,7 +120,7 @@ class Columns(TemplateColumns):
         return op.shape if len(op.shape) == len(CALL_DIMS.get(op.work, ())) else ()
 
     def works(self, rows: Column) -> list[Compute]:
-        """Return the products and calls that the core lists with the sizes they have on ranks.
+        """Return the products and calls that the core must price, each with its sizes on some ranks.
 
         `rows` is the array of `Core.works`: `_WORK_WIDTH` integers for each, of which the first is the number of
         the op.

@@ -109,7 +109,10 @@ class CriticalPath:
 
     @cached_property
     def transfer_ps_by_axis(self) -> dict[str, int]:
-        """Return the picoseconds of transfer on the path by `PathSegment.axis`, the largest first."""
+        """Return {`PathSegment.axis`: picoseconds of transfer on the path}, the largest first.
+
+        Launch and synchronisation are left out, as in the category "transfer".
+        """
         axes: dict[str, int] = defaultdict(int)
         for step in self.segments:
             if step.category == "transfer":
@@ -129,7 +132,7 @@ class CriticalPath:
 
     @cached_property
     def verdict(self) -> str:
-        """Return one line of text: the largest category of the path, and the ratio of duration to bound."""
+        """Return one line of text: the largest category of the path, and the duration over the largest bound."""
         if not self.duration_ps:
             return "bound by nothing: no time passes"
         parts = self.ps_by_category

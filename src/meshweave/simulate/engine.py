@@ -30,11 +30,11 @@ from meshweave.base.limits import (
 from meshweave.base.units import to_ps
 from meshweave.cost.calls import flops_per_s
 from meshweave.cost.compute import engine_amount, shape_s
-from meshweave.cost.issue import host_columns
 from meshweave.cost.libraries import sized_price
 from meshweave.cost.machine import Machine
 from meshweave.cost.placed import Link
 from meshweave.cost.price import price
+from meshweave.describe.machine.host import HostRates
 from meshweave.describe.machine.links import COMM_KINDS
 from meshweave.describe.machine.network import HostsNetwork, RingNetwork, TorusNetwork
 from meshweave.ir.analysis.dataflow import analyse, untimed_order
@@ -42,6 +42,24 @@ from meshweave.ir.columns.op_fields import Column
 from meshweave.ir.program import Program
 from meshweave.simulate.columns import Columns
 from meshweave.simulate.result import Simulation
+
+# --- the host of a rank -----------------------------------------------------------------------------------
+
+# What issuing an op takes the host of its rank, in picoseconds (`describe.machine.host`), as the core reads it.
+#
+# Ops are issued in the order of the program, one after the other. A call without FLOPs and bytes issues nothing.
+
+
+def host_columns(host: HostRates) -> tuple[int, int, int, int]:
+    """Return (kernel, collective, transfer, waits) of a host.
+
+    The first three are the picoseconds of issuing one of each. The last is 1 if the host waits for the end of
+    each collective before it issues what follows, else 0.
+    """
+    return to_ps(host.kernel_s), to_ps(host.collective_s), to_ps(host.transfer_s), int(host.waits)
+
+
+# --- engine -----------------------------------------------------------------------------------------------
 
 IMAGE_ROUTES = 5
 """What the core adds to the number of a route that leads to an image of a rank (`cost.folded`)."""

@@ -95,9 +95,19 @@ class BestFirst:
         self._number = 0
 
     def run(self, parts: Iterable[Any]) -> None:
-        """Search all parts, one after the other; the result is in `rows`.
+        """Search the candidates in `parts` and put the best config of each row into `rows`.
 
-        Ctrl-C ends the search and leaves the best so far, else `early`; where there is neither it is raised.
+        Each part is divided at once, and its branches are searched best first, to the end, before the next part.
+        These branches are the parts that `progress` and `num_first` count.
+
+        Ctrl-C ends the search: `rows` keeps what was priced so far, or else `early`, and `is_complete` stays
+        False.
+
+        Args:
+            parts: what `Algorithm.branches` yields for the whole problem.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C, before anything was priced and without `early`.
         """
         try:
             for part in parts:

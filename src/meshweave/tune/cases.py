@@ -24,7 +24,7 @@ from meshweave.lower import lower_chains, lower_rings
 from meshweave.simulate import LinkUse, Simulation, simulate
 from meshweave.simulate.critical import CriticalPath, critical_path
 from meshweave.simulate.rank_timeline import RankTimeline, rank_timeline
-from meshweave.simulate.summary import LinkClass, busiest_links, link_classes, mean_parts
+from meshweave.simulate.result import LinkClass, busiest_links, link_classes, mean_parts
 from meshweave.tune.explain import entry_of, resized, title_of
 from meshweave.tune.plan import Candidate, Plan
 from meshweave.tune.plan_description import planned_cluster
@@ -67,7 +67,7 @@ class SimulationCase:
 
     @property
     def centre(self) -> int:
-        """Return the rank in the middle of the first mesh, which has no special place in any ring."""
+        """Return the global rank in the middle of the first mesh: at index size // 2 along each of its axes."""
         mesh = self.program.meshes[0]
         position = 0
         for size in mesh.shape:

@@ -129,7 +129,11 @@ def title_of(candidate: Candidate) -> str:
 
 
 def entry_of(candidate: Candidate) -> Matmul2d:
-    """Return the algorithm of a candidate; `wang[S=meshslice]` offers the slice counts of the plan alone."""
+    """Return the algorithm of a candidate.
+
+    One with the slice counts of MeshSlice, as `wang[S=meshslice]`, offers for each product only the planned
+    count.
+    """
     if candidate.algorithm not in UNROLLED:
         return PRODUCTS_2D[candidate.entry_name]
     items = [item for layer in candidate.layers for item in layer.passes]

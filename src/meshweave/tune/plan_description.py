@@ -172,7 +172,10 @@ def _is_catalog_cluster(plan: Plan) -> bool:
 
 
 def check_description(plan: Plan, file: str | Path) -> None:
-    """Raise DescriptionError if the description of a plan in a file is wrong, or is not of that plan."""
+    """Raise DescriptionError if the description of a plan is wrong, or is not of that plan.
+
+    A plan without one passes. `file` is where the plan was read from, for the error.
+    """
     if plan.description is None:
         return
     try:

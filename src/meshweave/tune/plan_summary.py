@@ -115,14 +115,21 @@ def step_lines(plan: Planned, steps: StepsRecord, price: float | None) -> Iterat
 
 
 def product_rows(plan: Planned) -> Iterator[dict[str, Any]]:
-    """Yield for each algorithm of a plan of products its values by column: see `Plan.to_dataframe`."""
+    """Yield for each algorithm of a plan of products {column: value}, the fastest first.
+
+    Columns are "algorithm", "mesh_shape", "block_s" (seconds) and "utilisation".
+    """
     names = ("algorithm", "mesh_shape", "block_s", "utilisation")
     for candidate in plan.candidates:
         yield {name: getattr(candidate, name) for name in names}
 
 
 def step_rows(steps: StepsRecord) -> Iterator[dict[str, Any]]:
-    """Yield for each configuration of a plan of a step its values by column: see `Plan.to_dataframe`."""
+    """Yield for each configuration of a plan of a step {column: value}, in the order of the ranking.
+
+    Columns are its degrees, "step_s", "tokens_per_s_per_chip", "mfu", "hfu", "memory_bytes", "<part>_s" for the
+    seconds of each part of the step, and "<kind>_bytes" for each kind of memory.
+    """
     names = ("step_s", "tokens_per_s_per_chip", "mfu", "hfu", "memory_bytes")
     for record in steps.ranked:
         yield {

@@ -122,7 +122,7 @@ def simulate_best(
 
 
 def simulated_config(config: RankedConfig, cluster: Cluster) -> RankedConfig:
-    """Return the config with the simulated seconds of its program, contention included."""
+    """Return the config with `simulated` set: its program is simulated on `cluster`, with contention."""
     machine = config.algorithm.machine(config.problem, config.config, cluster)
     trace = simulate(config.program, machine)
     return replace(config, simulated=(trace.duration_s, trace.exposed_s(config.program.ranks[0])))

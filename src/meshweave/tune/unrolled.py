@@ -6,16 +6,40 @@ Wang and SUMMA are unrolled there to the number of steps that MeshSlice's autotu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dConfig, Matmul2dProblem
-from meshweave.algorithms.matmul2d.common.restricted import restricted
 from meshweave.algorithms.matmul2d.meshslice import MeshSlice
 from meshweave.algorithms.matmul2d.summa import Summa
 from meshweave.algorithms.matmul2d.wang import Wang
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import UnsupportedError, require_known
+from meshweave.describe.machine.cluster import Cluster
+
+# --- restricted candidates --------------------------------------------------------------------------------
+
+# A 2D product under another name and with fewer candidates, for fair comparisons.
+
+
+def restricted(
+    base: Matmul2d, name: str, chosen: Callable[[Matmul2dProblem], Iterator[Matmul2dConfig]]
+) -> Matmul2d:
+    """Return the algorithm `base` under another name, with the candidates that `chosen` yields for a problem.
+
+    Comparisons need this: Wang's algorithm at the slice count that was best for MeshSlice, for example.
+    """
+
+    def candidates(problem: Matmul2dProblem, cluster: Cluster | None = None) -> Iterator[Matmul2dConfig]:
+        return chosen(problem)
+
+    entry = copy.copy(base)
+    entry.name, entry.candidates = name, candidates  # type: ignore[misc, method-assign]
+    return entry
+
+
+# --- unrolled ---------------------------------------------------------------------------------------------
 
 REFERENCE_ALGORITHM = MeshSlice.name
 UNROLLED: dict[str, str] = {f"{base}[S={REFERENCE_ALGORITHM}]": base for base in (Wang.name, Summa.name)}
@@ -52,13 +76,17 @@ def unrolled_entry(name: str, counts: Mapping[ProductSizes, int]) -> Matmul2d:
     """Return the algorithm called `name` in `UNROLLED`, with the slice counts of `counts`.
 
     Its configs for a product are those of its base, but with the count of that product. A count fits it wherever
-    it fits MeshSlice, for both cut the same dim of the same product; a ring of P chips still runs at least 2 and
-    at most P // 2 + 1 iterations. Its candidates raise KeyError for a product that `counts` lacks.
+    it fits MeshSlice, for both cut the same dim of the same product; on a ring of P chips its configs have the
+    iterations that run, at least 2 and at most P // 2 + 1. Its candidates raise KeyError for a product that
+    `counts` lacks.
     """
     base = PRODUCTS_2D[UNROLLED[name]]
 
     def candidates(problem: Matmul2dProblem) -> Iterator[Matmul2dConfig]:
         slices = (1,) * counts[sizes_of(problem)]
-        yield from dict.fromkeys(replace(config, slices=slices) for config in base.candidates(problem))
+        configs = (replace(config, slices=slices) for config in base.candidates(problem))
+        if isinstance(base, Wang):
+            configs = (replace(each, slices=(1,) * base.num_iterations(problem, each)) for each in configs)
+        yield from dict.fromkeys(configs)
 
     return restricted(base, name, candidates)

@@ -77,6 +77,54 @@ def test_the_mean_error_of_sharded_and_split_steps_is_small() -> None:
     assert sum(errors) / len(errors) < 0.02
 
 
+@pytest.mark.parametrize(
+    ("schedule", "pipeline", "stages"),
+    [("1f1b", 4, 1), ("1f1b", 2, 2), ("1f1b", 4, 4), ("gpipe", 4, 1), ("zbv", 4, 2)],
+)
+def test_stages_that_wait_for_their_sends_wait_for_no_receiver(
+    schedule: str, pipeline: int, stages: int
+) -> None:
+    options: Any = {"pp": pipeline, "vp": stages, "schedule": schedule}
+    stack = SoftwareStack(blocks_transfers=True)
+    step = mw.step(LLAMA, f"dgx-a100:{pipeline}", batch=16, sequence=2048, **options, stack=stack)
+    assert step.time_s == pytest.approx(simulate_step(step).time_s, rel=0.005)
+    blind = mw.step(LLAMA, f"dgx-a100:{pipeline}", batch=16, sequence=2048, **options, stack="ideal")
+    assert simulate_step(step).time_s > simulate_step(blind).time_s
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words", "schedule", "zero"),
+    [
+        ("dgx-a100:8", None, "dualpipev", 2),  # an overlap passes on what its first part makes
+        ("dgx-a100:8", 51200, "dualpipev", 3),  # head and embedding hide a layer's collectives
+        ("dgx-a100:8", 51200, "1f1b", 3),
+        ("tpu-v4-pod:16", 51200, "zb-h1", 2),  # gradients of weights alone hide reductions
+        ("tpu-v4-pod:16", None, "zb-h1", 2),
+    ],
+)
+def test_collectives_are_hidden_by_what_runs_beside_them(
+    cluster: str, words: int | None, schedule: str, zero: int
+) -> None:
+    stages = 2 if schedule == "dualpipev" else 1
+    options: Any = {"pp": 4, "vp": stages, "schedule": schedule, "zero": zero, "micro_batch": 1}
+    model = replace(GPT, vocab_size=words)
+    step = mw.step(model, cluster, batch=64, sequence=2048, **options, stack="ideal")
+    assert step.time_s == pytest.approx(simulate_step(step).time_s, rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-1p"])
+def test_one_rank_splits_no_backward_part(schedule: str) -> None:
+    """It has no bubble to fill, and reductions run beside whole backward parts."""
+    options: Any = {"zero": 2, "micro_batch": 1, "stack": SoftwareStack(overlap=1)}
+    model = replace(GPT, num_layers=4)
+    split, whole = (
+        mw.step(model, "dgx-a100:16", batch=64, sequence=1024, **options, schedule=name)
+        for name in (schedule, "1f1b")
+    )
+    assert split.time_s == whole.time_s
+    assert simulate_step(split).time_s == simulate_step(whole).time_s
+
+
 @pytest.mark.parametrize("zero", [2, 3])
 def test_replicas_of_sharded_steps_are_folded(zero: int) -> None:
     step = mw.step(

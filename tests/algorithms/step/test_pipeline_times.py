@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes, time_schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
-from meshweave.algorithms.pipeline.slotted import ends_in_slots
+from meshweave.algorithms.pipeline.one_f_one_b import ends_in_slots
 from meshweave.algorithms.step.pipeline import (
     least_makespan_ps,
     num_stashes,
     ranks_of_stages,
+    schedule_of,
     time_pipeline,
 )
 from sampling import examples
@@ -38,8 +39,7 @@ def test_the_time_is_that_of_the_actions(name: str, per_rank: int, data: st.Data
     ranks, count = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
     micro_batches = 2 * ranks * count if name == "dualpipev" else ranks * count
     times = draw_times(data, ranks * per_rank)
-    request = ScheduleRequest(ranks * per_rank, micro_batches, per_rank)
-    timed = time_schedule(schedule_by_name(name, request, times), times)
+    timed = time_schedule(schedule_of(name, ranks, per_rank, micro_batches, times), times)
     ours = time_pipeline(name, ranks, per_rank, micro_batches, times)
     assert ours.makespan_ps == timed.duration
     assert ours.ends_ps == tuple(max(ends) for ends in timed.ends)

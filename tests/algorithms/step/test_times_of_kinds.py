@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import meshweave as mw
 from meshweave.algorithms.step import StepProblem, load_stack, step_of
+from meshweave.algorithms.step.algorithm import TRAINING_STEP
 from meshweave.algorithms.step.layers import bare_layer_s, layer_time
 from meshweave.algorithms.step.space import SpaceOptions
 from meshweave.algorithms.step.stages import stages_of
@@ -48,6 +51,39 @@ def test_stages_split_the_backward_part_of_the_kinds_that_they_have() -> None:
             1 <= sum(time.split_s) / time.backward_s < 1.2
         )  # apart, gradients of weights hide fewer messages
     assert stages.times[1].split_s[0] > 2 * stages.times[0].split_s[0]
+
+
+@pytest.mark.parametrize("counts", [(3, 2), (2, 1, 2), (4, 3), (1, 4, 4)], ids=str)
+def test_no_part_of_a_search_has_a_bound_above_its_steps(counts: tuple[int, ...]) -> None:
+    """Of layers of several kinds in a known order: the rank with most layers may have the fast ones."""
+    rng = random.Random(1)
+    graphs = [composed_layer(512, GroupedHeads(4, 4, 128), FeedForward(512 * width)) for width in (4, 12)]
+    runs = tuple((count, graphs[turn % 2]) for turn, count in enumerate(counts))
+    model = replace(DEEPSEEK, num_layers=sum(counts), hidden=512, layers=runs, vocab_size=1024)
+    problem = StepProblem(model, mw.load_cluster("dgx-h100:4"), 32, 1024, stack=load_stack("ideal"))
+    tree, checked = TRAINING_STEP, 0
+    for layouts in tree.branches(problem) or ():
+        layout_parts = list(tree.branches(problem, layouts) or ())
+        for layout in rng.sample(layout_parts, min(len(layout_parts), 25)):
+            for choice in tree.branches(problem, layout) or ():
+                for degrees in tree.branches(problem, choice) or ():
+                    assert isinstance(degrees, mw.Parallelism)
+                    least_s = max(
+                        tree.lower_bound(problem, part, is_tight=True) for part in (layout, choice, degrees)
+                    )
+                    assert least_s <= step_of(problem, degrees).time_s * (1 + 1e-9)
+                    checked += 1
+    assert checked > 50
+
+
+def test_ranks_sum_their_terms_of_the_gradient_of_shared_keys() -> None:
+    """Latent attention gathers the latent forward, and scatters the sum of its gradient backward."""
+    latent = replace(DEEPSEEK, num_layers=1, layers=((1, DEEPSEEK.layers[0][1]),), vocab_size=None)
+    options: Any = {"tp": 4, "strategy": "megatron_sp", "stack": "ideal"}
+    step = mw.step(latent, "dgx-h100:4", batch=1, sequence=1024, **options)
+    program = TRAINING_STEP.program(step.problem, step.parallelism).expanded
+    moved = [str(op) for op, _ in program.unbound_ops_on_rank(0) if "kva0" in str(op)]
+    assert sum("all_gather" in op for op in moved) == sum("reduce_scatter" in op for op in moved) == 1
 
 
 def test_units_of_many_kinds_are_in_the_order_of_kinds() -> None:

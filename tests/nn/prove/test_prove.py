@@ -10,7 +10,11 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 
+import torch
+
 from meshweave.execute.ranks.launch import launch
+from meshweave.nn.prove.differences import Compared
+from meshweave.nn.prove.shards import LocalTensor
 
 PARALLEL = Path(__file__).parents[1] / "parallel"
 HERE = {"PYTHONPATH": f"{Path(__file__).parent}:{PARALLEL}"}
@@ -31,6 +35,18 @@ def _check_faults(num_ranks: int, which: str) -> None:
         for word in words:
             assert word in first, (fault.__name__, first)
         assert "Traceback" not in first
+
+
+def test_nan_in_the_same_places_is_no_error_and_hides_none() -> None:
+    nan = float("nan")
+
+    def error(actual: list[float], wanted: list[float]) -> tuple[float, float]:
+        both = LocalTensor(torch.tensor(actual)), torch.tensor(wanted)
+        return Compared("x", *both).error()
+
+    assert error([nan, 1.0], [nan, 1.0]) == (0.0, 0.0)
+    assert error([nan, 1.0, 2.0], [nan, 1.0, 1.0])[0] > 0.5
+    assert error([nan, 1.0], [1.0, 1.0])[0] == error([1.0, 1.0], [1.0, nan])[0] == float("inf")
 
 
 @pytest.mark.gloo

@@ -8,7 +8,6 @@ from itertools import groupby
 from typing import Any
 
 from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dConfig, Matmul2dProblem
-from meshweave.algorithms.matmul2d.common.restricted import restricted
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
@@ -19,6 +18,7 @@ from meshweave.ir.program.ops import AllGather, ReduceScatter
 from meshweave.ir.program.text import to_text
 from meshweave.lower import lower_chains, lower_rings
 from meshweave.tune.product import tune_product
+from meshweave.tune.unrolled import restricted
 from meshweave_lab.bench.yardsticks import matmul_machine
 
 SAME_SHARDS = {"a": ("S0", "S1"), "b": ("S0", "S1"), "c": ("S0", "S1")}

@@ -11,10 +11,10 @@ import typer
 import meshweave_lab.cli.bench_options as options
 from meshweave.cli.option_fields import with_options
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.report.provenance import describe_environment
 from meshweave_lab.cli.bench_fused import fused
 from meshweave_lab.cli.bench_tables import heading, report_results
 from meshweave_lab.cli.fidelity import fidelity
+from meshweave_lab.provenance import describe_environment
 
 if TYPE_CHECKING:
     from meshweave_lab.bench.results import MeasuredRound

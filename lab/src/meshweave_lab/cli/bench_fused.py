@@ -15,7 +15,7 @@ from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
 from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import print_json
-from meshweave.report.provenance import describe_environment
+from meshweave_lab.provenance import describe_environment
 
 if TYPE_CHECKING:
     from meshweave_lab.bench.fused import FusedTimes

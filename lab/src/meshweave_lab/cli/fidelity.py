@@ -16,8 +16,8 @@ from meshweave.base.units import format_s
 from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import print_json
 from meshweave.describe.machine.cluster import Cluster, load_cluster
-from meshweave.report.provenance import describe_environment
 from meshweave.report.timeline import timeline_svg, write_chrome
+from meshweave_lab.provenance import describe_environment
 
 if TYPE_CHECKING:
     from meshweave_lab.fidelity.measure import FidelityReport

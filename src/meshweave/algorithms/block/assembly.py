@@ -26,7 +26,8 @@ def write_program(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh
     """Return the program of a block on a mesh whose axes have these roles; `name` is that of the program.
 
     Raises:
-        UnsupportedError: a layer has experts or latent attention, which have no equations.
+        UnsupportedError: a layer has experts or latent attention, which have no equations, or a node of a type
+            without a record.
     """
     writer = ProgramWriter(problem, config, mesh, batch_dims(roles))
     _layers(problem, roles, writer).write()
@@ -57,7 +58,7 @@ def write_skeleton(
 def write_sized_skeleton(
     problem: BlockProblem, roles: Roles, mesh: Mesh, overlap: Overlap = "layers"
 ) -> SizedSkeleton:
-    """Return the tasks of rank 0 of a block in one chunk, to be priced for any number of sequences.
+    """Return rank 0's tasks of a block in one chunk, to be priced for any number of sequences per rank.
 
     The batch of the problem is ignored. `overlap` is as in `BlockConfig`.
     """

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from meshweave.algorithms.block.end_functions import end_functions
-from meshweave.algorithms.block.functions import Functions
+from meshweave.algorithms.block.functions import (
+    Functions,
+    Values,
+    array_module,
+    as_numbers,
+    like,
+    small,
+    widened,
+)
 from meshweave.algorithms.block.nodes import record_of
 from meshweave.algorithms.block.place import LayerPlace, NodePlace, head_of, layers_of
 from meshweave.algorithms.block.problem import BlockProblem
@@ -18,6 +27,142 @@ from meshweave.algorithms.contract import Array
 from meshweave.describe.model.nodes import LayerNode
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.meanings import Meaning, Same, Sum
+
+# --- functions of the ends --------------------------------------------------------------------------------
+
+# The functions of both ends of a model: embedding, and loss over parts of the vocabulary.
+
+
+class EndFunctions:
+    """The functions of embedding and loss, on the part of the vocabulary that one rank has.
+
+    As arguments, `greatest` and `sums` of each token are already reduced over the whole vocabulary.
+    """
+
+    def table(self) -> dict[str, Callable[..., Any]]:
+        """Return "embed", "embed_grad", "row_max", "softmax_sums", "loss" and "loss_grad", by name."""
+        names = ("embed", "embed_grad", "row_max", "softmax_sums", "loss", "loss_grad")
+        return {name: getattr(self, name) for name in names}
+
+    def embed(self, tokens: Values, vocabulary: Values, table: Values) -> Values:
+        """Return each token's row of part of an embedding table, (..., hidden); zeros for tokens of other parts.
+
+        `tokens` (...,) are token numbers; `vocabulary` (part,) has the consecutive token numbers of the rows of
+        `table` (part, hidden).
+        """
+        rows, is_here = _rows_of(tokens, vocabulary)
+        if not vocabulary.shape[0]:
+            return like(np.zeros((*tokens.shape, table.shape[-1])), table)
+        return table[rows] * is_here[..., None]
+
+    def embed_grad(self, tokens: Values, vocabulary: Values, dx: Values, so_far: Values) -> Values:
+        """Return `so_far`, the gradient of part of an embedding table, with each token's `dx` added to its row.
+
+        `tokens` (...,) are token numbers, `dx` is (..., hidden); `vocabulary` (part,) has the consecutive token
+        numbers of the rows of `so_far` (part, hidden). Tokens of other parts add nothing.
+        """
+        rows, is_here = _rows_of(tokens, vocabulary)
+        if not vocabulary.shape[0]:
+            return so_far
+        terms = (dx * is_here[..., None]).reshape(math.prod(tokens.shape), dx.shape[-1])
+        rows = rows.reshape(math.prod(tokens.shape))
+        if hasattr(so_far, "index_add"):
+            return so_far.index_add(0, rows, terms)
+        if hasattr(so_far, "at"):
+            return so_far.at[rows].add(terms)
+        total = so_far.copy()
+        np.add.at(total, rows, terms)
+        return total
+
+    def row_max(self, logits: Values) -> Values:
+        """Return each token's greatest logit, (...,), of `logits` (..., part of the vocabulary).
+
+        It is minus infinity where the part is empty.
+        """
+        if not logits.shape[-1]:
+            return like(np.full(logits.shape[:-1], -np.inf), logits)
+        return array_module(logits).amax(logits, -1)
+
+
+def _rows_of(tokens: Values, vocabulary: Values) -> tuple[Values, Values]:
+    """Return the number of each token in part of a vocabulary, 0 for others, and whether it is in it."""
+    first = vocabulary[0] if vocabulary.shape[0] else 0
+    rows = tokens - first
+    is_here = (rows >= 0) & (rows < vocabulary.shape[0])
+    rows = rows * is_here
+    return (rows.long() if hasattr(rows, "long") else rows.astype(int)), is_here
+
+
+class RealEnds(EndFunctions):
+    """Cross entropy as models compute it."""
+
+    def softmax_sums(self, logits: Values, greatest: Values, targets: Values, vocabulary: Values) -> Values:
+        """Return two sums per token, (..., 2): of exp(logit - greatest) over this part, and its target's logit.
+
+        The logit is 0 where the target is in another part. `vocabulary` has the token numbers of the last dim of
+        `logits`; `greatest` and `targets` (token numbers) are (...,).
+        """
+        module = array_module(logits)
+        is_target = targets[..., None] == vocabulary
+        return module.stack(
+            (module.exp(logits - greatest[..., None]).sum(-1), (logits * is_target).sum(-1)), -1
+        )
+
+    def loss(self, sums: Values, greatest: Values, so_far: Values) -> Values:
+        """Return `so_far` (1,) plus the cross entropy summed over these tokens.
+
+        `sums` (..., 2) are those of `softmax_sums` over the whole vocabulary, `greatest` (...,) the greatest
+        logits.
+        """
+        return so_far + (array_module(sums).log(sums[..., 0]) + greatest - sums[..., 1]).sum()
+
+    def loss_grad(
+        self, logits: Values, greatest: Values, sums: Values, targets: Values, vocabulary: Values
+    ) -> Values:
+        """Return the gradient of the summed loss by `logits` (..., part): softmax less one-hot targets.
+
+        `greatest` (...,) and `sums` (..., 2) are of the whole vocabulary, `targets` (...,) are token numbers,
+        and `vocabulary` (part,) has those of the last dim of `logits`.
+        """
+        weights = array_module(logits).exp(logits - greatest[..., None]) / sums[..., :1]
+        return weights - as_numbers(targets[..., None] == vocabulary, logits)
+
+
+class IntegerEnds(EndFunctions):
+    """Functions of small integers in place of those of the loss, so that results compare with `==`."""
+
+    def softmax_sums(self, logits: Values, greatest: Values, targets: Values, vocabulary: Values) -> Values:
+        """Return two sums of small integers per token, (..., 2), in place of those of the loss.
+
+        The first is over this part of the vocabulary, of numbers made from logit and `greatest`; the second is 0
+        where the target is in another part. Arguments are shaped as those of `RealEnds.softmax_sums`.
+        """
+        is_target = targets[..., None] == vocabulary
+        sums = small(logits + greatest[..., None]).sum(-1), (small(logits) * is_target).sum(-1)
+        return array_module(logits).stack(sums, -1)
+
+    def loss(self, sums: Values, greatest: Values, so_far: Values) -> Values:
+        """Return `so_far` plus a sum of small integers in place of the loss of these tokens."""
+        return so_far + (small(sums[..., 0] + greatest) + sums[..., 1]).sum()
+
+    def loss_grad(
+        self, logits: Values, greatest: Values, sums: Values, targets: Values, vocabulary: Values
+    ) -> Values:
+        """Return small integers in place of the gradient with respect to part of the logits."""
+        of_row = greatest[..., None] + sums.sum(-1)[..., None]
+        return small(logits + of_row - as_numbers(targets[..., None] == vocabulary, logits))
+
+
+def end_functions(problem: BlockProblem) -> dict[str, Callable[..., Any]]:
+    """Return the functions of embedding and loss by name.
+
+    Those of an `exact` problem compute on small integers, others on real numbers, 16-bit inputs in single
+    precision.
+    """
+    return IntegerEnds().table() if problem.exact else widened(RealEnds().table())
+
+
+# --- folds ------------------------------------------------------------------------------------------------
 
 
 def _gradients(at: NodePlace[LayerNode]) -> Iterator[tuple[str, list[str]]]:
@@ -52,7 +197,10 @@ def layer_meanings(layer: LayerPlace, roles: Roles) -> Iterator[Meaning]:
 
 
 def layer_gradient_meanings(layer: LayerPlace, roles: Roles) -> Iterator[Meaning]:
-    """Yield the equations of the backward part of a layer."""
+    """Yield the equations of the gradients of a layer's parameters and edges, last node first.
+
+    The gradient of an edge is the sum of what the nodes that read it contribute.
+    """
     for at in reversed(layer.nodes):
         yield from record_of(at.node).gradient_meanings(at, roles)
         for whole, terms in _gradients(at):

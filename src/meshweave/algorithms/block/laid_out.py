@@ -122,7 +122,10 @@ def laid_out(problem: BlockProblem, config: BlockConfig, roles: Roles) -> LaidLa
 
 
 def moved_by(tasks: Iterable[Task | Part]) -> tuple[Moved, ...]:
-    """Return the transfers among a rank's tasks, equal ones counted together; those of no bytes are left out."""
+    """Return the transfers of a rank's tasks, also those of included products, as one `Moved` for equal ones.
+
+    Transfers of no bytes are left out.
+    """
     counts: Counter[tuple[str, str, int, int]] = Counter()
     for work, times in _transfers(tasks):
         copies = work.tokens * work.chosen if isinstance(work, CopyExchange) else 1

@@ -37,7 +37,10 @@ class NodeWriter(BlockTensors):
     _reductions: list[tuple[Stored, Stored]] = field(default_factory=list)
 
     def end_site(self) -> None:
-        """Let what follows wait for all ops written so far, if the writer runs site by site; else do nothing."""
+        """Write what is delayed and let later ops wait for all ops so far, if the writer runs site by site.
+
+        Else do nothing.
+        """
         if self.writer.is_by_sites:
             self._write_later()
             self.writer.end_site()
@@ -68,9 +71,10 @@ class NodeWriter(BlockTensors):
         return self.new(name, like.sides, like.dims)
 
     def sum_contributions(self, at: NodePlace[LayerNode], edge: str) -> None:
-        """Write the sum of all contributions to the gradient with respect to an edge, after the last of them.
+        """Add the contributions of other readers to the gradient of an edge, if `at` is its first reader.
 
-        Do nothing where `at` is not the first reader of the edge, whose contribution comes last.
+        Its own contribution comes last in the backward pass, and is in the buffer of the sum already. Partial
+        sums in `unmoved` are not added here, but before they are reduced. Do nothing for any other reader.
         """
         if at.is_first_reader(edge):
             out, (*others, _) = self.stored[at.layer.gradient(edge)], at.layer.contributions(edge)
@@ -144,7 +148,11 @@ class NodeWriter(BlockTensors):
         return self.stored[key]
 
     def multiply_back(self, at: NodePlace[Linear]) -> None:
-        """Write the product for the operand's gradient, with its moves; delay the weight's by `then`."""
+        """Write the product for the gradient of a linear node's operand, with its moves and sums.
+
+        The product for the weight's gradient goes to `then`. A gradient that is reduced together with others is
+        not moved: `unmoved` has its partial sums.
+        """
         self.end_site()
         node, edge, arriving = at.node, at.node.ins[0], self.arriving(at)
         first, weight_name = self.edge(at), at.own(at.node.weight)
@@ -223,7 +231,7 @@ class NodeWriter(BlockTensors):
         self._small.append(write)
 
     def write_postponed(self) -> None:
-        """Give all that was postponed to `then`, once the products of a group of nodes are written."""
+        """Pass what `postpone` has kept to `then`; call it once the products of a group of nodes are written."""
         small, self._small = self._small, []
         for write in small:
             self.then(write)

@@ -211,7 +211,10 @@ def calls_writing(
 
 
 def read_first(statements: Iterable[Statement]) -> dict[str, None]:
-    """Return the buffers that are read before they are written, as keys of a dict, in order of reading."""
+    """Return the names of the buffers that are read before they are written, in order of reading.
+
+    They are the keys of a dict whose values are None. A write of any part of a buffer counts.
+    """
     written: set[str] = set()
     first: dict[str, None] = {}
     for op in ops_of(statements):
@@ -277,8 +280,8 @@ def _part(
 def equations_between(meanings: list[Meaning], buffers: Iterable[Buffer]) -> list[Meaning]:
     """Return the equations that lead from the input buffers of a program to the tensors of its other buffers.
 
-    An equation `Same` of an input and a tensor that is no input is turned round: the tensor equals the
-    input, and other equations for it are left out.
+    An equation `Same` that gives an input as equal to a tensor that is no input is turned round: the tensor
+    equals the input, and other equations for it are left out.
     """
     by_out: dict[str, list[Meaning]] = {}
     given = {buffer.tensor for buffer in buffers if buffer.kind == "input"}

@@ -37,7 +37,8 @@ class LayersPiece(LayerWriter):
     def reduce(self, landed: Stored, out: Stored) -> None:
         """Record partial sums `landed` of a weight's gradient `out`, for the caller to all-reduce.
 
-        Where they are in another buffer than `out`, the reduce-scatter into `out` is written first.
+        Where they are in another buffer than `out`, a reduce-scatter into `out` is written first, or at the end
+        of the program if the roles reduce last.
         """
         if landed.buffer != out.buffer:
             super().reduce(landed, out)

@@ -193,7 +193,10 @@ class NodePlace(Generic[AnyNode]):
         return self.layer.graph.readers(edge)[0] is self.node
 
     def contribution(self, edge: str) -> str:
-        """Return the tensor name of the node's term in the gradient of an edge."""
+        """Return the name of the tensor that the node contributes to the gradient of its input `edge`.
+
+        A sum contributes the gradient of its result; the only reader of an edge, the whole gradient.
+        """
         node = self.node
         if node.is_sum:
             return self.arriving
@@ -209,10 +212,10 @@ def token_sizes(problem: BlockProblem, is_flat: bool) -> tuple[int, ...]:
 
 
 def side_of(features: Features) -> Side:
-    """Return features as a side of a tensor: "hidden" for those of the residual, "" for what no axis shards.
+    """Return features as a side of a tensor, whose `dim` says as what mesh axes shard them.
 
-    Nothing shards features without a dim, and those whose edges lie as the tokens (`WITH_TOKENS`). All others are
-    "inner".
+    It is "hidden" for features of the residual, and "" for those that nothing shards: features without a dim,
+    and those whose edges lie as the tokens (`WITH_TOKENS`). All others are "inner".
     """
     dim = features.dim
     if not dim or dim in WITH_TOKENS:

@@ -15,9 +15,10 @@ from meshweave.ir.program.expressions import Index, Var, maximum, minimum
 
 
 def layout_of(mesh: Mesh, sides: Sides, dims: AxisDims) -> Layout:
-    """Return the layout of a tensor with these sides; `dims` says for each mesh axis which side it shards.
+    """Return the layout of a tensor with these sides on a mesh.
 
-    An uneven split is `Shard` where one axis deals single elements, else `Tile`.
+    `dims` has for each mesh axis the dim of the side that it shards, "" where it replicates, "partial" for
+    partial sums. An uneven split is `Shard` where one axis deals single elements, else `Tile`.
     """
     left = [side.count for side in sides]
     is_even = [True] * len(sides)

@@ -115,7 +115,7 @@ class ProductSite:
     def is_local(self, roles: Roles) -> bool:
         """Return whether a rank multiplies its own tokens by a whole weight, with no communication.
 
-        It is False where `gathers` is None.
+        It is False where `gathers` is None, and for strategies with 2D products, whose tokens are one dim.
         """
         edges = roles.residual, roles.core(self.is_attention)
         if self.gathers is None or roles.is_flat or any(roles.weight(self.is_first)):

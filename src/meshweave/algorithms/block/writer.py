@@ -152,7 +152,7 @@ class BlockWriter(ABC):
         """Return how many elements of a side a rank has; of the batch, those of the current chunk."""
 
     def extent_of(self, stored: Stored, number: int) -> Index:
-        """Return a rank's elements of dim `number`: of the batch the current chunk's, of a window its own."""
+        """Return a rank's elements along dim `number`: of the batch the current chunk's, of a window its own."""
         side, window = stored.sides[number], stored.window
         if window is not None and side.dim == "sequence":
             return self._extent_in(side, window)

@@ -31,14 +31,22 @@ class DirectAllToAll(UnchosenExperts):
             yield f"{tensor.lower()}_by_source = temp({tensor}, ep[S(0)], order=(1, 0, 2))"
 
     def dispatch(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield an all-to-all and, if a rank has several experts, copies into the order of experts."""
+        """Yield, as text, an all-to-all from buffer `src` and copies into the order of experts in buffer `dst`.
+
+        `src` has the packed rows of a rank's tokens, `dst` tensor `tensor`, the rows on the ranks of their
+        experts. With one expert a rank there are no copies.
+        """
         between = dst if layer.own == 1 else f"{tensor.lower()}_by_source"
         yield f'all_to_all({between}, {src}, over="ep.x", split_dim=0, concat_dim=1, lane=go)'
         if between != dst:
             yield from self._copies(layer, dst, between)
 
     def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield, if a rank has several experts, copies into the order of sources; then an all-to-all."""
+        """Yield, as text, copies of buffer `src` into the order of sources, and an all-to-all into buffer `dst`.
+
+        `src` has tensor `tensor`, the rows on the ranks of their experts, `dst` the packed rows of a rank's
+        tokens. With one expert a rank there are no copies.
+        """
         between = src if layer.own == 1 else f"{tensor.lower()}_by_source"
         if between != src:
             yield from self._copies(layer, between, src)

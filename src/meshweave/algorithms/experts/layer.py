@@ -78,7 +78,7 @@ class LayerText:
         return f"((ep.x + {step}) % {self.count})"
 
     def rank_of(self, position: str) -> str:
-        """Return an expression for the global rank at a mesh position."""
+        """Return, as text, the global rank at `position`, an expression for a coordinate along the axis `x`."""
         ranks = self.problem.mesh.ranks
         if ranks == tuple(range(self.count)):
             return position
@@ -326,7 +326,7 @@ def output_names(problem: ExpertsProblem) -> tuple[str, ...]:
 
 
 def plain_tensors(problem: ExpertsProblem) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return (global shape, dtype) of each input and output tensor of the problem's part, by name.
+    """Return (global shape, dtype) of each input and output tensor of what `problem.part` asks for, by name.
 
     Tensors of packed rows are left out.
     """

@@ -23,14 +23,20 @@ class PairwiseExchange:
         return iter(())
 
     def dispatch(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield the statements of a copy of rows that stay on the rank, then of the rounds."""
+        """Yield, as text, a copy of the rows that stay on the rank, then the rounds: buffer `src` to `dst`.
+
+        `src` has the packed rows of a rank's tokens, `dst` the rows for its experts; `tensor` is not used.
+        """
         yield from own_cells(layer, layer.received(dst, "ep.x"), layer.packed(src, "ep.x"))
         source, target = layer.peer(f"{layer.count - 1} - r"), layer.peer("1 + r")
         out, sent = layer.received(dst, source), layer.packed(src, target)
         yield from other_cells(layer, f'permute({out}, {sent}, over="ep.x", shift=r + 1, lane=go)')
 
     def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield the statements of a copy of rows that stay on the rank, then of the rounds in reverse."""
+        """Yield, as text, a copy of the rows that stay on the rank, then the rounds back: buffer `src` to `dst`.
+
+        `src` has the rows of a rank's experts, `dst` the packed rows of its tokens; `tensor` is not used.
+        """
         yield from own_cells(layer, layer.packed(dst, "ep.x"), layer.received(src, "ep.x"))
         source, owner = layer.peer(f"{layer.count - 1} - r"), layer.peer("1 + r")
         out, sent = layer.packed(dst, owner), layer.received(src, source)
@@ -45,9 +51,9 @@ def own_cells(layer: LayerText, out: str, src: str) -> Iterator[str]:
 
 
 def other_cells(layer: LayerText, statement: str) -> Iterator[str]:
-    """Yield `statement` in loops over the ranks `r` + 1 places on (`r` from 0) and a rank's experts `e`.
+    """Yield `statement`, as text, in loops over the ranks `r` + 1 places on (`r` from 0) and over experts `e`.
 
-    Yield nothing if there is one rank.
+    `e` counts the experts of one rank. Yield nothing if there is one rank.
     """
     if layer.count > 1:
         yield f"for r in range({layer.count - 1}):"

@@ -32,14 +32,22 @@ class PutToOwner(UnchosenExperts):
         return iter(())
 
     def dispatch(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield the statements of a copy of rows that stay on the rank, puts of all others, and a fence."""
+        """Yield, as text, a copy of the rows that stay on the rank, puts of all others, and a fence.
+
+        Rows go from buffer `src`, the packed rows of a rank's tokens, to buffer `dst` on the ranks of their
+        experts; `tensor` is not used.
+        """
         yield from own_cells(layer, layer.received(dst, "ep.x"), layer.packed(src, "ep.x"))
         peer = layer.peer("1 + r")
         out, sent = layer.received(dst, "ep.x"), layer.packed(src, peer)
         yield from self._puts(layer, f"put(at({layer.rank_of(peer)}, {out}), {sent}, lane=go)", "go")
 
     def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield the statements of a copy of rows that stay on the rank, puts to other sources, and a fence."""
+        """Yield, as text, a copy of the rows that stay on the rank, puts to the sources of others, and a fence.
+
+        Rows go from buffer `src`, those of a rank's experts, to buffer `dst`, packed on the ranks of their
+        tokens; `tensor` is not used.
+        """
         yield from own_cells(layer, layer.packed(dst, "ep.x"), layer.received(src, "ep.x"))
         peer = layer.peer("1 + r")
         out, sent = layer.packed(dst, "ep.x"), layer.received(src, peer)

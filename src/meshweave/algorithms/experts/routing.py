@@ -74,7 +74,8 @@ def within_capacity(
 ) -> NDArray[np.int32]:
     """Return choices with -1 for those after the first `capacity` that a rank's tokens have of an expert.
 
-    `choices` are (tokens of all ranks, top_k), rank after rank, equally many tokens each. None drops none.
+    `choices` are experts from 0, (tokens of all ranks, top_k), rank after rank, equally many tokens each. Those
+    of earlier tokens come first. A capacity of None drops none.
     """
     kept: NDArray[np.int32] = choices.astype(np.int32)
     if capacity is None:

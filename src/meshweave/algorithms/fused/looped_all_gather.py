@@ -21,7 +21,7 @@ class LoopedAllGather(UntiledProduct):
     wants = "A sharded by rows, B and C by columns"
 
     def text(self, problem: UniversalProblem, config: NoChoice) -> str:
-        """Return the program in its text form."""
+        """Return the program for a problem that `refusal` accepts, in the text form that `parse` reads."""
         m, _, k = problem.sizes
         count = len(problem.ranks)
         parts = Parts(m, count)

@@ -57,13 +57,19 @@ class Parts:
         return self.size * (self.count - 1) >= self.total
 
     def range(self, number: str) -> str:
-        """Return the range "start:stop" of part `number` in the dim, as an expression."""
+        """Return the range "start:stop" of part `number` in the dim, as an expression.
+
+        `number` is an expression from 0, in parentheses unless it is a single number or name.
+        """
         start = f"{self.size} * {number}"
         stop = f"{start} + {self.size}"
         return f"{start}:{stop if self.are_equal else f'min({self.total}, {stop})'}"
 
     def extent(self, number: str) -> str:
-        """Return the size of part `number`, as an expression."""
+        """Return the elements of part `number`, as an expression.
+
+        `number` is an expression from 0, in parentheses unless it is a single number or name.
+        """
         if self.are_equal:
             return str(self.size)
         return f"min({self.total}, {self.size} * {number} + {self.size}) - {self.size} * {number}"
@@ -197,7 +203,7 @@ class UntiledProduct(FusedProduct[NoChoice]):
 
 
 def rank_of(problem: UniversalProblem, member: str) -> str:
-    """Return the global rank of a ring member in the text form; `member` is an expression from 0 to ranks - 1."""
+    """Return, as text, the global rank of a ring member; `member` is an expression from 0 to ranks - 1."""
     ranks = problem.a.mesh.ranks
     if ranks == tuple(range(len(ranks))):
         return member

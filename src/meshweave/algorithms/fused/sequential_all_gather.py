@@ -18,7 +18,7 @@ class SequentialAllGather(UntiledProduct):
     wants = "A sharded by rows, B and C by columns"
 
     def text(self, problem: UniversalProblem, config: NoChoice) -> str:
-        """Return the program in its text form."""
+        """Return the program for a problem that `refusal` accepts, in the text form that `parse` reads."""
         m, _, k = problem.sizes
         parts = Parts(m, len(problem.ranks))
         return f"""{declarations(problem, "an all-gather and a product")}\

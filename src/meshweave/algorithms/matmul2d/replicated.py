@@ -174,10 +174,10 @@ class MeshSliceDataParallel(Matmul2d):
         yield Skeleton((Phase(1, tasks),))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank communicates, by "mesh.axis" (MeshSlice, section 2.3.1).
+        """Return the bytes that a rank receives, by "mesh.axis" (MeshSlice, section 2.3.1).
 
-        Each moving matrix crosses its axis once. The gradient of the weights crosses `depth` twice, to be
-        reduced and gathered.
+        Each moving matrix crosses its axis once: (P - 1) / P of the gathered or reduced block on P ranks. The
+        gradient of the weights crosses `depth` twice, to be reduced and gathered.
         """
         placed = _placements(problem)
         traffic = problem.traffic_bytes(rank, placed)

@@ -39,6 +39,10 @@ class Wang(RingAlgorithm):
             moving, exposed = exposed, moving
         return RingProduct(problem, two_d_placements(problem), moving, exposed, config.slice_count)
 
+    def num_iterations(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> int:
+        """Return the iterations that run: as many as slices, at least 2 and at most half of the ring and 1."""
+        return 1 + sum(count for count, _, _ in self.ring(problem, config).iteration_sizes)
+
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:

@@ -51,7 +51,10 @@ class InterleavedOneForwardOneBackward(PipelineAlgorithm):
         return micro_batches % num_ranks == 0
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...]:
-        """Return for each rank its most stashes: the forwards before its first backward, at most all."""
+        """Return for each rank the most stashes that it holds at once: its forwards before its first backward.
+
+        A stash is what one of its `per_rank` stages keeps of a micro-batch.
+        """
         ahead = (per_rank - 1) * round_sizes(micro_batches, num_ranks)[0] + 1
         most = micro_batches * per_rank
         return tuple(min(most, ahead + 2 * (num_ranks - 1 - rank)) for rank in range(num_ranks))

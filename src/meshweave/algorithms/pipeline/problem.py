@@ -8,8 +8,8 @@ The first dim of every tensor but parameters is rows, one for each sample. A mic
 micro-batches, for stage i and for an edge from stage s to stage t:
 
     W{i}, DW{i}            parameters (elements) and their gradients
-    H{s}_{t}, G{s}_{t}     activations (M rows, ...) and their gradients
-    X{i}                   what a stage without a predecessor reads (M rows, ...)
+    H{s}_{t}, G{s}_{t}     activations (M x rows, ...) and their gradients
+    X{i}                   what a stage without a predecessor reads (M x rows, ...)
     Y{i}, T{i}             what a stage without a successor makes, and the targets that its gradients start from
 
 Along the `data_axes` of a stage's mesh its ranks share the rows of a micro-batch. Along the other axes they
@@ -259,7 +259,14 @@ class PipelineProblem:
         return self.stage_ranks[edge.source] == self.stage_ranks[edge.target]
 
     def layout_at(self, edge: Edge, stage: int) -> Layout:
-        """Return the layout of an edge's tensor on the mesh of one of its two stages."""
+        """Return the layout of one micro-batch of an edge's tensor, (rows, *edge.shape), on a stage's mesh.
+
+        The placements are those of the edge. By default rows are sharded over the data axes and replicated over
+        others.
+
+        Args:
+            stage: `edge.source` or `edge.target`; not checked.
+        """
         of = self.stages[stage]
         placements = edge.source_placements if stage == edge.source else edge.target_placements
         return Layout(of.mesh, placements or of.row_placements)

@@ -31,6 +31,7 @@ from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Buffer, Include, Lane, On, Program, Repeat, Statement, Tensor
 from meshweave.ir.program.expressions import Index, Var
+from meshweave.ir.program.ops import Call
 from meshweave.ir.program.statements import ops_of
 
 Transfers = Literal["overlapped", "blocking", "paired", "signals"]
@@ -84,6 +85,7 @@ def pipeline_program(
     network: HostTopology | None = None,
     title: str = "pipeline",
     writes_stage: StageFactory | None = None,
+    awaits_sends: bool = False,
 ) -> Program:
     """Return the program of a schedule, with or without communication listed.
 
@@ -100,13 +102,17 @@ def pipeline_program(
         title: the beginning of the program's name.
         writes_stage: makes the writers of the stages; None for one call for each part of a stage. Where it is
             given, inputs of a stage and arriving gradients are alive until its weight gradient.
+        awaits_sends: whether a rank's stages wait for the end of each send, by a call `sent`, which changes
+            nothing. Receives overlap with the stages.
 
     Raises:
         LayoutError: `check_schedule` refuses the schedule, an action waits for one that never runs or that
             itself waits for it, or a listed transfer is along no edge.
     """
     check_schedule(problem, schedule)
-    writer = _PipelineWriter(problem, schedule, transfers, chunks, strategy, network, writes_stage)
+    writer = _PipelineWriter(
+        problem, schedule, transfers, chunks, strategy, network, writes_stage, awaits_sends
+    )
     return writer.program(title)
 
 
@@ -173,8 +179,10 @@ class _PipelineWriter:
         strategy: str,
         network: HostTopology | None,
         writes_stage: StageFactory | None,
+        awaits_sends: bool,
     ) -> None:
         self.problem, self.schedule, self.transfers = problem, schedule, transfers
+        self.awaits_sends = awaits_sends
         pairs = [(edge.source, edge.target) for edge in problem.edges]
         self.steps: Steps = communicating_steps(schedule, pairs, stage_flops(problem))
         self.has_signals = transfers == "signals"
@@ -291,7 +299,7 @@ class _PipelineWriter:
                 yield from self.stages[part.stage].action(part.kind, at, label)
 
     def _transfer(self, action: Action, micro_batch: Index) -> Iterator[Statement]:
-        """Return the statements of one end of a transfer."""
+        """Yield the statements of one end of a transfer."""
         peer = peer_of(action)
         source, target = sorted((action.stage, peer))
         forward = action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD)
@@ -304,7 +312,10 @@ class _PipelineWriter:
             label += f" with {peer}"
         lane = self._lane(boundary.edge, boundary.kind)
         one_lane = self.transfers in ("blocking", "paired")
-        return boundary.statements(sends, micro_batch, lane, label, one_lane=one_lane)
+        yield from boundary.statements(sends, micro_batch, lane, label, one_lane=one_lane)
+        if sends and self.awaits_sends:
+            sent = (boundary.out_view(micro_batch),)
+            yield Call(fn="sent", outs=sent, ins=sent, lane=COMPUTE, name=f"{label} is sent")
 
 
 def _lanes(body: Iterable[Statement]) -> Iterator[str]:

@@ -71,7 +71,10 @@ class StageOps:
         yield from (tensor for tensor in tensors(self.problem) if tensor.name in names)
 
     def buffers(self, layouts: Mapping[str, Layout]) -> Iterator[Buffer]:
-        """Yield the inputs and outputs of the stage, and scratch for gathered parameters and their gradients."""
+        """Yield the inputs and outputs of the stage, and scratch for gathered parameters and their gradients.
+
+        `layouts` are those of `tensor_layouts`, by tensor name such as "W0".
+        """
         kinds = {"W": "input", "X": "input", "T": "input", "DW": "output", "Y": "output"}
         dtypes = {"W": self.stage.parameter_dtype, "DW": self.stage.own_gradient_dtype}
         for prefix, kind in kinds.items():
@@ -107,7 +110,10 @@ class StageOps:
     # --- the actions ------------------------------------------------------------------------------------
 
     def begin(self, *, gathers: bool) -> Iterator[Op]:
-        """Yield the ops before the first action: zeroed gradients and, with `gathers`, gathered parameters."""
+        """Yield the ops before the first action: gradients are zeroed.
+
+        With `gathers` parameters that lie in shards are gathered, too.
+        """
         yield Zero(out=self._total, lane=self.lane, name=f"zero gradients of stage {self.number}")
         if gathers and self.is_sharded:
             yield self._gather(f"gather parameters of stage {self.number}")
@@ -118,7 +124,11 @@ class StageOps:
             yield from self._reduce(f"reduce gradients of stage {self.number}")
 
     def action(self, kind: ActionKind, micro_batch: Index, label: str) -> Iterator[Op]:
-        """Yield the ops of an action that is no transfer, all called `label`."""
+        """Yield the ops of an action that is no transfer, each with name `label`.
+
+        `micro_batch` is its number, or an expression for it. An action that has nothing to do here, such as a
+        gather of parameters that are whole, is one call without work.
+        """
         if kind is ActionKind.FORWARD:
             yield self._forward(micro_batch, label)
         elif kind in (ActionKind.INPUT_GRAD, ActionKind.BACKWARD):

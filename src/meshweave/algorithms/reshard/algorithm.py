@@ -56,7 +56,10 @@ class Reshard(Algorithm[ReshardProblem, ReshardConfig]):
         self.source = "Zhuang et al., AlpaComm, MLSys '23, section 3"  # type: ignore[misc]
 
     def examples(self) -> Iterator[ReshardProblem]:
-        """Yield a move between disjoint meshes of one shape, then also one between meshes that share a rank."""
+        """Yield a problem of one tensor, between disjoint meshes of one shape, then one of two tensors.
+
+        The second tensor goes to a mesh of three ranks, one of which is among its sources.
+        """
         source, destination = (
             Mesh.of("src", (2, 2), ("x", "y")),
             Mesh("dst", (2, 2), ("x", "y"), (4, 5, 6, 7)),
@@ -78,7 +81,7 @@ class Reshard(Algorithm[ReshardProblem, ReshardConfig]):
     def candidates(self, problem: ReshardProblem, cluster: Cluster | None = None) -> Iterator[ReshardConfig]:
         """Yield one config for each order but "exact", "best" first. Without a cluster each rank is a host.
 
-        Raises LayoutError where the cluster has fewer chips than there are ranks.
+        Raises LayoutError where the cluster has no chip for the greatest rank.
         """
         count = problem.ranks[-1] + 1
         if cluster is None:

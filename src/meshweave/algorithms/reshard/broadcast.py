@@ -44,10 +44,11 @@ class ChainBroadcast:
         yield multicast
 
     def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
-        """Return the number of chunks K for which the chain takes the least time.
+        """Return the number of chunks K for which the chain takes the least time; 1 for a single receiver.
 
-        (K + A - 1) (t / K + latency) is least at K = sqrt((A - 1) t / latency), and likewise with the chains
-        inside hosts. Where a message costs nothing, K is as large as is allowed.
+        With A receiving hosts and t seconds for all bytes over a NIC, (K + A - 1) (t / K + latency) is least at
+        K = sqrt((A - 1) t / latency); the chains inside hosts count likewise. K is at most `MAX_CHUNKS`, and
+        chunks have at least `MIN_CHUNK_BYTES`. Where a message costs nothing, K is as large as they allow.
         """
         times = network.transfer_times(multicast.num_bytes, multicast.is_local)
         longest_host = max(map(len, multicast.hosts))
@@ -87,7 +88,7 @@ class ChainBroadcast:
         return MulticastCost(max(inter_host_s, intra_host_s if longest_host > 1 else 0.0), fill_s)
 
     def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
-        """Return the hops from the sender to the first gateway and from gateway to gateway."""
+        """Return the hops from the sender to the first gateway and from gateway to gateway; () inside a host."""
         if multicast.is_local:
             return ()
         upstream = (multicast.senders[0], *(host[0] for host in multicast.hosts))
@@ -97,7 +98,7 @@ class ChainBroadcast:
         )
 
     def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
-        """Append the messages to `sink`, chunk by chunk along the chains."""
+        """Append the messages to `sink`, chunk by chunk along the chains; there are about `chunks` chunks."""
         (sender,) = multicast.senders
         hops = [(hop.upstream, hop.gateway, hop.lane) for hop in self.host_hops(multicast)]
         for host in multicast.hosts:

@@ -62,7 +62,7 @@ class GlobalAllGather:
         return MulticastCost(scatter_s + gather_s) if across_hosts else MulticastCost(scatter_s, gather_s)
 
     def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
-        """Return for each host the hop to its last rank in the ring, which receives its part last."""
+        """Return for each host the hop to its last rank in the ring, which gets its part last; () if local."""
         if multicast.is_local:
             return ()
         ranks, gateways = multicast.receivers, [host[-1] for host in multicast.hosts]
@@ -72,7 +72,7 @@ class GlobalAllGather:
         )
 
     def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
-        """Append to `sink` for each chunk the messages of the scatter and those of the ring."""
+        """Append to `sink`, for each of about `chunks` chunks, the messages of the scatter and of the ring."""
         lane = (INTRA_HOST_LANES if multicast.is_local else INTER_HOST_LANES)[0]
         ranks = multicast.receivers
         count = len(ranks)

@@ -143,10 +143,11 @@ def jobs_of(
 
 
 def nic_bound_s(tasks: Sequence[UnitTask], network: HostTopology) -> float:
-    """Return a lower bound in seconds on any plan: what the busiest NIC needs for its bytes, without latency.
+    """Return a lower bound on the time of any plan, in seconds: what the busiest NIC needs, without latency.
 
-    Of each task a copy leaves the source hosts and one enters each host that lacks it, spread over the NICs of
-    the ranks that may send or take it in as evenly as possible.
+    A task loads NICs only if it has destinations outside its source hosts. Then one copy of its bytes leaves the
+    source hosts, and one enters each other destination host. Copies are spread as evenly as possible over the
+    NICs of the ranks that may send or receive them.
     """
     resources = _NicResources({"out": False, "in": False})
     jobs: list[TransferJob] = []

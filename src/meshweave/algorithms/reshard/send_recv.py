@@ -36,20 +36,20 @@ class SendRecv:
         return 1
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
-        """Return the seconds of one copy, with the latency and the packing of its messages."""
+        """Return the seconds to send one copy in `chunks` messages, with the latency and packing of each."""
         times = network.transfer_times(multicast.num_bytes, multicast.is_local)
         count = num_messages(multicast.pieces, chunks)
         packed_s = sum(packing_s(multicast.pieces, chunks, network))
         return MulticastCost(times.inter_host_s + count * times.inter_host_latency_s + packed_s)
 
     def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
-        """Return the one hop into the receiver's host, if it is another host."""
+        """Return the one hop into the receiver's host, from rank to rank; () if the sender is on that host."""
         if multicast.is_local:
             return ()
         return (HostHop(multicast.senders[0], multicast.hosts[0][0], INTER_HOST_LANES[0]),)
 
     def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
-        """Append to `sink` the messages from the sender to the receiver."""
+        """Append to `sink` the messages from the sender to the receiver, about `chunks` of them."""
         (sender,), ((receiver,),) = multicast.senders, multicast.hosts
         lane = (INTRA_HOST_LANES if multicast.is_local else INTER_HOST_LANES)[0]
         for piece in sink.chunks(multicast.pieces, chunks, LEAD_BYTES):

@@ -100,7 +100,11 @@ class TrafficCounter:
     def message(
         self, piece: TensorPiece, src: int, dst: int, lane: str, *, from_source: bool, signals: bool = True
     ) -> None:
-        """Count a message for each chunk that is like the one that `chunks` yielded last."""
+        """Count the messages of `piece` from rank `src` to rank `dst`, for all chunks of its shape.
+
+        These are the chunks that the one that `chunks` yielded last stands for. `from_source` and `signals` are
+        not read.
+        """
         self.num_messages += self._times
         if self._host_of[src] != self._host_of[dst]:
             self.bytes_across_hosts += self._times * piece.num_bytes
@@ -167,7 +171,10 @@ class ReshardWriter:
         self._on(dst, Recv(out=target, peer=src, lane=lane))
 
     def wait_for_receiver(self, receiver: int, waiter: int, lane: str) -> None:
-        """Append a completion signal from `receiver` to `waiter`, and the wait for it in `lane`."""
+        """Append a completion signal from `receiver` to `waiter`, and the wait for it in `lane`.
+
+        Append nothing if `receiver` has received nothing.
+        """
         last = self.completion_piece(receiver)
         if last is not None:
             self.wait_for(self.send_completion(last, receiver, waiter), self.dtype_of(last), waiter, lane)
@@ -197,7 +204,8 @@ class ReshardWriter:
     def send_completion(self, last: TensorPiece, receiver: int, waiter: int) -> View:
         """Append a signal from `receiver` to `waiter` that all of `last`, a piece with dims, has arrived.
 
-        Returns the view of one element that `wait_for` waits for.
+        Returns the view of one element that `wait_for` waits for: of the piece itself where both are one rank,
+        and nothing is sent.
         """
         end = tuple(offset + size - 1 for offset, size in zip(last.dst_offsets, last.shape, strict=True))
         element = View(f"y{last.tensor_index}", _box(end, (1,) * len(end)))

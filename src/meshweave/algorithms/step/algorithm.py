@@ -188,7 +188,10 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return 0.0 if isinstance(part, LayoutsPart) else part.tree.bound_s(part, is_tight=is_tight)
 
     def row(self, problem: StepProblem, part: StepPart) -> Hashable:
-        """Return a key of degrees and strategy, of which a ranking shows the best; a `LayoutsPart` itself."""
+        """Return the key of a part of the search space in a ranking, which shows the best step of each key.
+
+        It has the degrees and the strategy; a `LayoutsPart`, which has many, is its own key.
+        """
         match part:
             case Parallelism():
                 return row_key(part)

@@ -17,7 +17,7 @@ from meshweave.algorithms.block.nodes.timed import REFUSAL
 from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
 from meshweave.algorithms.pipeline.boundary import Boundary
 from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Stage
-from meshweave.algorithms.pipeline.program import Transfers, pipeline_program
+from meshweave.algorithms.pipeline.program import pipeline_program
 from meshweave.algorithms.pipeline.slots import Stashes
 from meshweave.algorithms.step.block_stage import BlockStage
 from meshweave.algorithms.step.memory import residual_is_whole
@@ -253,8 +253,8 @@ class _StepWriter:
                 is_split=number in split,
             )
 
-        transfers: Transfers = "blocking" if self.problem.stack.blocks_transfers else "overlapped"
-        return pipeline_program(problem, schedule, transfers, title="step", writes_stage=stage)
+        waits = self.problem.stack.blocks_transfers
+        return pipeline_program(problem, schedule, title="step", writes_stage=stage, awaits_sends=waits)
 
     def _layers_of(self, number: int) -> tuple[str, ...]:
         """Return the names of the units of a stage's layers."""

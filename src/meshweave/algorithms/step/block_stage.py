@@ -110,7 +110,11 @@ class BlockStage:
         yield from self.buckets.tensors()
 
     def buffers(self, layouts: Mapping[str, Layout]) -> Iterator[Buffer]:
-        """Yield buffers of buckets, weight matrices, stashes and gradients of matrices. `layouts` are not read."""
+        """Yield the buffers of the stage; `layouts` are not read.
+
+        They are buckets, weight matrices and their gradients, the residual and its gradient, what layers keep
+        for their backward parts, constants, and losses.
+        """
         del layouts
         residual, scratch = self._residual_shape(), self.buckets.scratch
         if residual is not None:
@@ -347,7 +351,7 @@ class BlockStage:
             ),
         )
         if unit.is_layer and part != "weight_grad":
-            yield from self.buckets.weights_used(unit, number)
+            yield from self.buckets.release_weights(unit, number)
 
     def _submeshes(self, program: Program) -> Iterator[tuple[str, Submesh]]:
         """Yield what the meshes of a part of a layer are here: that of blocks, and that of experts."""

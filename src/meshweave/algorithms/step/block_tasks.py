@@ -106,10 +106,21 @@ class PricedTasks:
         self._transfers: list[tuple[int, Transfer, int]] = []
         self._products: set[int] = set()
         self._hides = problem.hides_tensor
+        gathered: dict[tuple[object, ...], int] = {}  # by what is gathered: where it is, if it is kept
         self.kernels = self.collectives = self.messages = 0
         for number, (lane, work, after, times, part) in enumerate(steps):
             if is_summed_later(lane, work):
                 continue
+            if (
+                problem.stack.keeps_gathered
+                and isinstance(work, Transfer)
+                and work.kind == "all_gather"
+                and after
+            ):
+                of = work, *(number_of[other] for other in after if other in number_of)
+                number_of[number] = gathered.setdefault(of, len(self._waits))
+                if number_of[number] < len(self._waits):
+                    continue
             number_of[number] = place = len(self._waits)
             waits = [number_of[other] for other in after if other in number_of]
             waits += [lanes[lane]] if lane in lanes else []

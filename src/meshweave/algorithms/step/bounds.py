@@ -64,7 +64,8 @@ class LayerBounds:
     def flops_s(self, sizes: DegreeSizes) -> float:
         """Return the least seconds that a rank computes for its share of one layer and one sequence.
 
-        They are the FLOPs of forward and backward, over the context and tensor ranks, at the chip's highest rate.
+        They are the FLOPs of forward and backward, over the context and tensor ranks, at the chip's highest
+        rate. Layers of several kinds count as their mean.
         """
         sequence = self._problem.sequence
         attention = sum(
@@ -74,7 +75,10 @@ class LayerBounds:
         return flops / self._most_flops_per_s / (sizes.context * sizes.tensor)
 
     def apart(self) -> LayerBounds:
-        """Return bounds of the same space with the same prices of kernels, but with no `representative` yet."""
+        """Return bounds of the same space that share the prices of kernels with these.
+
+        They start without priced layers, and `representative` chooses anew.
+        """
         other = copy(self)
         other._layers, other._places = {}, {}
         return other
@@ -209,13 +213,14 @@ def step_bound_s(
     layer_s: float,
     head_s: float = 0.0,
     costs: tuple[int, int] | None = None,
+    are_alike: bool = True,
 ) -> float:
     """Return a lower bound of a step's seconds from the time of its layers, if stages divide them evenly.
 
     Every rank works on every micro-batch, and the rank of the last stage also on head and loss. Where the
     schedule `waits_at_ends`, that rank waits besides for the first stages of the others before its first
     micro-batch, and they for it after the last, as in 1F1B (Narayanan et al. 2021, section 2.2); zero-bubble
-    schedules fill that time.
+    schedules fill that time. Where layers differ, the busiest rank takes at least the mean of all.
 
     Args:
         num_layers: layers of the model.
@@ -225,7 +230,10 @@ def step_bound_s(
         layer_s: seconds of one layer for one micro-batch, forward and backward.
         head_s: likewise of last norm, logits and loss.
         costs: those by which layers are divided among stages (`stage_layers`); None for evenly.
+        are_alike: whether every stage's layers take `layer_s` on average; else only those of the whole model do.
     """
+    if not are_alike:
+        return num_micro_batches * max((num_layers * layer_s + head_s) / pipeline, head_s)
     layers = rank_layers(num_layers, schedule, pipeline, virtual, costs)
     head = ranks_of_stages(schedule, pipeline, virtual)[-1]
     of_head = num_micro_batches * (layers[head] * layer_s + head_s)

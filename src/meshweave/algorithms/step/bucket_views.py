@@ -85,7 +85,11 @@ class BucketViews:
             yield Tensor(self._tensor(unit, "NEW"), shape, settings.dtype)
 
     def buffers(self, unit: Unit, count: int) -> Iterator[Buffer]:
-        """Yield the buffers of the buckets of `count` layers of a unit."""
+        """Yield the buffers of the buckets of `count` layers of a unit.
+
+        They are the weights, their gradients and the updated weights that a rank keeps, and scratch for buckets
+        that are gathered or reduced.
+        """
         ranks = self.ranks_of(unit)
         settings, mesh, split = ranks.settings, ranks.mesh, ranks.split
         layout = Layout(mesh, tuple(Shard(0) if axis in split else Replicate() for axis in mesh.axes))

@@ -137,11 +137,15 @@ class StageBuckets(BucketViews):
         """
         yield from self._before_gather(self._gathers_beside(unit, layer, is_forward=is_forward), ins)
 
-    def weights_used(self, unit: Unit, layer: Index) -> Iterator[Op]:
-        """Yield a call after a part of a layer, after which the next gather may overwrite its gathered weights.
+    def release_weights(self, unit: Unit, layer: Index) -> Iterator[Op]:
+        """Yield calls that free the gathered weights of a layer for reuse, once a part of the layer has run.
 
-        There is memory for the weights of two layers: the one in use and the next. Yields nothing where weights
-        are not gathered for each part (ZeRO-3), or the stage has at most two layers of the unit.
+        One call per bucket, in the compute lane. It writes an element of the layer's slot, so that the next
+        gather into this slot waits for it. There are two slots: that gather is for the layer two further on.
+        Yields nothing without ZeRO-3, or where the stage has at most two layers of the unit.
+
+        Args:
+            layer: its number among the layers of the unit in this stage.
         """
         for each in unit.buckets:
             if self.settings_of(each).shards_weights and self.units[each.name][1] > GATHERED_LAYERS:

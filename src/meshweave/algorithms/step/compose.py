@@ -19,6 +19,7 @@ from meshweave.algorithms.step.memory import (
     ShardedParameters,
     rank_parameters,
     tables_parameters,
+    unsharded_update_bytes,
     update_bytes,
 )
 from meshweave.algorithms.step.options import ProblemOptions, StepOptions
@@ -148,7 +149,10 @@ def with_defaults(problem: StepProblem, degrees: dict[str, Any]) -> Parallelism:
 
 
 def update_times_s(problem: StepProblem, parallelism: Parallelism) -> list[float]:
-    """Return for each pipeline rank the seconds of the update of weights, casts to low precision included."""
+    """Return for each pipeline rank the seconds of the optimizer's update on one of its chips, once a step.
+
+    Casts of weights to low precision are included.
+    """
     p, known, out = parallelism, problem.cache("optimizer"), []
     numbers = p.schedule, p.pipeline, p.virtual_stages
     layers = rank_layers(problem.model.num_layers, *numbers, layer_costs(problem))
@@ -159,6 +163,7 @@ def update_times_s(problem: StepProblem, parallelism: Parallelism) -> list[float
         if key not in known:
             of_layers = ShardedParameters(count.others - tables, count.experts)
             moved = own * update_bytes(problem) + cast_weight_bytes(problem, parallelism, of_layers)
+            moved += (count.total - own) * unsharded_update_bytes(problem, p)
             work = Compute("call", own, moved, dtype="float32", call="elementwise")
             known[key] = call_s(problem, work)
         out.append(known[key])

@@ -17,7 +17,7 @@ after them in that of the forward part; the embedding's the other way round, wit
 FSDP gathers both before the first layer, and reduces both after the last one.
 
 Where a stack slices weights for its collectives, it copies each rank's slice of each tensor out of what was
-gathered. Before it reduces a bucket, it copies that into one buffer a rank, and NCCL these into one of its own.
+gathered. Where it sums after the backward part, ZeRO-1 sums whole gradients there, and nothing hides that.
 
 Two lanes of n equal layers, c seconds of computing and r of communication each, end after n c + r if c > r, else
 after c + n r: the recurrence that a skeleton of these tasks has.
@@ -34,6 +34,7 @@ from meshweave.algorithms.step.memory import (
     table_parameters,
 )
 from meshweave.algorithms.step.placement import (
+    Groups,
     collective_s,
     expert_replica_groups,
     expert_sharding_groups,
@@ -42,9 +43,7 @@ from meshweave.algorithms.step.placement import (
     sharding_groups,
 )
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
-
-_BUCKET_BYTES = 25 * 2**20
-"""Of 16-bit gradients that PyTorch's DistributedDataParallel reduces at once (bucket_cap_mb), or one tensor."""
+from meshweave.describe.machine.network import HostsNetwork
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,9 @@ def data_parallel_time(
         tied_s = message_s(problem, *axis, table * problem.gradient_bytes)
     if parallelism.zero and table:
         shards, _ = sharding_groups(parallelism)
-        table_gather_s = collective_s(problem, "all_gather", shards, table * problem.item_bytes)
+        table_gather_s = _collective_s(problem, "all_gather", shards, table * problem.item_bytes)
     slice_s = _slice_s(problem, parallelism)
-    if slice_s and table:
-        table_gather_s, table_s = table_gather_s + slice_s, table_s + 2 * slice_s
+    table_gather_s += slice_s if table else 0.0
     reduce_s = gather_s = 0.0
     total = sum(counts)
     shares = [count / total for count in counts] or [share for share, _ in problem.kinds]
@@ -106,16 +104,17 @@ def _layer_s(
     weights, gather_s = of_layer.others, 0.0
     if parallelism.zero:
         shards, _ = sharding_groups(parallelism)
-        gather_s = collective_s(problem, "all_gather", shards, problem.gathered_bytes(weights))
+        gather_s = _collective_s(problem, "all_gather", shards, problem.gathered_bytes(weights))
     reduce_s = _reduce_s(problem, parallelism, weights * problem.gradient_bytes)
     if of_layer.experts:
         own_reduce_s, own_gather_s = _experts_s(problem, parallelism, of_layer.experts)
         reduce_s, gather_s = reduce_s + own_reduce_s, gather_s + own_gather_s
-    if slice_s:
-        tensors = problem.stack.sliced_weights
-        gather_s += tensors * slice_s
-        reduce_s += 2 * min(tensors, weights * problem.item_bytes / _BUCKET_BYTES) * slice_s
-    return reduce_s, gather_s
+    return reduce_s, gather_s + problem.stack.sliced_weights * slice_s
+
+
+def sums_after(problem: StepProblem, parallelism: Parallelism) -> bool:
+    """Return whether replicas sum whole gradients after the last backward part, beside nothing."""
+    return parallelism.zero == 1 and problem.stack.sums_after
 
 
 def _slice_s(problem: StepProblem, parallelism: Parallelism) -> float:
@@ -140,11 +139,19 @@ def _reduce_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) ->
     """Return the seconds in which gradients of so many bytes are summed, and scattered under ZeRO."""
     if not num_bytes:
         return 0.0
-    if not parallelism.zero:
-        return collective_s(problem, "all_reduce", replica_groups(parallelism), num_bytes)
+    if not parallelism.zero or sums_after(problem, parallelism):
+        return _collective_s(problem, "all_reduce", replica_groups(parallelism), num_bytes)
     shards, copies = sharding_groups(parallelism)
-    scattered_s = collective_s(problem, "reduce_scatter", shards, num_bytes)
-    return scattered_s + collective_s(problem, "all_reduce", copies, -(-num_bytes // parallelism.shards))
+    scattered_s = _collective_s(problem, "reduce_scatter", shards, num_bytes)
+    return scattered_s + _collective_s(problem, "all_reduce", copies, -(-num_bytes // parallelism.shards))
+
+
+def _collective_s(problem: StepProblem, kind: str, groups: Groups, num_bytes: int) -> float:
+    """Return the seconds of a collective as `collective_s`, by the stack's factor for groups of parts of hosts."""
+    seconds, network = collective_s(problem, kind, groups, num_bytes), problem.cluster.network
+    size, stride = groups[0] if groups else (1, 1)
+    crosses = isinstance(network, HostsNetwork) and size * stride > network.chips_per_host
+    return seconds * (problem.stack.part_hosts if crosses and stride > 1 else 1.0)
 
 
 def exposed_s(

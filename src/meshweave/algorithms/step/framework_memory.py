@@ -64,10 +64,14 @@ which nothing needs."""
 
 
 def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute: ActivationRule) -> int:
-    """Return the bytes that one micro-batch keeps of a layer (the first kind) on each rank, for backward."""
+    """Return the bytes that a rank keeps of a layer (of the first kind) for one micro-batch, for backward.
+
+    `recompute` says what the forward part keeps and what is computed again.
+    """
     kept = problem.once("kept", recompute, lambda: _kept(problem, recompute))
     tokens, num_parts = parallelism.micro_batch * problem.sequence, num_parts_of(parallelism)
-    keeps = any(role.keeps_gathered for role in strategy_of(parallelism).roles[-2:])
+    roles = strategy_of(parallelism).roles[-2:]
+    keeps = problem.stack.keeps_gathered or any(role.keeps_gathered for role in roles)
     places = {"operand": "operand_in" if keeps else "residual"}
     total = 0
     for (place, part), each in kept.items():

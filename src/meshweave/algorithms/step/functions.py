@@ -57,7 +57,10 @@ class StepFunctions:
         self.loss = 0.0
 
     def table(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions on arrays of this rank that the program calls, by name."""
+        """Return the functions of the program's calls on this rank, by the names in the calls.
+
+        They take and return the parts of tensors that this rank has, as arrays, or None for nothing.
+        """
         table: dict[str, Callable[..., Any]] = dict(self._blocks)
         loss = self._blocks.get("loss")
         if loss is not None:
@@ -67,6 +70,7 @@ class StepFunctions:
             "begin": lambda *_: self._zeros(1),
             "reduced": lambda _, *sent: sent or None,
             "arrived": lambda *_: None,
+            "sent": lambda value: value,
             "software": lambda *_: None,
         }
         for name, unit in self.units.items():

@@ -32,7 +32,10 @@ softmax and dropout."""
 
 
 def issue_counts(block: LayerBlock, parallelism: Parallelism) -> tuple[IssueCounts, IssueCounts]:
-    """Return what the host issues in a layer's forward and in its backward part, without recomputation."""
+    """Return what the host issues for a micro-batch: (a layer's forward part, its backward part).
+
+    Recomputation is left out. `block` is the layer, priced under `parallelism`.
+    """
     problem, first, whole = block.problem, block.forward, block.whole
     plain = _PLAIN_KERNELS if problem.attention_kind == "plain" else dict.fromkeys(_PLAIN_KERNELS, 0)
     stack = problem.stack
@@ -51,9 +54,9 @@ def issue_counts(block: LayerBlock, parallelism: Parallelism) -> tuple[IssueCoun
 
 
 def issued_s(block: LayerBlock, parallelism: Parallelism) -> tuple[float, float, float]:
-    """Return the seconds in which the host issues a layer's forward part, backward part and recomputation.
+    """Return the seconds in which the host issues a layer's (forward part, backward part, recomputation).
 
-    All are 0 where no host is known.
+    They are for one micro-batch. All are 0 where the problem has no rates of a host.
     """
     problem = block.problem
     host, graphs = problem.host, problem.stack.graphs

@@ -54,9 +54,9 @@ class LayerTime:
 
 
 def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
-    """Return the time of a micro-batch in a layer, the mean over kinds of layers.
+    """Return the time of one micro-batch in one layer, the mean over kinds of layers by their shares.
 
-    Raises LayoutError if the layer does not fit the strategy.
+    Raises UnsupportedError for an unknown strategy, LayoutError if the layer does not fit it.
     """
 
     def mean() -> LayerTime:
@@ -68,9 +68,9 @@ def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
 
 
 def mean_layer_time(problem: StepProblem, parallelism: Parallelism, counts: tuple[float, ...]) -> LayerTime:
-    """Return the mean time of a micro-batch in one of a stage's layers.
+    """Return the time of one micro-batch in one layer of a stage, the mean over the stage's layers.
 
-    `counts` are the stage's numbers of layers of each of `problem.kinds`.
+    `counts` has the number of the stage's layers of each of `problem.kinds`, not all 0.
     """
 
     def mean() -> LayerTime:
@@ -214,9 +214,9 @@ def _ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, 
 
 
 def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the seconds per layer and micro-batch that the problem's `overlap` saves over overlap "sites".
+    """Return how many seconds `problem.overlap` saves per layer and micro-batch over overlap "sites" (then 0).
 
-    A plan with overlap "layers" counts on them; a model whose sites (products) run one by one does not save them.
+    A model whose sites (products with their moves) run one by one does not have the saving of overlap "layers".
     """
     own = layer_time(problem, parallelism)
     by_sites = layer_time(replace(problem, overlap="sites"), parallelism)
@@ -227,7 +227,7 @@ def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> fl
 def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, float, float]:
     """Return the seconds that software adds to a layer (of the first kind) per micro-batch, beyond its program.
 
-    They are (forward part, backward part with recomputation, of the latter those for gradients of weights).
+    They are (forward part, backward part with recomputation, gradients of weights as a part of the second).
     """
     forward_s, backward_s = _parts_added_s(layer_block(problem, parallelism), parallelism)
     if parallelism.recompute == "full":
@@ -244,7 +244,7 @@ def best_config(problem: StepProblem, parallelism: Parallelism) -> BlockConfig:
 
 
 def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the seconds of a layer and micro-batch, forward and backward: those of `layer_time`, computed faster.
+    """Return the seconds of one micro-batch in one layer, forward and backward, the mean over kinds of layers.
 
     Recomputation and waits for the host are left out. Raises LayoutError where the strategy does not fit.
     """
@@ -361,7 +361,7 @@ def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str)
 
 
 def eager_logits_s(problem: StepProblem, parallelism: Parallelism, num_bytes: float) -> float:
-    """Return the seconds of passes over `num_bytes` per logit, for one micro-batch; 0 if the loss is fused."""
+    """Return a rank's seconds of moving `num_bytes` per logit of a micro-batch; 0 if the loss is fused."""
     if problem.loss_kind == "fused":
         return 0.0
     tokens = parallelism.micro_batch * problem.sequence

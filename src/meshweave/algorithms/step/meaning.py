@@ -71,7 +71,8 @@ def batch_of(problem: StepProblem) -> tuple[Array, Array]:
 def dense_step(problem: StepProblem, weights: Arrays) -> dict[str, Array]:
     """Return for each weight W its gradient over the whole batch as "DW", and "NEW_W": W less that gradient.
 
-    `weights` are those of the model by name, unsharded.
+    `weights` are those of the model, unsharded, by the names that they have in `whole_block`. Tokens and targets
+    are those of `batch_of`.
     """
     tokens, targets = batch_of(problem)
     ids = np.arange(problem.model.vocab_size or 0).astype(problem.dtype)
@@ -93,10 +94,10 @@ class LaidWeights:
         self.program = self._written.program.expanded
 
     def buckets(self, weights: Arrays) -> dict[str, Array]:
-        """Return the program's input tensors from the weights of the model by name.
+        """Return the program's input tensors by name, filled from `weights`, those of the model by name.
 
-        Each is a vector over all ranks of a stage: the weights of the stage's layers of one unit, "W0_layer" for
-        stage 0.
+        Each is a vector: the buckets of all ranks of a stage for the stage's layers of one unit. "W0_layer" is
+        that of stage 0.
         """
         out = {}
         for name, shape, shards in self._shards(weights, "w"):
@@ -152,7 +153,10 @@ class LaidWeights:
                 yield f"{stage}_{unit}", shape, shards
 
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions that the program calls on each rank, by name: integers, plain gradient descent."""
+        """Return by name the functions that the program calls; each takes the number of its rank first.
+
+        They compute on integers. The optimizer subtracts the gradient from the weights.
+        """
         tables: dict[int, dict[str, Callable[..., Any]]] = {}
         blocks, (tokens, targets) = functions_of(whole_block(self.problem)), batch_of(self.problem)
 

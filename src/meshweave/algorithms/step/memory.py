@@ -2,7 +2,7 @@
 
 These follow Rajbhandari et al. (SC '20, section 3.1 and 5). Outside of the allocator there are the context of the
 process and the buffers of communicators, one for each group of ranks that a step communicates in, by constants of
-the runtime (`describe.machine.runtime`). `step_memory` counts the rest.
+the runtime (`describe.machine.chip`). `step_memory` counts the rest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from meshweave.algorithms.block.roles import AxisRole
 from meshweave.algorithms.step.pipeline import ranks_of_stages
-from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.problem import OPTIMIZERS, Parallelism, StepProblem
 from meshweave.algorithms.step.stage_layers import layer_costs, stage_kinds, stage_layers
 from meshweave.algorithms.step.strategies import strategy_of
 
@@ -21,8 +21,9 @@ ADAM_STEP_BYTES = 50
 """Bytes through memory per parameter. Adam reads gradient, fp32 weight, momentum and variance, and writes the last
 three (28; Kingma and Ba, 2015, algorithm 1); the 16-bit weight is copied from the fp32 one (6); the norm of
 gradients reads them (4), clipping scales them (8), and they are set to zero (4)."""
-_STATES_LESS = {"momentum": 4, "sgd": 8}
-"""Bytes of states per parameter that an optimizer lacks of Adam's; those of Adam in other dtypes take as long."""
+_WHOLE_GRADIENT_BYTES, _SLICED_WEIGHT_BYTES = 16, 12
+"""Bytes through memory per parameter, whole and not of a shard: those of norm, clipping and zeros; and of a 16-bit
+weight that is copied to the list of gathered buffers, out of NCCL's buffer and back into its tensor (4 each)."""
 GATHERED_LAYERS = 2
 """Layers whose weights ZeRO-3 has whole at a time: the one in use, and the next."""
 
@@ -97,9 +98,10 @@ class ShardedParameters:
         return self.others + self.experts
 
     def shards(self, parallelism: Parallelism, from_level: int) -> int:
-        """Return how many of the weights a chip keeps under ZeRO: a shard of them, or all.
+        """Return how many of these weights a chip keeps: its shard, or all if ZeRO does not shard them.
 
-        It is the shard where `parallelism.zero` is at least `from_level`, a level from 1 to 3.
+        ZeRO shards them where `parallelism.zero` is at least `from_level`: 1 to count optimizer states, 2
+        gradients, 3 the weights themselves.
         """
         if parallelism.zero < from_level:
             return self.total
@@ -114,8 +116,18 @@ class ShardedParameters:
 
 
 def update_bytes(problem: StepProblem) -> int:
-    """Return the bytes through memory per parameter that is updated: without states that are not kept."""
-    return ADAM_STEP_BYTES - 2 * _STATES_LESS.get(problem.optimizer, 0)
+    """Return the bytes through memory per parameter that is updated: Adam's, without states that are not kept.
+
+    Each state is read and written in 4 bytes; one that is kept in fewer takes as long.
+    """
+    return ADAM_STEP_BYTES - 8 * (OPTIMIZERS["adam"].count - OPTIMIZERS[problem.optimizer].count)
+
+
+def unsharded_update_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
+    """Return the bytes through memory for each parameter that another replica updates, with its gradient."""
+    if parallelism.zero != 1 or parallelism.shards == 1 or not problem.stack.sums_after:
+        return 0
+    return _WHOLE_GRADIENT_BYTES + (_SLICED_WEIGHT_BYTES if problem.stack.sliced_weights else 0)
 
 
 def layer_parameters(problem: StepProblem, parallelism: Parallelism) -> ShardedParameters:

@@ -112,7 +112,7 @@ class StepTree:
         return LayoutsPart(self, True), LayoutsPart(self, False)
 
     def apart(self) -> StepTree:
-        """Return a tree of the same parts with counts of 0; known bytes and kernel prices are shared."""
+        """Return another tree of the same space with counts of 0 and an empty `closest`; caches are shared."""
         other = StepTree(self.space, self.memory_bytes)
         other._bytes, other._known_steps = self._bytes, self._known_steps
         other._bounds = self._bounds.apart()
@@ -211,15 +211,20 @@ class StepTree:
         saved = (model.num_layers // layout.pipeline - 1) * (1 - 1 / (layout.data * layout.context))
         return (max(levels),) if saved >= whole else tuple(sorted(levels, reverse=True))
 
+    @property
+    def _of_stages(self) -> tuple[tuple[int, int] | None, bool]:
+        """Return the costs by which layers are divided among stages, and whether all stages have like layers."""
+        return layer_costs(self._problem), len(self._problem.kinds) == 1 or not self._problem.model.layers
+
     def _steps_per_layer(self, degrees: DegreeSizes, size: int) -> float:
         """Return a lower bound, over all schedules, of the time of a step over that of a layer's micro-batch."""
         key = degrees.data, degrees.pipeline, size
         if key not in self._known_steps:
             count = self._problem.batch // degrees.data // size
-            layers, costs = self._problem.model.num_layers, layer_costs(self._problem)
+            layers, of_stages = self._problem.model.num_layers, self._of_stages
             self._known_steps[key] = min(
                 (
-                    step_bound_s(layers, degrees.pipeline, schedule, virtual, count, 1.0, costs=costs)
+                    step_bound_s(layers, degrees.pipeline, schedule, virtual, count, 1.0, 0.0, *of_stages)
                     for schedule, virtual in self.space.schedules(degrees.pipeline, count)
                 ),
                 default=math.inf,
@@ -239,7 +244,7 @@ class StepTree:
             layer_s = self._bounds.recomputed_s(layout, micro_batch, recompute)
             for schedule, virtual in self.space.schedules(layout.pipeline, count):
                 numbers = num_layers, layout.pipeline, schedule, virtual, count
-                bound_s = step_bound_s(*numbers, layer_s, head_s, layer_costs(self._problem))
+                bound_s = step_bound_s(*numbers, layer_s, head_s, *self._of_stages)
                 choice = layout.choice(micro_batch, schedule, virtual, most, recompute)
                 yield ChoicePart(self, choice, bound_s)
 
@@ -263,8 +268,9 @@ class StepTree:
     def takes(self, choice: Parallelism, size: int) -> bool:
         """Return whether `size` bytes of a configuration fit on a chip.
 
-        One that does not fit is counted in `over_memory`, and entered in `closest` in the first order of the space
-        in which it can be laid out, if there is one: the order makes no difference to the bytes.
+        One that does not fit is counted in `over_memory`. If it is among the smallest such, it is also entered
+        in `closest`, with the first order of its degrees in which it can be laid out: the order does not change
+        `size`. It is not entered if there is no such order.
         """
         if size <= self.memory_bytes:
             return True

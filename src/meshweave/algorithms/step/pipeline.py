@@ -13,7 +13,7 @@ Entries say what is faster than a graph: closed forms of stashes, bounds, and re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -54,22 +54,18 @@ class _Graph:
         schedule: the schedule.
         actions: their order, and what they wait for.
         durations: for each action the index of its duration in a list: forward, input_grad, weight_grad and whole
-            backward of all stages, kind by kind, and then those of `overlaps`.
-        overlaps: for each pair of actions that overlap the indices of the two durations.
+            backward of all stages, kind by kind.
         last: for each rank the number of its last action.
     """
 
     schedule: Schedule
     actions: OrderedActions
     durations: list[int]
-    overlaps: list[tuple[int, ...]]
     last: list[int]
 
     def time(self, times: ActionTimes) -> PipelineTime:
         """Return when the ranks end, in the ticks of `times`."""
-        whole = times.backward
-        values = [*times.forward, *times.input_grad, *times.weight_grad, *whole]
-        values += [sum(values[part] for part in parts) for parts in self.overlaps]
+        values = [*times.forward, *times.input_grad, *times.weight_grad, *times.backward]
         ends = self.actions.ends([values[number] for number in self.durations], times.transfer)
         of_ranks = tuple(ends[place] for place in self.last)
         return PipelineTime(max(of_ranks), of_ranks, self.schedule.stage_ranks)
@@ -191,9 +187,10 @@ def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: i
 def schedule_of(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> Schedule:
-    """Return the schedule called `name`, of `virtual_stages` stages a rank.
+    """Return the schedule called `name`, of `virtual_stages` stages a rank, as a step runs it.
 
-    `times` of stages and transfers are read if its order depends on them; their unit makes no difference.
+    The parts of an overlap stand one after the other, and on one rank backward parts are whole. `times` of stages
+    and transfers are read if its order depends on them; their unit makes no difference.
 
     Raises:
         UnsupportedError: there is no such schedule.
@@ -203,13 +200,13 @@ def schedule_of(
     if not entry.uses_times:
         return _schedule(entry.name, num_ranks, virtual_stages, micro_batches)
     request = ScheduleRequest(num_ranks * virtual_stages, micro_batches, virtual_stages)
-    return schedule_by_name(entry.name, request, times)
+    return _in_turn(schedule_by_name(entry.name, request, times))
 
 
 @lru_cache(maxsize=512)
 def _schedule(name: str, num_ranks: int, virtual_stages: int, micro_batches: int) -> Schedule:
     request = ScheduleRequest(num_ranks * virtual_stages, micro_batches, virtual_stages)
-    return schedule_by_name(name, request, ActionTimes.uniform(request.num_stages))
+    return _in_turn(schedule_by_name(name, request, ActionTimes.uniform(request.num_stages)))
 
 
 @lru_cache(maxsize=512)
@@ -219,23 +216,27 @@ def _graph(name: str, num_ranks: int, virtual_stages: int, micro_batches: int) -
 
 def _graph_of(schedule: Schedule) -> _Graph:
     graph = build_graph(tabulate(schedule), TransferRuntime.BUFFERED)
+    durations = [
+        _KINDS.index(action.kind) * schedule.num_stages + action.stage
+        for order in schedule.actions
+        for action in order
+    ]
     stops = np.cumsum([len(actions) for actions in schedule.actions]).tolist()
-    durations = _durations(schedule, schedule.num_stages)
-    return _Graph(schedule, ordered(graph), *durations, [stop - 1 for stop in stops])
+    return _Graph(schedule, ordered(graph), durations, [stop - 1 for stop in stops])
 
 
 _KINDS = (ActionKind.FORWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD, ActionKind.BACKWARD)
 
 
-def _durations(schedule: Schedule, num_stages: int) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Return for each action of all ranks the index of its duration, and for each overlap those of its parts."""
-    overlaps: dict[tuple[int, ...], int] = {}
-    ticks = []
-    for order in schedule.actions:
-        for action in order:
-            places = tuple(_KINDS.index(leaf.kind) * num_stages + leaf.stage for leaf in action.leaves)
-            if not action.parts:
-                ticks.append(places[0])
-                continue
-            ticks.append(len(_KINDS) * num_stages + overlaps.setdefault(places, len(overlaps)))
-    return ticks, list(overlaps)
+def _in_turn(schedule: Schedule) -> Schedule:
+    """Return a schedule as a step runs it: with the parts of an overlap one after the other.
+
+    What the first part makes is passed on at its own end. On one pipeline rank, which has no bubble to fill,
+    backward parts are whole.
+    """
+    orders = [tuple(leaf for action in order for leaf in action.leaves) for order in schedule.actions]
+    if len(orders) == 1:
+        whole = {ActionKind.INPUT_GRAD: ActionKind.BACKWARD}
+        kept = (each for each in orders[0] if each.kind is not ActionKind.WEIGHT_GRAD)
+        orders = [tuple(replace(each, kind=whole.get(each.kind, each.kind)) for each in kept)]
+    return replace(schedule, actions=tuple(orders))

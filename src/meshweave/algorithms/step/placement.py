@@ -97,9 +97,10 @@ def block_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
 
 
 def replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
-    """Return (size, stride in chips) of the groups of ranks with equal weights, innermost first.
+    """Return (size, stride in chips) of each group of ranks with equal weights, innermost first.
 
-    They are data and context ranks: one group if adjacent; degrees of 1 are left out.
+    These are groups of data ranks and of context ranks. They make one group where the inner one's ranks fill the
+    stride of the outer one. Degrees of 1 are left out.
     """
     degrees: tuple[Degree, ...] = ("context", "data")
     order = sorted(degrees, key=parallelism.stride)
@@ -248,9 +249,9 @@ def collective_s(problem: StepProblem, kind: str, groups: Sequence[tuple[int, in
 
 
 def message_s(problem: StepProblem, size: int, stride: int, num_bytes: int) -> float:
-    """Return the seconds of a message of `num_bytes` to a neighbour `stride` chips away, sent by all at once.
+    """Return the seconds of a message of `num_bytes` to the neighbour `stride` chips away.
 
-    `size` is the number of ranks in a row of neighbours.
+    All ranks send theirs at once. `size` is the number of ranks in each row of neighbours, `stride` chips apart.
     """
     known = problem.cache("messages")
     key = size, stride, num_bytes

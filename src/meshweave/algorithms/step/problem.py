@@ -21,7 +21,7 @@ from meshweave.base.units import DTYPES, dtype_bytes, format_bytes
 from meshweave.cost.exchange import library_of
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.host import HostRates
-from meshweave.describe.model.memory import RECOMPUTES, Recompute
+from meshweave.describe.model.memory import RECOMPUTES, OptimizerStates, Recompute
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 
@@ -40,8 +40,8 @@ SHORT_NAMES = {
 }
 """What users call the degrees and the virtual stages, and the attributes of `Parallelism` that have them."""
 
-_OPTIMIZER_BYTES = {"adam": 8, "adam-bf16": 4, "adam-8bit": 2, "sgd": 0, "momentum": 4}
-"""Bytes of states per parameter, besides the fp32 copy of narrower weights (ZeRO, SC '20, section 3.1)."""
+_STATES = {"adam": (2, 4), "adam-bf16": (2, 2), "adam-8bit": (2, 1), "sgd": (0, 4), "momentum": (1, 4)}
+OPTIMIZERS = {name: OptimizerStates(*each) for name, each in _STATES.items()}
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class StepProblem:
         self.cluster.chip.peak(Workload(self.batch, self.sequence, self.dtype).dtype)
         for name, known in (
             ("gradient_dtype", tuple(DTYPES)),
-            ("optimizer", tuple(_OPTIMIZER_BYTES)),
+            ("optimizer", tuple(OPTIMIZERS)),
             ("attention", (None, *get_args(AttentionKind))),
             ("loss", (None, *get_args(LossKind))),
             ("overlap", get_args(Overlap)),
@@ -271,7 +271,7 @@ class StepProblem:
 
     @property
     def products(self) -> ProductDtypes | None:
-        """Return the dtypes by which the three products of training are priced; None if all run in `dtype`."""
+        """Return the dtypes that price the products forward and of both gradients; None without a recipe."""
         kept = self.cache("products")
         if not kept:
             kept[""] = None if self.recipe is None else self.recipe.products_on(self.cluster.chip)
@@ -294,7 +294,7 @@ class StepProblem:
         return "" if self.recipe is None else self.recipe.reading_on(self.cluster.chip)
 
     def usable_bytes(self, memory_bytes: int | None = None) -> int:
-        """Return the bytes of a chip, or `memory_bytes`, less the reserve. Raises DescriptionError if below 1."""
+        """Return `memory_bytes` (None: the chip's) less the reserve. Raises DescriptionError if none is left."""
         whole = self.cluster.chip.memory_bytes if memory_bytes is None else memory_bytes
         usable = whole - math.ceil(self.reserve * whole if self.reserve < 1 else self.reserve)
         if usable < 1:
@@ -322,7 +322,7 @@ class StepProblem:
 
     @property
     def attention_rate(self) -> float:
-        """Return the rate of attention over the chip's: `attention_share`, or the stack's for "flash", or 1."""
+        """Return the factor on a chip's attention rate: `attention_share`, the stack's for "flash", or 1."""
         if self.attention_share is not None:
             return self.attention_share
         known = self.stack.attention_share(self.cluster.chip) if self.attention_kind == "flash" else None
@@ -362,7 +362,7 @@ class StepProblem:
     @property
     def optimizer_bytes(self) -> int:
         """Return the bytes of optimizer state per parameter, with an fp32 copy of weights below fp32."""
-        return _OPTIMIZER_BYTES[self.optimizer] + (4 if self.item_bytes < 4 else 0)
+        return OPTIMIZERS[self.optimizer].total_bytes + (4 if self.item_bytes < 4 else 0)
 
     @property
     def priced_cluster(self) -> Cluster:

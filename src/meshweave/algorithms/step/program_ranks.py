@@ -67,7 +67,10 @@ class ProgramRanks:
         )
 
     def mesh(self, rank: int) -> Mesh:
-        """Return the mesh of a pipeline rank with the axes of a block: data, context, and two of tensor ranks."""
+        """Return the mesh of pipeline rank `rank` with the axes of a block: data, context, two of tensor ranks.
+
+        Its ranks are numbered as in the program, where only the replicas that are simulated have ranks.
+        """
         p = self.here
         strides = (
             p.stride("data"),
@@ -79,7 +82,10 @@ class ProgramRanks:
         return _strided(f"p{rank}", shape, STAGE_AXES, strides, rank * p.stride("pipeline"))
 
     def replica_mesh(self, rank: int) -> Mesh:
-        """Return the mesh of a pipeline rank with an axis for each group of replicas and one of tensor ranks."""
+        """Return the mesh of pipeline rank `rank` with an axis per group of replicas, and one of tensor ranks.
+
+        Axes are ordered by stride, the widest first. Ranks are numbered as for `mesh`.
+        """
         p = self.here
         groups = (replica_groups(p) or ((1, p.stride("data")),)) if self.copies > 1 else self.groups
         axes = [(f"replica{number}", *group) for number, group in enumerate(groups)]
@@ -101,7 +107,10 @@ class ProgramRanks:
         return _strided(f"{EXPERTS}{rank}", shape, names, strides, rank * self.here.stride("pipeline"))
 
     def copies_of_experts(self) -> Iterator[tuple[str, int]]:
-        """Yield ("mesh.axis", copies that a rank along it stands for) of the axes of experts that are folded."""
+        """Yield ("mesh.axis", copies) for each axis of an expert mesh along which one rank stands for several.
+
+        `copies` is that number of ranks, the simulated one included.
+        """
         for rank in range(self.p.pipeline if self.is_routed else 0):
             for (name, _, _), copies in self._expert_axes():
                 if copies > 1:
@@ -127,7 +136,10 @@ class ProgramRanks:
                 yield self._expert_mesh(rank)
 
     def bucket_ranks(self, rank: int) -> tuple[BucketRanks, BucketRanks | None]:
-        """Return the ranks of a pipeline rank's buckets: those of all but experts, and of experts or None."""
+        """Return where a pipeline rank's buckets lie: (those of all weights but experts', those of experts).
+
+        The second is None for a model without experts.
+        """
         others = BucketRanks(self.replica_mesh(rank), ("tensor",), self.settings)
         if not self.is_routed:
             return others, None
@@ -136,7 +148,10 @@ class ProgramRanks:
         return others, BucketRanks(mesh, own, self.expert_settings)
 
     def unfolded(self, mesh: Mesh) -> Mesh:
-        """Return a mesh of the program with its ranks numbered as in the whole step, of the first replicas."""
+        """Return `mesh`, a mesh of the program, with its ranks numbered as in the whole step.
+
+        The simulated replicas are the first ones of the whole step.
+        """
         stride, size = self.here.stride("data"), self.here.data
         ranks = (
             rank // (stride * size) * stride * self.p.data + rank % (stride * size) for rank in mesh.ranks

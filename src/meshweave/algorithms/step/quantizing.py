@@ -27,7 +27,10 @@ class Quantizing(NamedTuple):
 
 
 def quantizing(problem: StepProblem, parallelism: Parallelism, part: str) -> Quantizing:
-    """Return what casts to low precision add to a layer's part, "forward" or "backward"."""
+    """Return the bytes and kernels that casts to low precision add to a layer's part, "forward" or "backward".
+
+    They are those of one micro-batch on one rank; both 0 without a recipe.
+    """
     recipe = problem.recipe
     if recipe is None:
         return Quantizing()

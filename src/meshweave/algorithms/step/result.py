@@ -114,7 +114,10 @@ class Step(Shown):
 
     @cached_property
     def parts(self) -> StepParts:
-        """Return the parts of the step's time in seconds, on the pipeline rank that works longest."""
+        """Return the parts of the step's time in seconds, on the pipeline rank that works longest.
+
+        They add up to `time_s`.
+        """
         timed = self.stages.pipeline(with_transfers=False)
         times, count = self.stages.times, self.num_micro_batches
         busiest = max(

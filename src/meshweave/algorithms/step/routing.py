@@ -22,7 +22,10 @@ SEED = 0
 
 
 def expert_ranks(problem: StepProblem, parallelism: Parallelism) -> ExpertRanks | None:
-    """Return the degrees of a layer's experts, and the expected load of the busiest rank; None without any."""
+    """Return how a layer's experts are divided over ranks, and the load of the busiest; None without experts.
+
+    The load is its expected number of copies of tokens, divided by the mean of all ranks.
+    """
     experts = problem.model.layer.num_experts
     if experts == 1:
         return None

@@ -54,6 +54,8 @@ class SoftwareStack:
         step_s: seconds of a step outside the model: data, logging, norms of gradients.
         fragmentation: bytes that the allocator cannot use, as a share of activations and buffers, besides the gaps
             that the loss leaves (`framework_memory.LOGIT_BYTES`).
+        part_hosts: how many times as long the collectives of dense weights' replicas take where a group lies on
+            several hosts and has not all chips of a host. Fitted to a stack's runs; its cause is not known.
         regathers: whether ZeRO-2 gathers weights for each micro-batch, as FSDP's SHARD_GRAD_OP does, and not once
             a step. It says what the stack does; it is no constant.
         blocks_transfers: whether pipeline ranks wait for each transfer that they send, as Megatron-LM did before
@@ -83,6 +85,10 @@ class SoftwareStack:
         hides_tensor: whether a product multiplies the parts of an operand as tensor ranks send them, and sends
             those of a result as it has them, in layers without experts and in 8 bits or more.
         waits_for_gathers: whether nothing overlaps with ZeRO-1's gathers of weights, which the optimizer issues.
+        sums_after: whether ZeRO-1 sums whole gradients after the last backward part, beside nothing, and takes the
+            norm of all of them and scales them, not of a shard.
+        keeps_gathered: whether a layer's operands that tensor ranks gathered are kept for the backward part as
+            they are, and not gathered again there.
         stops_early: whether full recomputation of a layer ends before its last product, of which nothing is kept.
         sustains: whether products run at the share of their rate that chips sustain in published training
             (`sustained_share` of their kernels) and not at the rate of products alone.
@@ -111,8 +117,8 @@ class SoftwareStack:
         runs: what the stack can execute.
 
     Raises:
-        DescriptionError: `overlap` is not from 0 to 1, `launch_s`, `step_s` or `fragmentation` is negative, or
-            `sharding` is unknown.
+        DescriptionError: `overlap` is not from 0 to 1, `launch_s`, `step_s` or `fragmentation` is negative,
+            `part_hosts` is below 1, or `sharding` is unknown.
     """
 
     name: str = "ideal"
@@ -120,6 +126,7 @@ class SoftwareStack:
     launch_s: float = 0.0
     step_s: float = 0.0
     fragmentation: float = 0.0
+    part_hosts: float = 1.0
     regathers: bool = False
     blocks_transfers: bool = False
     host: HostRates | None = None
@@ -139,6 +146,8 @@ class SoftwareStack:
     waits_for_tensor: bool = False
     hides_tensor: bool = False
     waits_for_gathers: bool = False
+    sums_after: bool = False
+    keeps_gathered: bool = False
     stops_early: bool = False
     sustains: bool = False
     sharding: Literal["zero", "fsdp", "fsdp2"] = "zero"
@@ -156,17 +165,20 @@ class SoftwareStack:
     def __post_init__(self) -> None:
         if not 0 <= self.overlap <= 1:
             raise DescriptionError(f"stack {self.name}: overlap is {self.overlap}; give a share from 0 to 1")
-        if min(self.launch_s, self.step_s, self.fragmentation) < 0:
-            raise DescriptionError(f"stack {self.name}: a constant is negative; give at least 0")
+        if min(self.launch_s, self.step_s, self.fragmentation) < 0 or self.part_hosts < 1:
+            raise DescriptionError(
+                f"stack {self.name}: a constant is negative, or part_hosts below 1; give at least 0, and 1"
+            )
         if self.sharding not in _SHARDINGS:
             raise DescriptionError(
                 f"stack {self.name}: sharding is '{self.sharding}'; give one of {', '.join(_SHARDINGS)}"
             )
 
     def attention_share(self, chip: Chip) -> tuple[str, float] | None:
-        """Return (how names of the chips begin on which it was fitted, share of the chip's attention rate).
+        """Return the (beginning of chip names, share) of `attention_shares` that holds for a chip, or None.
 
-        None if there is none. A share for the chip comes before one for the chip that it is fitted as.
+        The share is the FLOP rate of the stack's attention kernel over that of the chip's constants. An entry
+        for the chip's own name comes before one for `chip.fitted_as`.
         """
         shares = self.attention_shares
         return next(

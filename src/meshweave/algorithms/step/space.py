@@ -192,7 +192,13 @@ class StepLayout:
     def choice(
         self, micro_batch: int, schedule: str, virtual: int, zero: int, recompute: Recompute
     ) -> Parallelism:
-        """Return the configuration with this layout and these arguments, which a layout leaves open."""
+        """Return the configuration with this layout and these arguments, which a layout leaves open.
+
+        Args:
+            micro_batch: its sequences.
+            virtual: stages per pipeline rank.
+            zero: ZeRO level, 0 to 3.
+        """
         return Parallelism(
             data=self.data,
             pipeline=self.pipeline,
@@ -260,7 +266,11 @@ class StepSpace:
         )
 
     def tensors(self, ranks: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield (strategy, tensor degree) for `ranks` tensor-parallel ranks; a single rank has one strategy."""
+        """Yield (strategy, tensor degree) for `ranks` tensor-parallel ranks.
+
+        The degree is `ranks` for a one-dimensional strategy, else the shape (d1, d2) of a mesh of as many ranks.
+        A single rank has the first strategy of the options alone.
+        """
         options, heads = self.options, self.problem.model.layer.attentions[0].heads
         if ranks == 1:
             yield options.strategies[0], 1
@@ -303,15 +313,20 @@ class StepSpace:
         return tuple(pairs)
 
     def orders(self, sizes: DegreeSizes) -> tuple[Order, ...]:
-        """Return the options' orders, else those that differ on the cluster, the one of `DEGREES` first."""
+        """Return the orders in which to lay the degrees on the chips, each with the innermost degree first.
+
+        They are those of the options; else those that differ in the links on which a degree communicates, the
+        order of `DEGREES` first.
+        """
         if self.options.orders is not None:
             return self.options.orders
         return distinct_orders(self.problem.cluster, sizes)
 
     def micro_batches(self, data: int) -> tuple[int, ...]:
-        """Return the sizes of a micro-batch to try, in sequences: divisors of a replica's share of the batch.
+        """Return the sizes of a micro-batch to try, in sequences, ascending: divisors of a replica's batch.
 
-        Those of the options; else up to `MAX_MICRO_BATCH`, each at least twice the one before.
+        `data` is the data degree. The sizes are those that the options name; where they name none, 1 and sizes
+        up to `MAX_MICRO_BATCH`, each at least twice the one before.
         """
         share, given = self.problem.batch // data, self.options.micro_batches
         if given is not None:

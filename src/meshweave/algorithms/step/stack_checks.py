@@ -13,7 +13,10 @@ from meshweave.base.limits import STEP_LAYERS
 
 
 def check_runs(stack: SoftwareStack, kind: str, value: object) -> None:
-    """Raise UnsupportedError if a stack does not execute a value of `kind`, an attribute of `StackRuns`."""
+    """Raise UnsupportedError if a stack does not execute `value`.
+
+    `kind` is the attribute of `StackRuns` that lists what is executed of its kind, such as "schedules".
+    """
     values = stack.runs.values_of(kind)
     if values is None or value in values:
         return
@@ -48,9 +51,11 @@ def schedule_run(schedule: str, virtual_stages: int) -> str:
 
 
 def check_problem(problem: StepProblem) -> None:
-    """Raise UnsupportedError if the problem's stack does not execute its precision, or models with experts.
+    """Raise an error where a step of this problem cannot be priced on its stack.
 
-    Raises DescriptionError if the model has more than `base.limits.STEP_LAYERS` layers.
+    Raises:
+        UnsupportedError: the stack does not execute the precision, or the model has experts and it runs none.
+        DescriptionError: the model has more than `base.limits.STEP_LAYERS` layers.
     """
     if problem.model.num_layers > STEP_LAYERS.most:
         raise DescriptionError(f"model {problem.model.name} {STEP_LAYERS.refusal(problem.model.num_layers)}")

@@ -138,6 +138,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "runs_programs": False,
         "gradient_passes": (1.0, 2.0),
         "waits_for_gathers": True,
+        "waits_for_tensor": True,
+        "keeps_gathered": True,
+        "sums_after": True,
         "adds_gradients_late": True,
         "buckets_gradients": True,
         "layers_by_cost": True,
@@ -160,14 +163,17 @@ one kernel, and copies out what it gathers. Checkpoints of PyTorch from 2.1 on s
 (torch.utils.checkpoint, set_checkpoint_early_stop). nanotron's loss (parallel/tensor_parallel/functional.py,
 sharded_cross_entropy): a cast to fp32 (2 + 4), the greatest (4), a difference, an exponential (8 + 8), their
 sum (4) and a quotient (8); its gradient scaled (8) and cast back (6). Its ZeRO-1 (distributed.py,
-all_gather_coalesced, reduce_scatter_coalesced; optim/zero.py) moves a list of buffers, one a replica: of six
-tensors a layer (queries, keys and values are one, and gate and up). megatron-core is Megatron-Core with
-Transformer Engine, as NeMo and Megatron-Bridge run it: norms, rotations, activations and sums of the residual are
-a kernel each, as a block counts them, and products add to gradients (megatron/core/fusions); its recipes of dense
-models have collectives of tensor ranks in rings inside of products (megatron/bridge, recipes and
-training/comm_overlap.py: RingExchangeOverlapCfg), but not in NVFP4. maxtext is MaxText on
-TPUs: XLA fuses what stands between products and computes only what is read of a layer that runs again; weights are
-in fp32, sharded over a slice, and cast as they are gathered (configs/base.yml)."""
+all_gather_coalesced; optim/zero.py) gathers a list of buffers, one a replica: of six tensors a layer (queries,
+keys and values are one, and gate and up). It is not wrapped for replicas (trainer.py, make_ddp): the fp32
+gradients of a rank are one buffer, which is summed after the last backward part (training_step,
+reduce_scatter=False), and all of it is clipped (optim/clip_grads.py). Its products wait for their collectives and
+autograd keeps what they multiplied, gathered, unless asked otherwise (tp_linear_async_communication;
+differentiable_all_gather). megatron-core is Megatron-Core with Transformer Engine, as NeMo and Megatron-Bridge run
+it: norms, rotations, activations and sums of the residual are a kernel each, as a block counts them, and products
+add to gradients (megatron/core/fusions); its recipes of dense models have collectives of tensor ranks in rings
+inside of products (megatron/bridge, recipes and training/comm_overlap.py: RingExchangeOverlapCfg), but not in
+NVFP4. maxtext is MaxText on TPUs: XLA fuses what stands between products and computes only what is read of a layer
+that runs again; weights are in fp32, sharded over a slice, and cast as they are gathered (configs/base.yml)."""
 
 
 def stack_names() -> tuple[str, ...]:

@@ -37,9 +37,10 @@ def _layers_by_cost(num_layers: int, num_stages: int, layer: int, head: int) -> 
 
 
 def stage_kinds(problem: StepProblem, layers: Sequence[int]) -> tuple[tuple[float, ...], ...]:
-    """Return for each stage its number of layers of each of `problem.kinds`; a stage without layers has ().
+    """Return for each stage how many of its layers are of each of `problem.kinds`; () for one without layers.
 
-    () where layers are of one kind, or their order is not known.
+    `layers` has the number of layers of each stage. The result is () where all layers of the model are of one
+    kind, or their order is not known.
     """
     if len(problem.kinds) == 1 or not problem.model.layers:
         return ()
@@ -101,7 +102,10 @@ def rank_layers(
     """Return the number of layers of each pipeline rank of a schedule, over all its stages.
 
     Args:
-        costs: (of a layer, of the head) to divide stages by; None for evenly (`stage_layers`).
+        schedule: its name.
+        num_ranks: the number of pipeline ranks.
+        virtual_stages: stages per pipeline rank.
+        costs: multiplications per token of (a layer, the head), by which stages are balanced; None: evenly.
     """
     counts = [0] * num_ranks
     layers = stage_layers(num_layers, num_ranks * virtual_stages, costs)

@@ -11,6 +11,7 @@ from meshweave.algorithms.step.data_parallel import (
     DataParallelTime,
     data_parallel_time,
     exposed_s,
+    sums_after,
 )
 from meshweave.algorithms.step.host import IssueCounts
 from meshweave.algorithms.step.layers import (
@@ -49,8 +50,9 @@ class StageTime:
         host_s: seconds in which the chip waits for its host.
         bound_s: seconds of whole parts in which the host sets the pace; `host_s` where it does in none.
         issued_s: seconds in which the host issues the two parts; 0 without a known host.
-        layer_s: seconds of a layer in the forward part, and in the backward part with recomputation, the mean
-            over kinds: without data-parallel collectives, with the layer's share of waits for the host.
+        layer_s: seconds of a layer in the forward part, and in the part beside which gradients are reduced, the
+            mean over kinds: without data-parallel collectives, with the layer's share of waits for the host. The
+            latter is the backward part with recomputation, or of `split_s` the second.
         data_parallel: the collectives of a layer's weights, the mean over kinds.
         split_s: the backward part in two: gradient of the residual, with recomputation, and gradients of
             weights, with their reductions; None where the schedule has whole backwards alone, or tasks are not
@@ -135,7 +137,10 @@ class Stages:
         return ActionTimes(tuple(forward), tuple(inputs), tuple(weights), transfers, tuple(saved))
 
     def pipeline(self, with_transfers: bool = True) -> PipelineTime:
-        """Return when the pipeline ranks end their last actions, with or without the time of transfers."""
+        """Return when each pipeline rank ends its last action, in picoseconds from the first one's begin.
+
+        Without `with_transfers`, sending a micro-batch between stages takes no time.
+        """
         times, p = self.action_times(with_transfers), self.parallelism
         if p.pipeline == 1:
             total = self.micro_batches * sum(times.forward)
@@ -193,7 +198,8 @@ class Stages:
 
     def reductions_s(self, rank: int) -> float:
         """Return the seconds that reductions of gradients add after a pipeline rank's last backward part."""
-        p, overlap = self.parallelism, self.problem.stack.overlap
+        p = self.parallelism
+        overlap = 0.0 if sums_after(self.problem, p) else self.problem.stack.overlap
         head = self.stage_ranks[-1]
         head_s = self.data_parallel.table_s if self._has_own_head(rank) else 0.0
         after_all_s = self.data_parallel.tied_s if rank in (0, head) else 0.0
@@ -208,7 +214,12 @@ class Stages:
 
 
 def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
-    """Return the stages of a step and their times. Raises LayoutError where a strategy does not fit."""
+    """Return the stages of a step and their times.
+
+    Raises:
+        UnsupportedError: there is no such strategy.
+        LayoutError: the strategy does not fit the model or the ranks.
+    """
     layers = stage_layers(problem.model.num_layers, parallelism.num_stages, layer_costs(problem))
     layer, ends = layer_time(problem, parallelism), ends_time(problem, parallelism)
     data_parallel = data_parallel_time(problem, parallelism)
@@ -222,11 +233,13 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
             own = mean_layer_time(problem, parallelism, counts) if counts else layer
             of_replicas = data_parallel_time(problem, parallelism, counts) if counts else data_parallel
             at_ends = [end for end, is_here in zip(ends, key[1:], strict=True) if is_here]
-            exposed = _sharded_s(problem, parallelism, count, own, of_replicas, *key[1:])
+            sharded = _Sharded(problem, parallelism, key, of_replicas, ends)
+            back_s = own.backward.total_s + own.recompute.total_s
+            exposed = sharded.gathers_s(own.forward.total_s), sharded.reduces_s(back_s)
             time = _stage_time(count, own, at_ends, of_replicas, *exposed)
             issued_s = _issued_s(problem, parallelism, count, own, at_ends)
             time = _with_host(time, count, issued_s, pools=not problem.stack.blocks_transfers)
-            known[key, counts] = replace(time, split_s=_split_s(problem, parallelism, time, counts, *key))
+            known[key, counts] = _with_split(sharded, time, counts)
         times.append(known[key, counts])
     transfer_s, sends_parts = 0.0, False
     if parallelism.pipeline > 1:
@@ -236,58 +249,84 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
     return Stages(problem, parallelism, layers, tuple(times), layer, data_parallel, transfer_s, sends_parts)
 
 
-def _sharded_s(
-    problem: StepProblem,
-    parallelism: Parallelism,
-    count: int,
-    layer: LayerTime,
-    data_parallel: DataParallelTime,
-    is_first: bool,
-    is_last: bool,
-) -> tuple[float, float]:
-    """Return the seconds that gathers and reductions of each micro-batch add to the forward and backward parts."""
-    zero, stack = parallelism.zero, problem.stack
-    gathers_s = reduces_s = 0.0
-    has_both = is_first and is_last
-    head = int(is_last and not (has_both and problem.model.tied_embeddings))
-    before, queued = (is_first + head, 0) if stack.sharding != "zero" else (int(is_first), head)
-    if zero == 3 or (zero == 2 and stack.regathers):
-        of_table_s = data_parallel.table_gather_s
-        numbers = count, layer.forward.total_s, data_parallel.gather_s, stack.overlap
-        gathers_s = before * of_table_s + exposed_s(*numbers, queued * of_table_s)
-    if zero >= 2:
-        back_s = layer.backward.total_s + layer.recompute.total_s
-        again_s = data_parallel.gather_s if zero == 3 else 0.0
-        of_table_s = data_parallel.table_s
-        numbers = count, back_s, data_parallel.reduce_s + again_s, stack.overlap
-        reduces_s = before * of_table_s + exposed_s(*numbers, queued * of_table_s)
-    return gathers_s, reduces_s
+@dataclass(frozen=True)
+class _Sharded:
+    """What collectives of the weights of each micro-batch add to the parts of a stage.
 
-
-def _split_s(
-    problem: StepProblem,
-    parallelism: Parallelism,
-    time: StageTime,
-    counts: tuple[float, ...],
-    count: int,
-    is_first: bool,
-    is_last: bool,
-) -> tuple[float, float] | None:
-    """Return the seconds of the backward part of a stage in two, where its schedule runs them apart.
-
-    Exposed reductions follow the gradients of weights. `counts` are the stage's layers of each kind; () for one.
+    Attributes:
+        key: the stage's number of layers, and whether it is the first and the last.
+        of: the collectives of a layer and of a table.
+        ends: the times of embedding and head, of which the stage has those that `key` says. Beside them the first
+            layer's weights are gathered, and the last one's gradients reduced.
     """
-    p = parallelism
+
+    problem: StepProblem
+    parallelism: Parallelism
+    key: tuple[int, bool, bool]
+    of: DataParallelTime
+    ends: tuple[LayerTime, LayerTime]
+
+    def _added_s(
+        self, compute_s: float, moved_s: float, table_s: float, *beside: tuple[bool, float, float]
+    ) -> float:
+        """Return the seconds by which a part is longer whose layers compute and move so long each.
+
+        Args:
+            table_s: seconds of a table's collective.
+            beside: (whether the stage has an end of the model, seconds of a collective before or after all layers,
+                seconds of that end, which hide it).
+        """
+        count, is_first, is_last = self.key
+        overlap = self.problem.stack.overlap
+        head = int(is_last and not (is_first and self.problem.model.tied_embeddings))
+        alone, queued = (
+            (is_first + head, 0) if self.problem.stack.sharding != "zero" else (int(is_first), head)
+        )
+        exposed = exposed_s(count, compute_s, moved_s, overlap, queued * table_s)
+        hidden = sum(min(overlap * move_s, end_s) for is_here, move_s, end_s in beside if is_here and count)
+        return alone * table_s + max(exposed - hidden, 0.0)
+
+    def gathers_s(self, compute_s: float) -> float:
+        """Return the seconds that gathers add to the forward part, of `compute_s` a layer."""
+        zero, stack = self.parallelism.zero, self.problem.stack
+        if zero < 2 or (zero == 2 and not stack.regathers):
+            return 0.0
+        gather_s, end_s = self.of.gather_s, self.ends[0].forward.total_s
+        return self._added_s(compute_s, gather_s, self.of.table_gather_s, (self.key[1], gather_s, end_s))
+
+    def reduces_s(self, compute_s: float, parts: tuple[bool, bool] = (True, True)) -> float:
+        """Return the seconds that gathers and reductions add to a backward part, of `compute_s` a layer.
+
+        `parts` says whether it has the gradients of the residual, which gathers precede, and of weights.
+        """
+        if self.parallelism.zero < 2:
+            return 0.0
+        again_s = self.of.gather_s if self.parallelism.zero == 3 and parts[0] else 0.0
+        reduce_s, table_s = (self.of.reduce_s, self.of.table_s) if parts[1] else (0.0, 0.0)
+        backs_s = [end.backward.total_s for end in self.ends]
+        beside = (self.key[1], reduce_s, backs_s[0]), (self.key[2], again_s, backs_s[1])
+        return self._added_s(compute_s, again_s + reduce_s, table_s, *beside)
+
+
+def _with_split(sharded: _Sharded, time: StageTime, counts: tuple[float, ...]) -> StageTime:
+    """Return the time of a stage with its backward part in two, where its schedule runs them apart.
+
+    Exposed reductions follow the gradients of weights, and gathers precede those of the residual. `counts` are the
+    stage's layers of each kind; () for one.
+    """
+    problem, p, (count, *is_at) = sharded.problem, sharded.parallelism, sharded.key
     if p.pipeline == 1 or not splits_backward(p.schedule, p.pipeline, p.virtual_stages):
-        return None
+        return time
     of_layer, of_ends = layer_split(problem, p, counts), ends_split(problem, p)
     if of_layer is None or of_ends is None:
-        return None
-    ends = [end for end, is_here in zip(of_ends, (is_first, is_last), strict=True) if is_here]
+        return time
+    ends = [end for end, is_here in zip(of_ends, is_at, strict=True) if is_here]
     soon, late = (count * of_layer[part].total_s + sum(end[part].total_s for end in ends) for part in (0, 1))
-    joint_s = time.backward_s - time.recompute_s - time.reduced_s
-    late = max(late, joint_s - soon)
-    return soon + time.recompute_s, late + time.reduced_s
+    late = max(late, time.backward_s - time.recompute_s - time.reduced_s - soon)
+    late_s, soon_s = of_layer[1].total_s, of_layer[0].total_s + time.recompute_s / max(count, 1)
+    soon += time.recompute_s + sharded.reduces_s(soon_s, (True, False))
+    late += sharded.reduces_s(late_s, (False, True))
+    return replace(time, split_s=(soon, late), layer_s=(time.layer_s[0], late_s))
 
 
 def _stage_time(

@@ -14,6 +14,7 @@ from meshweave.algorithms.pipeline.action_times import TimedSchedule, time_sched
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.algorithms.step.block_time import layer_block
 from meshweave.algorithms.step.compose import update_times_s
+from meshweave.algorithms.step.data_parallel import sums_after
 from meshweave.algorithms.step.pipeline import schedule_of
 from meshweave.algorithms.step.result import Step
 from meshweave.base.units import format_bytes, to_s
@@ -76,9 +77,10 @@ class StepTimeline:
 
 
 def step_timeline(step: Step) -> StepTimeline:
-    """Return when actions, optimizer and software of a step run, and on other lanes transfers and collectives.
+    """Return when a step's actions, optimizer and software run on each pipeline rank.
 
-    Very large steps are cut to fewer micro-batches and pipeline ranks, at most `MAX_RANKS`; `remark` says so.
+    Other lanes have what hosts issue, messages between stages, and collectives of replicas. Very large steps are
+    cut to fewer micro-batches and to at most `MAX_RANKS` pipeline ranks; `remark` says so.
     """
     timed, count = _timed(step)
     p = step.parallelism
@@ -220,7 +222,8 @@ def _replica_spans(step: Step, timed: TimedSchedule, rank: int, shift_s: float) 
             time = stages.times[stage]
             for left in reversed(range(stages.layers[stage])):
                 name = f"reduce the gradients of a layer of stage {stage}"
-                ready_s = last[stage] - left * time.layer_s[1] if stack.overlap else rank_end_s
+                hides = stack.overlap and not sums_after(step.problem, p)
+                ready_s = last[stage] - left * time.layer_s[1] if hides else rank_end_s
                 begin_s = max(ready_s, free_s)
                 free_s = begin_s + time.data_parallel.reduce_s
                 spans += _split(begin_s, free_s, rank_end_s, name, exposed_after=True)

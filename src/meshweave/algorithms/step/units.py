@@ -172,7 +172,10 @@ class Unit:
         yield from (self.parts.forward.buffer_of[name] for name in self.parts.kept)
 
     def buffers_of(self, names: tuple[str, ...]) -> Iterator[tuple[Program, Buffer]]:
-        """Yield (program, buffer) for the inputs and outputs with these names, each once."""
+        """Yield (program, buffer) for the inputs and outputs with these names.
+
+        Each name counts once: in the forward program, or if it is not there in the backward one.
+        """
         seen: set[str] = set()
         for program in (self.parts.forward, self.parts.backward):
             for buffer in program.buffers:

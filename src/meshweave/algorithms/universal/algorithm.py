@@ -127,7 +127,8 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
     ) -> Iterator[UniversalConfig]:
         """Yield the configs for which all copies of C surely have the same bits, the simplest first.
 
-        All have the default `num_slices` and `prefetch`, which a tuner varies besides.
+        All have the default `num_slices` and `prefetch`, which a tuner varies besides. `cluster` makes no
+        difference.
         """
         return (
             config

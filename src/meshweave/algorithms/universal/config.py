@@ -70,7 +70,10 @@ class UniversalConfig:
 
 
 def replica_groups(problem: UniversalProblem, redundant_axes: tuple[int, ...]) -> dict[int, int]:
-    """Return for each rank the number of its group; the ranks of a group together compute one replica of C."""
+    """Return for each rank the number of its group, from 0; a group's ranks together compute a replica of C.
+
+    `redundant_axes` are positions of axes of C's mesh: ranks of a group have equal coordinates along them.
+    """
     mesh = problem.c.mesh
     numbers: dict[tuple[int, ...], int] = {}
     group_of = {}

@@ -144,7 +144,10 @@ def direct_order(steps: Sequence[ProductStep], rank: int) -> IssueOrder:
 def schedule_stages(
     kind: ScheduleKind, graph: ScheduleGraph, effort: SearchEffort = SearchEffort()
 ) -> tuple[IssueStage, ...]:
-    """Return the stages of the schedule `kind` for one rank, within the limits of the effort."""
+    """Return the stages that the schedule `kind` makes of one rank's fetches, products and accumulates.
+
+    `effort` limits the search, and what one stage has.
+    """
     if kind == "exhaustive":
         return exhaustive_search(graph, effort).stages
     return _heuristic_stages(kind, graph, effort.max_selections, effort.limits)
@@ -152,7 +155,7 @@ def schedule_stages(
 
 @lru_cache(maxsize=4096)
 def exhaustive_search(graph: ScheduleGraph, effort: SearchEffort = SearchEffort()) -> ScheduleSearchResult:
-    """Return the result of the exhaustive search for one rank, within the limits of the effort."""
+    """Return the fastest stages that branch and bound finds for one rank's `graph`, within limits `effort`."""
     return exhaustive(
         graph, effort.limits, max_states=effort.max_states, max_selections=effort.max_selections
     )

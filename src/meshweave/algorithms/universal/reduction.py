@@ -121,10 +121,10 @@ def replicas_of(slicing: Slicing, rank: int) -> tuple[int, ...]:
 
 
 def share_to_sum(slicing: Slicing, rank: int) -> tuple[Span, Span]:
-    """Return which part of its shard of C a rank sums over its replicas, which then copy it.
+    """Return which part of its shard of C a rank sums over the replicas of C in its group, which then copy it.
 
-    It is (rows, columns), each [start, stop) in the shard: a cut along the longer dim of C, and the other dim
-    whole.
+    It is (rows, columns), each [start, stop) in the shard. The replicas share the longer dim of C; the other
+    dim is whole.
     """
     c = slicing.matrices["c"]
     rows, columns = c.shape(rank)

@@ -38,9 +38,10 @@ ProductKey = tuple[BlockKey, ClassPair, tuple[int, int], CommonRun]
 
 
 def split_counts(runs: Sequence[CommonRun], num_slices: int) -> list[int]:
-    """Return into how many parts each run is cut: about as long, and `num_slices` or more in all.
+    """Return into how many parts each run is cut; none has over ceil(total of `runs` / `num_slices`) indices.
 
-    They are fewer only where the runs have fewer elements together. An empty run has 0 parts.
+    With several runs there may be more parts in all than `num_slices`; fewer where that length does not divide
+    the total: one run of 9 indices and 6 slices give 5 parts. An empty run has 0 parts.
     """
     total = sum(run.size for run in runs)
     longest = max(-(-total // max(num_slices, 1)), 1)
@@ -280,10 +281,10 @@ class Slicing:
         return (*parts[offset:], *parts[:offset])
 
     def steps(self, rank: int) -> list[ProductStep]:
-        """Return the local products of a rank in the order of `runs`, each run cut into equal parts.
+        """Return the local products of a rank in the order of `runs`, each run cut into about equal parts.
 
-        There are `num_slices` or more, fewer only where the loop has fewer indices; none where the rank holds
-        nothing of the stationary matrix.
+        No part is longer than ceil(indices of the loop / `num_slices`), so that there are about `num_slices`
+        products; none where the rank holds nothing of the stationary matrix.
         """
         runs = self.runs(rank)
         counts = split_counts([run for _, run in runs], self.config.num_slices)
@@ -324,7 +325,10 @@ class Slicing:
         return ProductStep((sizes[0], sizes[1], sizes[2]), panels)
 
     def product_key(self, rank: int, part: LoopPart, run: CommonRun) -> ProductKey:
-        """Return a key that is equal for ranks that multiply the same parts of A and B, in whatever groups."""
+        """Return a key of the product that a rank computes in `run` of its loop part `part`.
+
+        It is equal for ranks that multiply the same parts of A and B, whichever group they are in.
+        """
         row, column, term = self.matrices[self.config.stationary].block_of[rank]
         box = row, column, 0 if self.config.stationary == "c" else term
         return box, part.classes, part.terms, run

@@ -42,7 +42,7 @@ def divisors_of(number: int) -> tuple[int, ...]:
 
 
 def factorisations(count: int, num_dims: int) -> tuple[tuple[int, ...], ...]:
-    """Return all tuples of `num_dims` sizes whose product is `count`, in ascending order."""
+    """Return all tuples of `num_dims` sizes whose product is `count`, lexicographically: (1, 6), (2, 3), ..."""
     if num_dims == 1:
         return ((count,),)
     return tuple(

@@ -1,6 +1,6 @@
 """The constants of a chip's kernels: products, attention, element-wise calls and collectives inside a host.
 
-`cost` turns them into seconds (`cost.products`, `cost.attention`, `cost.collectives`), which is also where each
+`cost` turns them into seconds (`cost.products`, `cost.attention`, `cost.libraries`), which is also where each
 constant's place in the formula stands. A chip without them is priced by its one rate.
 """
 
@@ -154,7 +154,7 @@ class SystolicConstants:
 
 @dataclass(frozen=True, slots=True)
 class CpuProductConstants:
-    """What the time of a product in one dtype on one thread of a CPU depends on; see `cost.cpu_products`.
+    """What the time of a product in one dtype on one thread of a CPU depends on; see `cost.products`.
 
     Attributes:
         flops_per_s: FLOP/s of products that stay in the caches.
@@ -224,7 +224,7 @@ class AttentionConstants:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveConstants:
-    """What the time of one kind of collective inside a host depends on; `cost.collectives` has the formula.
+    """What the time of one kind of collective inside a host depends on; `cost.libraries` has the formula.
 
     Attributes:
         launch_s: seconds of a collective of nothing.

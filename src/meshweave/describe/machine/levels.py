@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
@@ -90,6 +90,22 @@ def link_levels(cluster: Cluster) -> tuple[tuple[str, Callable[[float], Cluster]
         return tuple(levels)
     pairs = zip(_axes(network), _axes(with_outer_links(network, 2.0)), strict=True)
     return ((f"links of {', '.join(dict.fromkeys(a.name for a, b in pairs if a != b))}", outer),)
+
+
+def level_under(cluster: Cluster, chips: Iterable[int]) -> int | None:
+    """Return the position in `link_levels` of the outermost links between some chips.
+
+    None where that function leaves these links out: those inside packages of several, and the inner levels of a
+    tree.
+    """
+    network = cluster.network
+    sizes = level_sizes(network)
+    if not sizes:
+        return 0
+    is_outer = len({chip // sizes[-1] for chip in chips}) > 1
+    if isinstance(network, HostsNetwork):
+        return 0 if is_outer else len(link_levels(cluster)) - 1
+    return 0 if is_outer or network.num_chips == sizes[-1] else None
 
 
 def _faster(axis: NetworkAxis, factor: float) -> NetworkAxis:

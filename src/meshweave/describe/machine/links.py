@@ -147,7 +147,10 @@ def slowest_axis(axes: Iterable[NetworkAxis]) -> NetworkAxis:
 
 
 def check_axis(i: int, num_dims: int, shape: tuple[int, ...] | None, num_chips: int) -> None:
-    """Raise LayoutError unless 0 <= `i` < `num_dims`, and `shape` (if any) is `num_dims` sizes for all chips."""
+    """Raise LayoutError where a mesh of `num_dims` axes has no axis `i`, or `num_dims` is below 1.
+
+    Also where `shape`, unless it is None, is not `num_dims` sizes whose product is `num_chips`.
+    """
     check_dims(num_dims)
     if not 0 <= i < num_dims:
         raise LayoutError(f"a mesh of {num_dims} axes has no axis {i}")

@@ -211,7 +211,7 @@ def layer_kinds(data: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def window_of(data: Mapping[str, Any]) -> int | None:
-    """Return the tokens of the attention window that some layers have; None without a window."""
+    """Return the attention window in tokens that a config gives some or all layers; None where it gives none."""
     if data.get("use_sliding_window") is False:
         return None
     kinds = layer_kinds(data)

@@ -121,7 +121,10 @@ def dense_layer(
 
 @lru_cache(maxsize=256)
 def dense_head(hidden: int, vocabulary: int, norm: NormKind) -> LayerGraph:
-    """Return the head as a graph: a norm of Z, then the product with WV (hidden, vocabulary) to LOGITS."""
+    """Return the head as a graph: a norm of Z, the last layer's output, then the product with WV to LOGITS.
+
+    WV is (hidden, vocabulary).
+    """
     residual, words = Features("hidden", hidden), Features("vocabulary", vocabulary)
     return LayerGraph(
         (

@@ -110,7 +110,7 @@ def _import_all() -> None:
 
 
 def node_types() -> NodeTypes:
-    """Return the types of nodes by name: those of this folder, and those of installed packages."""
+    """Return the types of nodes by name: those of `describe.model`, and those of installed packages."""
     _import_all()
     by_name: dict[str, type[LayerNode]] = {}
     todo = LayerNode.__subclasses__()

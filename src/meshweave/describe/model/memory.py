@@ -36,6 +36,24 @@ float32 copy of them, momentum and variance, 4 bytes each (ZeRO, section 3.1). W
 copy, which leaves momentum and variance."""
 
 
+@dataclass(frozen=True)
+class OptimizerStates:
+    """The states that an optimizer keeps of each parameter, besides an fp32 copy of narrower weights.
+
+    Attributes:
+        count: how many: Adam's are momentum and variance (ZeRO, SC '20, section 3.1).
+        num_bytes: the bytes of each.
+    """
+
+    count: int
+    num_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the bytes of all states of a parameter."""
+        return self.count * self.num_bytes
+
+
 def activation_bytes(model: Transformer, workload: Workload, recompute: Recompute = "none") -> int:
     """Return the bytes that the forward pass of one block stores for its backward pass, on all chips together.
 
@@ -122,7 +140,10 @@ class ChipMemory:
         return next((kind for kind in RECOMPUTES if self.total_bytes(kind) <= memory_bytes), None)
 
     def summary(self, memory_bytes: int) -> str:
-        """Return one line of text: bytes by kind of `memory_bytes`, and the least recomputation that fits."""
+        """Return one line: bytes of weights, gradients, Adam and activations beside the chip's `memory_bytes`.
+
+        It ends with whether they fit, and with which kind of recomputation.
+        """
         activations = self.activation_bytes
         kind = self.least_recompute(memory_bytes)
         if kind is None:

@@ -67,7 +67,10 @@ def known_model_type(name: str) -> KnownModelType | None:
 
 
 def not_causal_reason(name: str) -> str | None:
-    """Return why a family without a causal language model in transformers is refused; None for any other name."""
+    """Return why models of `model_type` `name`, without a causal language model in transformers, are refused.
+
+    None for any other name.
+    """
     if name not in model_type_table()["not_causal"]:
         return None
     return f"model_type: '{name}' has no causal language model; only causal decoders of text are supported"

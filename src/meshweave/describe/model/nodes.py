@@ -313,7 +313,7 @@ class Attention(LayerNode):
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Return all that software may keep besides edges; callers choose by `Kept.kind`."""
+        """Return all that software may keep for backward besides edges; callers choose by `Kept.kind`."""
         kinds: tuple[KeptKind, KeptKind] = ("scores", "dropped scores")
         scores = (Kept(kind, self.out, self.heads, by_keys=True) for kind in kinds)
         mask = Kept("score mask", self.out, self.heads, 1, by_keys=True)

@@ -71,7 +71,10 @@ def blocks(x: Array, dim: int, first: int | Array, block: int, stride: int) -> A
 
 
 def put_blocks(x: Array, dim: int, first: int | Array, block: int, stride: int, value: Array) -> Array:
-    """Return x with `value` in the elements [first, first + block) of every `stride` elements of a dim."""
+    """Return x with `value` in the elements [first, first + block) of every `stride` elements of a dim.
+
+    The size of the dim is a multiple of `stride`. `value` has `block` elements for each period there, joined.
+    """
     before, count, after = x.shape[:dim], x.shape[dim] // stride, x.shape[dim + 1 :]
     whole = x.reshape(*before, count, stride, *after)
     pieces = value.reshape(*before, count, block, *after)

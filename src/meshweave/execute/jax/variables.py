@@ -18,10 +18,10 @@ Parts = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def rewritten_whole(program: Program) -> set[str]:
-    """Return the scratch and temporary buffers of which each rank reads just what it last wrote.
+    """Return the names of scratch and temporary buffers of which each rank reads just the view last written.
 
-    So a plain value can stand for each. It holds for every slot, and all views of them begin at 0 in every
-    dim. Buffers that an op under a condition, or in a block for some ranks, reads or writes are left out.
+    So a plain value can stand for each slot. All views of them begin at 0 in every dim, and none is of another
+    rank. Buffers that an op under a condition, or in a block for some ranks, reads or writes are left out.
     """
     names = {buffer.name for buffer in program.buffers if buffer.kind in ("scratch", "temp")}
     names -= _written_by_some(program)
@@ -72,7 +72,10 @@ def written_in_parts(program: Program) -> dict[str, Parts]:
 
 
 def part_number(view: View, parts: Parts) -> int | None:
-    """Return which of `parts` a resolved view is in their dim, by index; None if it is none of them."""
+    """Return the index of the part that a resolved view selects, of `parts`; None if it is none of them.
+
+    `parts` is (dim, (start, stop) of each part along it).
+    """
     selector = view.selectors[parts[0]]
     numbers = {bounds: number for number, bounds in enumerate(parts[1])}
     return numbers.get(selector_bounds(selector)) if isinstance(selector, Range) else None

@@ -42,7 +42,7 @@ class ViewUse:
         return max((self.at[turn, rank].selectors[dim].size for rank in self.turns[turn].ranks), default=0)
 
     def is_even(self, dim: int) -> bool:
-        """Return whether the size of a dim of the view is equal on all ranks, in every turn."""
+        """Return whether in each turn all ranks have views of one size along `dim`; turns may differ in it."""
         return all(
             len({self.at[t, rank].selectors[dim].size for rank in turn.ranks}) <= 1
             for t, turn in enumerate(self.turns)

@@ -213,8 +213,8 @@ class RemoteMemory(ABC):
     def together(self, ranks: Sequence[int], what: str, work: Callable[[], _T]) -> tuple[_T, dict[int, Any]]:
         """Run `work` on all of `ranks`; return (its result here, all ranks' results by rank, as JSON has them).
 
-        Raises BindError, naming ranks, where `work` raises MeshweaveError or OSError on any, or where calls
-        differ; RankLostError or DeadlineError where a rank died or is late.
+        `what` completes "waiting for ..." in errors. Raises BindError where calls differ or `work` raises
+        MeshweaveError or OSError on any rank; RankLostError or DeadlineError where a rank died or is late.
         """
         mine: Any = None
         try:

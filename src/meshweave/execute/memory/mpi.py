@@ -184,7 +184,7 @@ class MpiMemory(RemoteMemory):
         return self._reached[remote.rank, remote.number]
 
     def layout(self, tensor: Tensor, number: str) -> Any:
-        """Return the committed MPI datatype with the shape and strides of a tensor; made once for each.
+        """Return the committed MPI datatype with the shape and strides of a tensor; equal ones are made once.
 
         `number` names MPI's type of one element, such as "FLOAT".
         """

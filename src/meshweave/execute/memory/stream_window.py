@@ -137,7 +137,8 @@ class StreamWindow(Window):
     def fence(self, group: int, what: str) -> Action:
         """Return an action that queues a wait until all ranks of the group have come to the same fence.
 
-        What tells the others follows all that the stream was given before. The host does not wait.
+        It first queues the writes that tell the others that this rank has come, behind all that the stream was
+        given before. The host does not wait.
         """
         ranks = self.groups[group]
         first = sum(len(before) for before in self.groups[:group])

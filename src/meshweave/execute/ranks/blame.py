@@ -149,10 +149,11 @@ class HeartbeatWatch:
         return rank in self._ended or self._silence_s[rank] >= self.stale_s
 
     @property
-    def out_of_order(self) -> list[int]:
-        """The ranks that have beaten once or more, and are now silent or of an ended process, farewell or not.
+    def suspects(self) -> list[int]:
+        """Return the ranks that stopped sending heartbeats: none for `stale_s` seconds, or their process ended.
 
-        Those that are `done` are left out.
+        A rank that announced an error or that it leaves counts too. Ranks whose last state is "done", and ranks
+        that have sent no heartbeat yet, do not.
         """
         beating = {rank: beat for rank, beat in self.beats.items() if beat is not None}
         return [rank for rank, beat in beating.items() if self._is_silent(rank) and beat.state != "done"]
@@ -195,7 +196,7 @@ class BlamedRanks:
 
 
 def ranks_text(ranks: Collection[int]) -> str:
-    """Return ranks in words: `rank 2`, `ranks 2 and 5`, `ranks 2, 5 and 7`."""
+    """Return one or more ranks in words, ascending: `rank 2`, `ranks 2 and 5`, `ranks 2, 5 and 7`."""
     names = [str(rank) for rank in sorted(ranks)]
     if len(names) == 1:
         return f"rank {names[0]}"

@@ -114,7 +114,10 @@ class Heart:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[HeartbeatWatch]:
-        """Hold `round` and yield a watch of all other ranks, which every beat feeds until the block ends."""
+        """Yield a watch of all other ranks, which every beat feeds until the block ends.
+
+        The block runs with `round` held, and a beat needs it: `wait_for_beat` lets go of it meanwhile.
+        """
         with self.round:
             watch = self.add_watch(self._others, self._stale_s)
             try:
@@ -164,7 +167,10 @@ class Heart:
 
     @property
     def is_beating(self) -> bool:
-        """Return whether the thread runs, and its store has answered in the last `stale_s` seconds."""
+        """Return whether the thread runs, has its store, and ended a round in the last `stale_s` seconds.
+
+        Before the first round ends, the time counts from the start of the thread.
+        """
         is_stuck = time.monotonic() - self._last_round > self._stale_s
         return not (self.store_gone or is_stuck) and self._thread.is_alive()
 

@@ -32,7 +32,7 @@ def is_transport(error: BaseException) -> bool:
 
 
 def install_last_words(current: Callable[[], Liveness | None]) -> None:
-    """Say which ranks are to blame where an uncaught error or SIGTERM ends this process.
+    """Let this process print which ranks are to blame where an uncaught error or SIGTERM ends it.
 
     `current` returns the `Liveness` of this process, or None. Installed once for a process, on SIGTERM only from
     the main thread. A handler of SIGTERM that is there stays, and so does one that is set later.

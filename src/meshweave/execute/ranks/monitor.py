@@ -105,7 +105,7 @@ class PeerMonitor:
             # No more than that: a signal may have stopped this process, and no clock.
             quiet_s = quiet_s + min(now - last, 2 * heart.interval_s) if heart.num_rounds == rounds else 0.0
             rounds, last = heart.num_rounds, now
-            suspects = frozenset(self._watch.out_of_order) | heart.news.lost
+            suspects = frozenset(self._watch.suspects) | heart.news.lost
             is_quiet = heart.store_gone or quiet_s >= self._limit_s
             if is_quiet:
                 suspects |= {liveness.rank}  # or the host of the store

@@ -35,7 +35,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the system kill this process when its parent ends; end now where it has ended already."""
+    """Let this process end, without cleanup, when its parent `parent_pid` ends; end now where it has already.
+
+    On Linux the kernel kills it as soon as the thread of the parent that started it ends.
+    """
     if sys.platform == "linux":
         # The kernel sends it when the *thread* that started us ends: `launch` waits in that thread. It is
         # SIGKILL because nobody is left to read a report, and a stuck process must go too.
@@ -128,7 +131,7 @@ def _run(job: LaunchJob, folder: Path, rank: int) -> None:
 def resolve(target: str) -> Callable[[RankContext, dict[str, Any]], Any]:
     """Return the function that `target`, "package.module:function", names.
 
-    Raises BindError where there is none.
+    Raises BindError for text of another form, and where there is no such module or name, or it is not callable.
     """
     module, _, name = target.partition(":")
     if not module or not name:

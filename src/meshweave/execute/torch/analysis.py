@@ -68,9 +68,10 @@ class RankAnalysis:
 
     @cached_property
     def edges(self) -> tuple[tuple[int, ...], ...]:
-        """For each op the indices of the earlier ops that it must wait for.
+        """For each op of this rank, by its index, the indices of the earlier ops that it must wait for.
 
-        With `regions`, those in other lanes are left out: the op waits for their counters (`awaited_regions`).
+        Where `regions` is not None, released products in other lanes are left out: the op waits for their
+        counters instead (`awaited_regions`).
         """
         if self.regions is None:
             return self._all_edges

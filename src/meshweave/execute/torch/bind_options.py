@@ -43,10 +43,11 @@ def checked_products(products: Products, memory: RemoteMemory | None) -> bool:
 def checked_mode(
     program: Program, rank: int, context: TorchContext, mode: Mode | None, order: Sequence[int] | None
 ) -> Mode:
-    """Return the mode to bind for: the default of the context's device where `mode` is None.
+    """Return the mode to bind for; where `mode` is None "linear" for a context on CUDA, else "threads".
 
-    Raises BindError where rank, context, mode and order do not fit; UnsupportedError after a failed run in the
-    context; RankLostError where ranks are known to be lost.
+    Raises BindError where the program has no such rank, the context is of another, "threads" is asked for off
+    the CPU, or `order` for another mode than "linear"; UnsupportedError after a failed run in the context;
+    RankLostError where ranks are known to be lost.
     """
     context.lane_threads.check()
     if rank not in program.ranks:

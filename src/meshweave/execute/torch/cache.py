@@ -73,7 +73,7 @@ class CachedProgram(Generic[ValueT]):
             self._ties.append((mapping, key))
 
     def drop(self) -> None:
-        """Remove the entries that were tied to this program; see `tie`."""
+        """Remove from their mappings all entries that `tie` named, which are of no use without this program."""
         for mapping, key in self._ties:
             mapping.pop(key, None)
         self._ties.clear()

@@ -81,7 +81,10 @@ class CallSequence(SharedCalls):
         return count
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the call that was begun last. `error`, if it raised one, is marked as known to the other ranks."""
+        """End the call begun last.
+
+        `error`, if it raised one, is marked so that no other rank is told of it again.
+        """
         self.order.current = None
         if error is not None:
             mark_as_shared(error)
@@ -90,7 +93,9 @@ class CallSequence(SharedCalls):
     def agreement(self, what: str) -> Iterator[int]:
         """Begin a call in which ranks exchange messages, yield its number, and end it with the block.
 
-        `what` names the call in errors where the context's order has no title. Raises what `begin` raises.
+        `what` names the call in errors where the context's order has no title. Raises BindError where the
+        process group is gone, UnsupportedError once calls were out of order, and what the open call raises,
+        which ends first.
         """
         number = self.begin(CallKind(TALK, self.order.title or what))
         try:
@@ -102,7 +107,7 @@ class CallSequence(SharedCalls):
 
     @contextlib.contextmanager
     def resume(self) -> Iterator[None]:
-        """Make the call that was begun last the current one again in the block, which waits for the rest of it."""
+        """Resume the call begun last, of which the block waits for the rest, and end it with the block."""
         self.order.current = self
         self.order.serial += 1
         try:
@@ -233,7 +238,7 @@ class CallOrder(ContextCalls):
     def sequence(self, ranks: Sequence[int]) -> CallSequence:
         """Return the calls among `ranks`, in any order, of which this rank is one; the first time makes them.
 
-        Raises then BindError where the process group is gone, UnsupportedError after a verdict.
+        Raises then BindError where the process group is gone, UnsupportedError once calls were out of order.
         """
         ranks = tuple(sorted(ranks))
         sequence = self.sequences.get(ranks)
@@ -258,7 +263,7 @@ class CallOrder(ContextCalls):
             call.end()
 
     def check(self) -> None:
-        """Raise BindError where the context's process group is gone, UnsupportedError after a verdict."""
+        """Raise BindError where the process group is gone, UnsupportedError once calls were out of order."""
         if dist.group.WORLD is not self.world:
             raise BindError(
                 "the process group of this context is gone: destroy_process_group() was called; call "
@@ -275,7 +280,7 @@ class CallOrder(ContextCalls):
             raise BindError(self.verdict)
 
     def explain_failure(self) -> None:
-        """Raise BindError where a wait has failed because calls are out of order, here or on the other side."""
+        """Raise BindError if a wait failed because calls are out of order; looks again first, 1 s at most."""
         if self._watch is not None and not self.verdict:
             self._watch.look_now(self._watched)
         self.check_verdict()
@@ -286,7 +291,7 @@ class CallOrder(ContextCalls):
 
     @contextlib.contextmanager
     def titled(self, title: str) -> Iterator[None]:
-        """Give calls that are agreed on or bound in the block this title."""
+        """Let errors name agreements that begin and programs that are bound in the block by this title."""
         before, self.title = self.title, title
         try:
             yield
@@ -347,10 +352,11 @@ def require_process_group() -> None:
 
 @contextlib.contextmanager
 def share_refusal(context: TorchContext, ranks: Sequence[int], title: str) -> Iterator[None]:
-    """Tell the other `ranks`, which may wait for this one, of an error raised inside that they do not know of.
+    """Tell the other `ranks` of an error that the block raises on this rank alone: they may wait for this one.
 
-    The error itself comes out. Calls and agreements inside have `title`, unless they are inside another of
-    these.
+    Others are not told of one that all raise, or that is of ranks lost or late. The error itself comes out, or
+    BindError for one of torch.distributed where calls are out of order. Calls and agreements in the block have
+    `title`, or that of a block of this kind around it.
     """
     if not context.is_distributed or len(ranks) == 1 or context.rank not in ranks:
         yield

@@ -178,7 +178,7 @@ class WatchedCalls:
         self._circle: tuple[_Seen, ...] = ()
 
     def record(self) -> Record:
-        """Return the record of this rank's calls, for the store."""
+        """Return the record of this rank's calls to put into the store; its "beat" counts how many were made."""
         order = self._order
         current = order.current
         self._beat += 1
@@ -217,13 +217,15 @@ class WatchedCalls:
         return {rank: known[rank] for rank in sequence.ranks if rank in known}
 
     def look(self, store: Any, *, is_urgent: bool = False) -> None:
-        """Compare the call under way with other ranks' if it was under way at the last `look`, too.
+        """Compare the call under way with other ranks', if the last `look` saw the same call.
 
-        Where they are out of order, write the verdict to the store and end this rank's waits.
+        Comparisons of one call are 0.1 s apart at first, and up to 1 s later. Each writes this rank's record.
+        Where calls are out of order, or another rank has refused the call or has a verdict, the verdict is
+        written to the store and this rank's waits end. Nothing is compared after a verdict.
 
         Args:
             store: where the ranks' records are.
-            is_urgent: whether a wait has failed, so that calls are compared at once.
+            is_urgent: compare at once, because a wait has failed.
         """
         order = self._order
         sequence, serial = order.current, order.serial
@@ -318,7 +320,7 @@ class WatchedCalls:
 def out_of_order(parties: Mapping[tuple[str, str], list[int]], number: int) -> str:
     """Return the sentence of an error that ranks did different things in call `number`.
 
-    `parties` are the ranks of each (key, title) of what they did.
+    `parties` are the ranks that did the same, by the (key, title) of the `CallKind` that they did.
     """
     titles = [title for _, title in parties]
     sides: list[str] = []

@@ -351,7 +351,8 @@ class TorchContext:
         """End the threads, empty the caches and destroy the process groups; programs bound in this context
         run no more.
 
-        Collective where a cache holds memory of MPI, whose windows are freed by all of their ranks together.
+        Collective where groups are NCCL's and where a cache holds memory of MPI: such groups and windows are
+        freed by all of their ranks together.
         """
         for inner in list(self._beside):
             inner.close()

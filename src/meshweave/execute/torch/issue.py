@@ -99,8 +99,10 @@ class LaneExecution:
         return self._halves is not None and self._context.recorder is None and self._context.waits is None
 
     def begin(self) -> Callable[[], None]:
-        """Run the steps before the collective and post it; return a function that waits for it and runs the
-        rest.
+        """Run the steps before the one collective, post it, and return a function that waits and runs the rest.
+
+        Only where `has_halves`. Both run in the calling thread, and raise UnsupportedError where an earlier run
+        in the context failed or another is under way, RankLostError where ranks are known to be lost.
         """
         assert self._halves is not None
         before, collective, after = self._halves
@@ -164,8 +166,8 @@ def one_order(
 ) -> Execute:
     """Return a function that issues all `actions` from the calling thread, in `order` (op indices).
 
-    With `trace` it returns (start, end) in nanoseconds by the op's index, else {}. Raises BindError where the
-    order does not list each op once, or has one before another that it must wait for.
+    With `trace` that function returns (start, end) in nanoseconds by op index, else {}. Raises BindError where
+    `order` does not list each op once, or has one before another that it must wait for.
     """
     ops, before = analysis.ops, analysis.edges
     if sorted(order) != list(range(len(ops))):

@@ -40,10 +40,10 @@ WireKey = tuple[str, str, int]
 
 
 def wire_orders(program: Program) -> dict[WireKey, Order]:
-    """Return the memory order in which a lane's ops of one kind send tensors, by (lane, kind, num_dims).
+    """Return the order of dims, outermost first, in which tensors travel, by (lane, kind of op, number of dims).
 
-    The kind is "message", or the kind and name of a collective. The order is that of the buffers that they read
-    and write, or row-major where these differ.
+    The kind is "message", or the kind and name of a collective. The order is that in memory of the buffers that
+    such ops of the lane read and write, or row-major where these differ. Ops that cut a dim send that first.
     """
     orders: dict[WireKey, Order] = {}
     for op in program.ops():
@@ -207,7 +207,8 @@ class Wire:
     def collective(self, what: str, over: Sequence[int], group: Any, post: Callable[[], Any]) -> Action:
         """Return an action that runs one of torch's collectives over the global ranks `over`.
 
-        Where ranks are to meet first, it does that too, once a run (`GroupEntry`).
+        On CPUs, with `meets` and a `call`, the ranks of a group first exchange a one-byte message, each with
+        each, before the first collective of the group in a run. So collectives of two programs never match.
 
         Args:
             what: completes "waiting for ..." in errors.

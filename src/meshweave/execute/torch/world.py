@@ -215,7 +215,10 @@ class SignedStore:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys that have one. Raises RuntimeError where one is not of this run."""
+        """Return the value of each key, in order, without its signature; every key must have one.
+
+        Raises RuntimeError where one is not of this run.
+        """
         values = self._call(partial(self._store.multi_get, list(keys)))
         texts = [verify(key, value) for key, value in zip(keys, values, strict=True)]
         if None in texts:

@@ -34,7 +34,8 @@ COUNTS_TRIED = 4
 def sampled_counts(program: WrittenProgram, seed: int) -> dict[str, Cells]:
     """Return values to try for each table of counts, by name: an array in the table's shape.
 
-    They are zeros for seed 0, as many rows as fit for 1, else random.
+    They are zeros for seed 0. For seed 1 each cell, in a random order, has as many rows as the table's capacity
+    and totals leave; for other seeds a random number of them.
     """
     draw = np.random.default_rng(seed)
     out = {}

@@ -148,8 +148,8 @@ def local_edges(
 def write_edges(conflicts: Conflicts) -> tuple[tuple[int, ...], ...]:
     """Return for each op of a rank the indices of the earlier ops that must end before its results are written.
 
-    These are the edges of `local_edges` that come from what the op writes or updates, not from what it reads.
-    Those of stashes and fences are not among them.
+    `conflicts` are those that `access_conflicts` returns. The edges are those of `local_edges` that come from
+    what the op writes or updates, not from what it reads, without those of stashes and fences.
     """
     return tuple(
         tuple(sorted({other for mode, others in of_op if mode != READ for other in others} - {index}))
@@ -158,7 +158,7 @@ def write_edges(conflicts: Conflicts) -> tuple[tuple[int, ...], ...]:
 
 
 def access_conflicts(ops: Sequence[BoundOp]) -> Conflicts:
-    """Return for each op of one rank (mode, indices of earlier ops in conflict with it) of each local access.
+    """Return for each op of one rank a list of (mode, indices of the earlier ops in conflict), by local access.
 
     Accesses conflict if they share an element and do not both read or both update it. Accesses to buffers that
     none of `ops` writes are left out.

@@ -121,7 +121,10 @@ class Interpreter:
             self._event(event)
 
     def read_view(self, node: Node, view: View) -> Array:
-        """Return the elements of a view that the op `node` reads, as the algebra's `read` gives them."""
+        """Return the elements of a view that the op `node` reads, as the algebra's `read` gives them.
+
+        Raises ProgramError, naming op, rank and buffer, where the algebra refuses to.
+        """
         self.current = node
         rank = node[0] if view.rank is None else view.rank
         assert isinstance(rank, int) and isinstance(view.slot, int)
@@ -131,7 +134,10 @@ class Interpreter:
             raise self._named(error, node, view) from None
 
     def write_view(self, node: Node, view: View, value: Array, *, update: bool = False) -> None:
-        """Store `value` in a view that the op `node` writes, or with `update` add it to what is there."""
+        """Store `value` in a view that the op `node` writes, or with `update` add it to what is there.
+
+        Raises ProgramError, naming op, rank and buffer, where the algebra refuses to.
+        """
         self.current = node
         rank = node[0] if view.rank is None else view.rank
         assert isinstance(rank, int) and isinstance(view.slot, int)

@@ -78,7 +78,7 @@ class LabelAlgebra:
         return block
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Labels:
-        """Return a block of zeros."""
+        """Return a block of labels of zeros; `dtype` makes no difference."""
         block = np.zeros(shape, LABEL)
         block["term"] = ZERO
         return block
@@ -199,7 +199,7 @@ class LabelAlgebra:
     def reduce(self, op: str, terms: Sequence[Labels]) -> Labels:
         """Return the labels of the reduction `op` ("sum", ...) of blocks of one shape, element by element.
 
-        Raises ProgramError where they are no parts of one value.
+        Raises ProgramError where elements of different positions meet, or blocks are no parts of one value.
         """
         total = terms[0].copy()
         for term in terms[1:]:
@@ -209,8 +209,8 @@ class LabelAlgebra:
     def combine(self, op: str, x: Labels, y: Labels) -> Labels:
         """Return the labels of the sum, or other reduction `op`, of two blocks of one shape.
 
-        Raises ProgramError where different positions or values that do not add up meet, or zeros in another
-        reduction.
+        Raises ProgramError where elements of different positions meet, where two values do not add up to part of
+        a declared one, or where zeros are in a reduction other than "sum".
         """
         x_zero, y_zero = x["term"] == ZERO, y["term"] == ZERO
         if op != "sum" and (x_zero.any() or y_zero.any()):

@@ -53,10 +53,10 @@ def unproved(flow: Dataflow) -> str:
 
 
 def most_summands(program: Program) -> int:
-    """Return a bound on the summands of any declared product: its k, times the partial terms of its operands.
+    """Return the most summands that a declared product can have: its k, times the partial terms of its operands.
 
     With a sum over a batch, k runs over the batch as well. An operand that is not an input of partial sums has
-    one term.
+    one term. It is 0 without products.
     """
     terms = dict.fromkeys(program.tensor_of, 1)
     for buffer in program.buffers:

@@ -29,7 +29,10 @@ class _Access:
 
 
 def check_races(flow: Dataflow, order: Sequence[Event]) -> None:
-    """Raise ProgramError for the first race, naming both ops, the rank whose memory it is, and the buffer."""
+    """Raise ProgramError for the first race found, naming both ops, the rank whose memory it is, and the buffer.
+
+    `order` are the program's events in an order in which they can happen.
+    """
     accesses = _accesses(flow)
     if not accesses:
         return

@@ -69,7 +69,8 @@ def check_op(program: Program, bound: BoundOp, rank: int) -> None:
     """Check one resolved op on the global rank `rank` by itself.
 
     Raises ProgramError, naming op, rank and mostly a buffer, where shapes or dtypes do not fit each other, a
-    remote view is not allowed, an output overlaps an input, or tiles or the work of a call are unknown.
+    remote view is not allowed, an output overlaps an input, tiles or the part or work of a call are unknown, or
+    an accumulate is no sum.
     """
     check, op = _Check(program, bound, rank), bound.op
     _check_remote(check, op)

@@ -308,7 +308,7 @@ class TermTable:
         return " and ".join(parts) or "complete"
 
     def goal(self, number: int) -> str:
-        """Return the tensor that a term is a part of: its only basis, or the first tensor with all of them."""
+        """Return the tensor that a term is part of: its only basis, or the first declared one with all bases."""
         term = self._term(number)
         if len(term.parts) == 1:
             return term.parts[0][0]

@@ -69,7 +69,10 @@ def blank_fields(op: Op) -> OpFields:
 
 
 def part_number(op: Call) -> int:
-    """Return the number of a call's part of a stage. Raises ProgramError for an unknown part."""
+    """Return the number of a call's `part`: its index in CALL_PARTS, where 0 is none; 0 for "in_place", too.
+
+    Raises ProgramError for an unknown part.
+    """
     if op.part not in _PART_NUMBERS:
         raise ProgramError(
             f"has no part '{op.part}'; there are {', '.join(CALL_PARTS[1:])}", op=op.name or op.kind

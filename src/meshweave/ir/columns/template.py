@@ -231,7 +231,7 @@ class TemplateColumns(GroupColumns):
             fields[RATE] = self.rate("", self.program.buffer_of[op.a.buffer].dtype)
         elif isinstance(op, (ops.Get, ops.Put, ops.Accumulate)):
             fields[OUT], fields[SRC] = self._view(op.out), self._view(op.src)
-            fields[PRICE] = self.price("")
+            fields[PRICE] = self.price_index("")
         else:
             fields[OUT] = self._view(op.out)  # type: ignore[attr-defined]
         if isinstance(op, (ops.Matmul, ops.Copy, ops.Put)) and op.release is not None:
@@ -273,7 +273,7 @@ class TemplateColumns(GroupColumns):
             fields[SRC] = self._view(op.src)
         else:
             fields[OUT], fields[FLAGS] = self._view(op.out), _UPDATES * op.update
-        fields[PRICE] = self.price(op.step.axis if isinstance(op, ops.Send) and op.step else "")
+        fields[PRICE] = self.price_index(op.step.axis if isinstance(op, ops.Send) and op.step else "")
 
     def sizes(self, sizes: Index | tuple[int, ...] | None) -> tuple[int, int]:
         """Return how the sizes of a collective's parts are given, as (form, number).

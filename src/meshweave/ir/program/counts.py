@@ -52,7 +52,8 @@ def one_row_a_cell(program: WrittenT) -> WrittenT:
 def with_counts(program: WrittenT, values: CountValues) -> WrittenT:
     """Return the plain program whose cells have as many rows as `values` says, by name of their table.
 
-    Meanings of tensors of cells are dropped. Raises ProgramError where values or an op do not fit.
+    Meanings of tensors of cells are dropped, and such tensors that only temporary buffers hold. Raises
+    ProgramError where values or an op do not fit.
     """
     if not program.counts and not values:
         return program
@@ -271,7 +272,7 @@ class CellRows:
     def view(self, view: View) -> View:
         """Return the view of the rows of the cells that `view` names.
 
-        Raises ProgramError where they are not contiguous.
+        Raises ProgramError where the cells do not follow one another in memory, or are named by blocks.
         """
         rest = view.selectors[self.num_dims :]
         if any(not isinstance(selector, Range) for selector in view.selectors[: self.num_dims]):

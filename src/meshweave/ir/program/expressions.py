@@ -198,7 +198,10 @@ def substitute(index: Index, name: str, value: Index) -> Index:
 
 
 def substitute_all(index: Index, values: Mapping[str, Index]) -> Index:
-    """Return `index` with a value in place of each variable that `values` names, all at once."""
+    """Return `index` with a value in place of each variable that `values` names, all at once.
+
+    Raises ProgramError where this makes a division by 0, or a known place outside of a table.
+    """
     if isinstance(index, Var):
         return values.get(index.name, index)
     if isinstance(index, Binary):

@@ -61,7 +61,8 @@ def read_include(call: ast.Call, reader: ProgramReader) -> Include:
     """Return the include that a call of the text form describes.
 
     Raises:
-        ProgramError: it names no program that is defined, or what it gives is no formal of that program.
+        ProgramError: it names no program that is defined above it, a name that it gives is no formal of that
+            program, or what it gives for one is malformed.
     """
     part = call.args[0].id if len(call.args) == 1 and isinstance(call.args[0], ast.Name) else ""
     if part in reader.defining:

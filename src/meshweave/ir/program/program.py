@@ -23,8 +23,35 @@ from meshweave.ir.program.ops import Collective, Op
 from meshweave.ir.program.resolve import resolve_op
 from meshweave.ir.program.resolved_ops import ResolvedOps
 from meshweave.ir.program.statements import Block, Key, On, Repeat, When, rewrite, walk
-from meshweave.ir.program.steps import StepBudget, StepsError
 from meshweave.ir.program.written import WrittenProgram
+
+# --- steps of a program -----------------------------------------------------------------------------------
+
+# The steps of a program, statements visited and turns of loops taken, counted while it is unrolled.
+#
+# A text of 18 loops of 10 turns each is a few lines long and unrolls to 10^18 steps, so that nothing may
+# unroll a program without a `StepBudget`.
+
+
+class StepsError(ProgramError):
+    """A program has more steps than a limit allows."""
+
+
+class StepBudget:
+    """The steps that are left of the `most` of a limit."""
+
+    def __init__(self, limit: Limit) -> None:
+        self._limit = limit
+        self._left = limit.most
+
+    def take(self, count: int = 1) -> None:
+        """Count off `count` steps. Raises StepsError where fewer are left."""
+        self._left -= count
+        if self._left < 0:
+            raise StepsError(f"the program {self._limit.refusal()}")
+
+
+# --- program ----------------------------------------------------------------------------------------------
 
 _MEMBERS_PER_STEP = 64
 """Members of a collective that cost as much as a step."""
@@ -79,7 +106,7 @@ class Program(Shown, WrittenProgram):
     def with_parts(self, change: Callable[[Program], Program]) -> Program:
         """Return the program with `change(part)` in place of each program that it includes itself.
 
-        `change` is called once for each, and is to change what these include in turn.
+        `change` is called once for each program; those that a part includes in turn are left to it.
         """
         parts = {
             number: change(_included(op)) for number, op in {id(i.program): i for i in self.includes}.items()

@@ -47,7 +47,7 @@ class RankMap:
         return select([self.ranks.get(rank, -1) for rank in range(max(self.ranks) + 1)], inner)
 
     def inner(self, outer: Index) -> Index:
-        """Return the sub-program's rank for which the global rank `outer` stands, an expression.
+        """Return the sub-program's rank for which the global rank `outer` stands; an expression if that is one.
 
         A rank that stands for none has no defined result.
         """
@@ -114,7 +114,7 @@ class Renaming:
         return self.op(statement)
 
     def op(self, op: SomeOp) -> SomeOp:
-        """Return an op with all names in it replaced: of variables, views, lane, group and stash.
+        """Return an op with all names in it replaced: of variables, views, lane, group, peer and stash.
 
         With a `prefix` the label becomes `prefix > label`.
         """

@@ -38,7 +38,7 @@ _WORDS = 32
 
 
 def names_of(module: nn.Module) -> ModelNames:
-    """Return the names of embedding, layers and head. Raises UnsupportedError for unknown or compound ones."""
+    """Return the paths of embedding, layers and head. Raises UnsupportedError for unknown or compound ones."""
     kind, config = type(module).__name__, getattr(module, "config", None)
     config = getattr(config, "get_text_config", lambda: config)()
     paths = {id(child): path for path, child in reversed(list(module.named_modules()))}

@@ -72,7 +72,8 @@ class ExpertsPart:
     def sides(self, key: str, shape: Sequence[int]) -> tuple[Sides, int]:
         """Return (sides, parts) of the parameter `key`, whose global shape is `shape`.
 
-        Sides are its dims: experts, then hidden or inner features. Parts are how many matrices lie side by side.
+        Sides are its dims: "expert" first, then "inner" and "hidden" features, "" for a second dim that is not
+        inner. Parts are how many matrices lie side by side along the inner features.
         """
         form, sides = self.forms.get(key), [Side("expert", self.count)]
         for dim, size in enumerate(shape[1:], 1):

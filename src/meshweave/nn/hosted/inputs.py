@@ -63,7 +63,8 @@ class HostedArguments(ForwardArguments):
     def takes(self, name: str, value: Any, tokens: Tensor) -> bool:
         """Return whether a call of `tokens` (batch, sequence) computes with the argument `name` of this value.
 
-        Raises LayoutError or UnsupportedError for a value that is not computed of an argument that is.
+        Raises LayoutError or UnsupportedError where it computes with the argument, but not with this value of
+        it, or the model's class does not take it.
         """
         if name in ("attention_mask", "position_ids"):
             return self.strategy.roles.ring_axis is None and self._takes_rows(name, value, tokens)

@@ -185,10 +185,11 @@ class OtherStage(nn.Module):  # type: ignore[misc]
             return getattr(model.blocks[number], name)
 
     def forward(self, x: Tensor | None = None, *given: Any, **named: Any) -> Any:
-        """Return the residual in the form of the layer's results: x, or the first named argument.
+        """Return the residual x as the layer would return it: alone, or with None for its other results.
 
-        For the last layer, where a span begins after it, this is the residual that the span is given. Raises
-        StopError where a forward pass stops before the first layer.
+        x is the first argument, by place or by name. In the place of the model's last layer the residual is
+        `Tokens.given`, where that is set and only the head runs. Raises StopError where a forward pass stops
+        before the first layer.
         """
         number, model, results = self._stands
         x = next(iter(named.values())) if x is None else x

@@ -61,7 +61,10 @@ class HostedLinear(ParallelLinear):
         return None if bool((order == torch.arange(len(order))).all()) else order
 
     def bias_rows(self) -> Tensor:
-        """Return the indices of the layer's columns that this rank has, unit by unit in the order of `table`."""
+        """Return the indices of the layer's columns that this rank has, unit by unit in the order of `table`.
+
+        `table` must not be None.
+        """
         assert self.table is not None
         side, dims = self.bias_placement()
         start, stop = (end // side.unit for end in self.layer_strategy.span(side, dims))

@@ -85,7 +85,11 @@ class OwnModule(nn.Module):  # type: ignore[misc]
         self._use = ParameterUse([entries_of([self])])
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        """Return what the module's own code returns for what this rank has."""
+        """Return what the module's own code returns for `given` and `named`, this rank's parts of its arguments.
+
+        Parameters are whole, but for those with rows for heads, of which the code sees those of this rank's
+        heads.
+        """
         own = self._own
         own.training = self.training
         for key, value in zip(self.kept, self._use(), strict=True):
@@ -151,7 +155,8 @@ class OwnTable(OwnModule):
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Return this rank's part (..., sequence, hidden) of the rows that the module's own code makes.
 
-        Raises LayoutError for a position that there is no row for.
+        Takes the arguments of the module's own forward pass. Raises LayoutError for a position that there is no
+        row for, UnsupportedError outside of a forward pass of the whole model.
         """
         try:
             rows: Tensor = super().forward(*given, **named)
@@ -180,9 +185,10 @@ class HostedEmbedding(ParallelEmbedding):
         self._by_number = scale != 1 and _multiplies_by_number(embedding, scale)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return this rank's part of the residual of the tokens of the step; `ids` are ignored.
+        """Return this rank's part (batch, sequence, hidden) of the residual of the step's tokens.
 
-        It is zeros where the first layer that runs is given the residual.
+        `ids` are ignored. It is zeros where the first layer that runs is given the residual. Raises
+        UnsupportedError outside of a forward pass of the whole model.
         """
         tokens = self._tokens
         if tokens.given is not None:
@@ -220,7 +226,14 @@ class HostedNorm(ParallelNorm):
         self._tokens = tokens
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Return this rank's part of the normalised rows, in the shape of x: its tokens may be one dim or two."""
+        """Return this rank's part of the normalised rows, of the same number of dims as x.
+
+        Args:
+            x: this rank's rows (batch, sequence, features), or (batch * sequence, features).
+
+        Raises:
+            UnsupportedError: it is called outside of a forward or backward pass of the whole model.
+        """
         rows = as_plain(x)
         is_flat = rows.ndim == 2
         if is_flat and not self.has_whole_rows:

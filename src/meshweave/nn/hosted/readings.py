@@ -44,7 +44,8 @@ def buffers_of(
 def shifts_labels(model: nn.Module, tokens: Tensor) -> bool:
     """Return whether a model's loss is another than the cross entropy of each position with its own label.
 
-    Runs one forward pass without gradients. True too for a model that takes no labels.
+    Runs one forward pass on `tokens` (batch, sequence), which are the labels too, without gradients. True as
+    well for a model that takes no labels.
     """
     if "labels" not in inspect.signature(type(model).forward).parameters:
         return True
@@ -61,7 +62,7 @@ def is_matrix(module: nn.Module) -> bool:
 
 
 def kind_of(call: ModuleCall) -> NormKind | str:
-    """Return what a norm computes of its rows, tried on one call; for an unknown norm the reason as text."""
+    """Return the `NormKind` that gives what a call of a norm has returned; if none does, the reason as text."""
     module, rows = call.module, call.operand
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     stated = (getattr(module, name, None) for name in EPSILON)
@@ -82,10 +83,10 @@ def kind_of(call: ModuleCall) -> NormKind | str:
 
 
 def spans(inner: ModuleCall, leaving: ModuleCall) -> bool:
-    """Return whether `inner` is a norm over all inner features, just before the linear layer `leaving`.
+    """Return whether the norm `inner` is over all inner features, just before the linear layer `leaving`.
 
-    It is where `leaving` reads its result, and its weight has an element for each feature of the operand of
-    `leaving`.
+    That is where `leaving` reads what it returns, and its weight has an element for each feature of the operand
+    of `leaving`.
     """
     weight = getattr(inner.module, "weight", None)
     return (
@@ -118,9 +119,10 @@ def wide_linear(
 
 
 def heads_in(attention: nn.Module, model: nn.Module, operand: Tensor) -> int:
-    """Return how many heads the operand of the linear layer after attention has.
+    """Return how many heads there are in `operand` (..., features), what the linear layer after attention takes.
 
-    Raises UnsupportedError where neither the module nor a configuration says it.
+    The number, or the width of a head, is an attribute of `attention`, of its configuration or of that of
+    `model`. Raises UnsupportedError where none of them has one that divides the features.
     """
     features = int(operand.shape[-1])
     owners: tuple[Any, ...] = (attention, getattr(attention, "config", None), getattr(model, "config", None))

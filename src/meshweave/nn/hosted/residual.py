@@ -108,7 +108,11 @@ class Tokens:
         self.ratio = rows, tokens
 
     def check(self, ids: Tensor) -> None:
-        """Raise LayoutError where a rank would have no tokens, or ranks are to have even shares and cannot."""
+        """Raise LayoutError where the tokens `ids` (batch, sequence) are too few, or do not divide as they must.
+
+        Each rank needs some, of the residual and in every part of a layer. A dim of which a rank has more in
+        parts of a layer than in the residual must be a multiple of the number of ranks that share it.
+        """
         shape, roles = self.strategy.mesh.shape, self.strategy.roles
         last = tuple(parts - 1 for parts in shape)  # those of the rank with fewest
         for at, word in enumerate(TOKENS):
@@ -163,7 +167,7 @@ class Tokens:
         return x if self.ratio == (1, 1) else x.as_subclass(_part_class(self.ratio))
 
     def uncompiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `run`, kept out of compiled graphs where code is to see another shape than the residual has."""
+        """Return `run`, kept out of compiled graphs where it is to see another shape than the residual has."""
         if self.ratio == (1, 1):
             return run
         reason = (

@@ -102,7 +102,10 @@ def check_auxiliary(module: nn.Module, is_whole: bool, has_mask: bool) -> None:
 
 
 def check_noise(layer: nn.Module, where: str) -> None:
-    """Raise UnsupportedError where a layer's router draws noise: ranks with copies of a token would differ."""
+    """Raise UnsupportedError where a router in `layer` draws noise: ranks with copies of a token would differ.
+
+    That is a module with a positive float attribute that has "jitter" in its name. `where` is the layer's name.
+    """
     for path, module in layer.named_modules():
         for name, value in vars(module).items():
             if "jitter" in name and isinstance(value, float) and value > 0:

@@ -60,7 +60,7 @@ class FlowTrace:
     _marks: dict[Any, str] = field(default_factory=dict)
 
     def marked(self, tensor: Tensor, name: str) -> Tensor:
-        """Return a copy of a tensor, with `name` as a mark in its autograd graph."""
+        """Return a copy of a tensor, with `name` as a mark in its autograd graph; no mark without a graph."""
         made: Tensor = _Mark.apply(tensor)
         if made.grad_fn is not None:
             self._marks[made.grad_fn] = name
@@ -136,7 +136,10 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Return whether calls of a module are traced: experts, norms, and modules with parameters but no children."""
+    """Return whether calls of a module are traced.
+
+    Those of experts are, and those of norms and modules with parameters that have no children.
+    """
     if is_experts(module):
         return True
     if list(module.children()):

@@ -138,7 +138,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def window_mask(sequence: int, window: int, device: torch.device) -> Tensor:
     """Return (sequence, sequence) booleans, true where a query (row) attends to a key (column).
 
-    These are itself and the `window` - 1 keys before it.
+    A query attends to its own position and the `window` - 1 positions before it.
     """
     at = torch.arange(sequence, device=device)
     distance = at[:, None] - at[None, :]

@@ -75,7 +75,7 @@ class KeptParameter:
 
     @cached_property
     def alone(self) -> GradientSum | Mover | None:
-        """Return for compiled graphs its gather (`Mover`), else its `GradientSum`; None if it has neither."""
+        """Return its `Mover` if gathered, else its `GradientSum` if summed, else None; for compiled graphs."""
         parts, kept = self.layout.parts, self.layout.dims
         sides = tuple(
             Side(s.dim, s.count * parts, s.unit) if s.dim == "inner" else s for s in self.layout.sides
@@ -286,7 +286,7 @@ class BoundReduction:
     def begin(
         self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size]
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begin to sum `grads` in this memory; return (parts in `shapes`, a function that waits for values)."""
+        """Begin to sum `grads` (None is 0); return (own sums in `shapes`, a function that awaits them)."""
         bound = self.bound
         bound.end_begun()
         self._put(grads)

@@ -53,7 +53,10 @@ def digest_of(own: Tensor) -> int:
 
 @lru_cache(8)
 def factors_by_place(device: torch.device) -> Tensor:
-    """Return `_CHUNK` odd int64 numbers without a pattern, by position (splitmix64: Steele et al., 2014)."""
+    """Return (`_CHUNK`,) odd int64 factors on `device`, one for each position in a chunk, always the same ones.
+
+    They have no pattern that values would show (splitmix64: Steele et al., 2014).
+    """
     mixed = torch.arange(1, _CHUNK + 1, dtype=torch.int64) * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor

@@ -296,7 +296,7 @@ class CallInputs:
 
     @property
     def facts(self) -> Facts:
-        """Return what ranks must give alike beside values of tensors: (name, value) pairs, for `CallFacts`."""
+        """Return what ranks must give alike but for values of tensors: (name, value) pairs, for `CallFacts`."""
         cache = self.named.get("past_key_values")
         return (
             ("given", ", ".join(self.tensors)),

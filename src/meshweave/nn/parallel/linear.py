@@ -169,7 +169,10 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         return [part.t() for part in parts] if self.is_transposed else parts
 
     def biases(self, bias: Tensor) -> list[Tensor]:
-        """Return this rank's part (features,) of each of the fused biases, from its shard `bias` of all."""
+        """Return this rank's part (features,) of each of the fused biases, from its shard `bias` of all.
+
+        There is one where nothing is fused.
+        """
         if self.parts == 1 or self.take_bias is None:
             return self.bias_choice(bias)
         return list(self.take_bias(bias.view(self.parts, -1), 1, 1))

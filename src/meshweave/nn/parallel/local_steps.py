@@ -62,7 +62,7 @@ def step_locally(optimizer: Optimizer, has_arguments: bool) -> None:
 
 
 def restore(optimizer: Optimizer) -> None:
-    """Give an optimizer the parameters back that `step_locally` has set aside."""
+    """Give an optimizer the parameter groups back that `step_locally` took from it, if it took them."""
     groups = _set_aside.pop(optimizer, None)
     if groups is not None:
         optimizer.param_groups = groups

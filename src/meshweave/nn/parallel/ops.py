@@ -37,9 +37,12 @@ class SiteProduct:
 
     @cached_property
     def is_interleaved(self) -> bool:
-        """Return whether the columns of the weights alternate unit by unit, since units are moved between ranks.
+        """Return whether the columns of the weights alternate unit by unit.
 
-        Else the columns of one weight stand after those of another, within each rank's shard.
+        An example is queries, keys and values of one head, then those of the next. They do where a mesh
+        axis splits inner features in the product and not after it, or the other way round, so that whole units
+        move between ranks. Else, and for one weight, all columns of a weight stand together within each rank's
+        shard.
         """
         if len(self.widths) == 1:
             return False

@@ -60,7 +60,7 @@ class OwnParts(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any, sums: Sums, last: ParameterBucket | None, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return this rank's part of each parameter, and keep what gradients need."""
+        """Return this rank's part of each parameter, and note their versions for the backward part."""
         ctx.set_materialize_grads(False)
         ctx.sums, ctx.last, ctx.parameters = sums, last, parameters
         ctx.versions = versions(parameters) if any(ctx.needs_input_grad) else []
@@ -74,7 +74,10 @@ class OwnParts(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return, once all sums have ended, what autograd is to accumulate; None for what is put in `.grad`."""
+        """End the sums of gradients; return what autograd is to accumulate, None for what is put in `.grad`.
+
+        Raises RuntimeError where a parameter was changed in place since the forward part.
+        """
         if ctx.last is not None:
             first = len(grads) - len(ctx.shapes)
             needs = ctx.needs_input_grad[2 + first :]
@@ -128,7 +131,9 @@ class UsedTogether(torch.autograd.Function):  # type: ignore[misc]
     ) -> tuple[Tensor, ...]:
         """Return the parameters of `bucket` as they are used, from this rank's parts `own`.
 
-        What is gathered is appended to `gathered`: the bucket, and its memory (`num_used` elements).
+        Collective where they are gathered. What is gathered is appended to `gathered`: the bucket, and its
+        memory (`num_used` elements). The backward part appends to `sums` the function that ends the sum of
+        gradients.
         """
         ctx.set_materialize_grads(False)
         ctx.bucket, ctx.sums, ctx.shapes = bucket, sums, [each.shape for each in own]
@@ -157,7 +162,7 @@ class GatherAgain(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any, gathered: list[tuple[GatheredBucket, Tensor]], *results: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the results, and keep what gradients need."""
+        """Return views of `results`, and save the `gathered` memory of buckets for the backward part."""
         ctx.set_materialize_grads(False)
         ctx.buckets = [bucket for bucket, _ in gathered]
         ctx.save_for_backward(*(flat for _, flat in gathered))
@@ -165,7 +170,7 @@ class GatherAgain(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the arguments; None for what has none."""
+        """Gather again what was freed; return None for `gathered`, then `grads` as they are. Collective."""
         for bucket, flat in zip(ctx.buckets, ctx.saved_tensors, strict=True):
             bucket.fill_again(flat)
         return None, *grads

@@ -26,7 +26,7 @@ def keep_generators(device: str) -> AbstractContextManager[Any]:
 def share_generators(strategy: LayerStrategy) -> None:
     """Set torch's default generators on all ranks of the mesh to their state on the first, for equal dropout.
 
-    These are the host's, and that of the device in use. Collective.
+    These are the host's, and that of the device in use. Collective; nothing is done on a mesh of one rank.
     """
     if strategy.is_alone:
         return

@@ -111,7 +111,10 @@ class LayerStrategy:
 
     @cached_property
     def only_splits_batch(self) -> bool:
-        """Return whether ranks have whole weights and rows of their own: nothing travels before the loss."""
+        """Return whether several ranks have whole weights and own rows: nothing travels before the loss.
+
+        False for a mesh of one rank.
+        """
         roles = self.roles
         ranks_of_rows = tuple("batch" if size > 1 else "" for size in self.mesh.shape)
         edges = (roles.residual, *map(roles.core, (True, False)), *map(roles.operand, (True, False)))
@@ -176,7 +179,10 @@ def chunked(config: BlockConfig, most: int) -> BlockConfig:
 
 
 def overlap_of(strategy: LayerStrategy) -> str:
-    """Return text on what communication overlaps with, where each product is a program of its own."""
+    """Return a sentence for reports: what a strategy's communication runs beside in a parallelised model.
+
+    There each product is a program of its own, in contrast to programs of whole layers.
+    """
     if strategy.is_alone:
         return "nothing is communicated"
     if strategy.config.chunks == 1:

@@ -82,7 +82,10 @@ class ModelMap:
     has_causal_loss: bool = True
 
     def missing(self, module: nn.Module) -> str:
-        """Return the name of the first module that a model lacks; "" where it has all."""
+        """Return the name of the first module that this map names and `module` lacks; "" where it has all.
+
+        Modules of layers are looked for in each layer, and only where `layers` is an `nn.ModuleList`.
+        """
         named = dict(module.named_modules(remove_duplicate=False))
         own = [getattr(self, each.name) for each in fields(self)]
         wanted = [name for name in own if isinstance(name, str) and name]
@@ -148,9 +151,11 @@ def _check_embedding(embedding: nn.Module, name: str) -> None:
 
 
 def heads_of(module: nn.Module, number: int, model_map: ModelMap) -> Heads:
-    """Return the sizes of attention in layer `number`, from its module and the configuration of the model.
+    """Return how layer `number` attends.
 
-    Raises LayoutError where neither says how many heads there are, UnsupportedError where attention is not causal.
+    These are the numbers of heads, their width, scale, window, and probability of dropout. They are read from
+    its module and the configuration of the model. Raises LayoutError where neither says how many heads there
+    are, UnsupportedError where attention is not causal.
     """
     names, layer = model_map.layer, module.get_submodule(f"{model_map.layers}.{number}")
     attention = layer.get_submodule(names.out.rpartition(".")[0])

@@ -85,7 +85,7 @@ class TwoLayers:
 
 
 def sum_over(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False) -> Callable[[], object]:
-    """Return a function that sums `num_bytes` of float32, which each rank has, over the ranks of a strategy.
+    """Return a function that sums `num_bytes` of float32 zeros of each rank over the ranks of a strategy.
 
     Args:
         is_whole: whether the sum is one collective of the backend, as of gradients in buckets; else messages.
@@ -99,9 +99,10 @@ def sum_over(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False)
 
 
 def added_s(among: AllRanks, run: Callable[[], object]) -> float:
-    """Return the seconds that `run` adds to a product before it, or takes alone if that is more. Collective.
+    """Return the seconds that a call of `run` adds to a product before it, or takes alone if that is more.
 
-    The product is one of (400, 400) matrices. Both are medians.
+    The product is one of (400, 400) matrices. What it adds is the least of the ranks' medians, what it takes
+    alone the greatest. Collective.
     """
     square = torch.ones(BETWEEN, BETWEEN, device=among.context.device)
 

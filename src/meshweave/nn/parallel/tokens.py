@@ -31,9 +31,10 @@ class TokenLimits:
             raise LayoutError(problem)
 
     def problem(self, tokens: Tensor | None, targets: Tensor | None) -> str:
-        """Return in words why the model does not take tokens (batch, sequence), or targets; "" where it does.
+        """Return in words why the model does not take tokens or targets (batch, sequence); "" where it does.
 
-        Where all are in the vocabulary, each of the two takes one reduction and one copy to the host.
+        None of either is not looked at. Where all are in the vocabulary, each of the two takes one reduction and
+        one copy to the host.
         """
         if tokens is not None:
             if problem := self._kind_problem("tokens", tokens, (torch.int64, torch.int32)):

@@ -82,7 +82,7 @@ class Trial:
 
     @classmethod
     def of(cls, plan: Any, predicted_s: float | None = None) -> Trial:
-        """Return the trial of a plan, the name of a strategy or a `Parallelism`, before it has run."""
+        """Return the trial of `plan`, a `Parallelism` or the name of a strategy, before it has run."""
         if isinstance(plan, Parallelism):
             pipeline, tensor = plan.pipeline > 1, plan.tensor_size * plan.context > 1
             kind = "pipeline" if pipeline else "tensor" if tensor else "zero" if plan.zero else "data"

@@ -121,9 +121,11 @@ class StageGradients:
         return cls(own, parameters, vector, LossSum(vector[size:], index))
 
     def check(self, module: nn.Module, number: int, splits: bool) -> None:
-        """Raise LayoutError where a parameter of the stage requires a gradient and did not in the first step, or
-        is frozen since then where data-parallel ranks sum its gradient; UnsupportedError where it has a hook that
-        is called after its gradient, and a schedule that `splits` backwards adds gradients without calling it.
+        """Raise LayoutError, naming it, where a parameter began or ceased to be trained since the first step.
+
+        That is where one requires a gradient and did not then, or is frozen since and data-parallel ranks sum
+        its gradient. UnsupportedError where one has a hook that is called after its gradient, and a schedule that
+        `splits` backwards adds gradients without calling it. `module` is stage `number`.
         """
         trained = set(map(id, self.trained))
         for name, parameter in module.named_parameters():
@@ -142,7 +144,10 @@ class StageGradients:
             raise LayoutError(f"stage {number}: {name} {change}; make a new pipeline of the stages")
 
     def begin(self) -> None:
-        """Set gradients of earlier steps aside, so that `.grad` starts from nothing in this step."""
+        """Set gradients of earlier steps aside, so that the gradients of this step start from nothing.
+
+        `.grad` becomes None, or with a `vector` its part of that, which the program sets to 0.
+        """
         self._previous = [
             None if parameter.grad is None else parameter.grad.detach() for parameter in self.parameters
         ]
@@ -164,7 +169,10 @@ class StageGradients:
         return made
 
     def check_kept(self, module: nn.Module, number: int) -> None:
-        """Raise LayoutError where a gradient was replaced in the step: what ranks have summed is another."""
+        """Raise LayoutError where `.grad` is no longer the tensor in `vector` that ranks have summed.
+
+        Nothing is checked without a `vector`. `module` is stage `number`.
+        """
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for parameter, given in zip(self.parameters if self._given else (), self._given, strict=True):
             if parameter.grad is not given:

@@ -77,7 +77,10 @@ def micro_batches_of(plan: PipelineAlgorithm | Schedule, given: int | None) -> i
 
 
 def check_stage_numbers(name: str, given: Iterable[int], num_stages: int) -> None:
-    """Raise LayoutError where the argument `name` names a stage that is not there."""
+    """Raise LayoutError where a stage number in `given` is not one of 0 to `num_stages` - 1.
+
+    `name` is the argument that gave them, for the error.
+    """
     for stage in given:
         if stage not in range(num_stages):
             raise LayoutError(
@@ -86,7 +89,10 @@ def check_stage_numbers(name: str, given: Iterable[int], num_stages: int) -> Non
 
 
 def meshes_of(meshes: DeviceMesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
-    """Return the given meshes; of a DeviceMesh its slices along the first dim, one for each pipeline rank."""
+    """Return the given meshes as they are; of a DeviceMesh the slices along its first dim.
+
+    Each slice is the mesh of a pipeline rank, with axes named as the other dims.
+    """
     if not isinstance(meshes, DeviceMesh):
         return tuple(meshes)
     ranks = meshes.mesh.reshape(meshes.mesh.shape[0], -1).tolist()

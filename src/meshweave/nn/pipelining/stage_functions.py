@@ -187,7 +187,7 @@ class StageFunctions:
         return self._passed_on(outputs, arrived, token)
 
     def recompute(self, stash: dict[str, Any], *operands: Any) -> None:
-        """Run the module again on the inputs in `stash`, with the random numbers that the forward drew.
+        """Run the module again on `stash`'s inputs with the forward's random numbers; keep its outputs there.
 
         `operands` end with the micro-batch's number; nothing else of them is read.
         """

@@ -74,7 +74,10 @@ class StagePlaces:
         return math.prod(self.meshes[stage].size(axis) for axis in self.data_axes_of(stage))
 
     def data_index(self, stage: int, rank: int) -> int:
-        """Return which of the `data_parallelism` parts of the rows global rank `rank` has at a stage, from 0."""
+        """Return which part of a micro-batch's rows a global rank has at a stage, from 0.
+
+        There are `data_parallelism` parts, numbered in row-major order of the data axes.
+        """
         mesh, index = self.meshes[stage], 0
         for axis, size, coordinate in zip(mesh.axes, mesh.shape, mesh.coords(rank), strict=True):
             if axis in self.data_axes:
@@ -248,7 +251,12 @@ def _profile(
 
 
 def stage_shape(places: StagePlaces, stage: int, profiles: Sequence[StageProfile], rows: int) -> StageShape:
-    """Return what a stage takes and makes on one rank; `rows` is a micro-batch's over all ranks of a stage."""
+    """Return what a stage takes and makes on one rank.
+
+    Args:
+        profiles: by stage number, up to this stage at least.
+        rows: the sequences of a micro-batch over all ranks of the stage.
+    """
     sources, targets, parts = places.sources(stage), places.targets(stage), places.data_parallelism(stage)
     ins = []
     for source in sources:

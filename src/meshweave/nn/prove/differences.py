@@ -84,7 +84,8 @@ class Compared:
     def error(self) -> tuple[float, float]:
         """Return (error, allowed error), as norms over that of the right part, or absolute where that is 0.
 
-        The error is infinite where one of the two is missing or has another shape; of integers it is 0 or 1.
+        The error is infinite where one of the two is missing, has another shape, or has nan where the other has
+        none; nan in the same places is no error. Of integers it is 0 or 1.
         """
         if self.actual is None or self.wanted is None:
             return (0.0 if self.actual is None and self.wanted is None else math.inf), 0.0
@@ -95,14 +96,13 @@ class Compared:
         if not kind.is_floating_point and not kind.is_complex:
             return float(not torch.equal(self.actual.values, wanted)), 0.0
         actual, wanted = self.actual.values.to(kind), wanted.to(kind)
-        masked = (actual == wanted) & (wanted.abs() > _MASKED)
+        masked = (actual == wanted) & (wanted.abs() > _MASKED) | actual.isnan() & wanted.isnan()
         actual, wanted = actual[~masked], wanted[~masked]
         off = float(torch.linalg.vector_norm(actual - wanted)) if actual.numel() else 0.0
         norm = float(torch.linalg.vector_norm(wanted)) if actual.numel() else 0.0
         own = self.allowed * norm + self.floor * math.sqrt(max(actual.numel(), 1))
-        if math.isnan(off):
-            same = torch.equal(actual.isnan(), wanted.isnan())
-            off = 0.0 if same else math.inf
+        if math.isnan(off) or math.isnan(norm):
+            return math.inf, 0.0  # nan in one of the two
         scale = norm or 1.0
         return off / scale, own / scale
 
@@ -265,7 +265,8 @@ class ProofRanks:
     def first_difference(self, compared: Iterable[Compared]) -> Difference | None:
         """Return the first tensor that differs on any rank, or whose copies differ; None where all are equal.
 
-        Collective: every rank gives the same tensors in the same order, and gets the same answer.
+        Collective: every rank gives the same tensors in the same order, and gets the same answer. Where ranks
+        give tensors of other names, that is the difference.
         """
         items = list(compared)
         wrong: dict[int, tuple[float, float]] = {}

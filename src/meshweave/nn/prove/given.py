@@ -110,10 +110,9 @@ def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return the words of a model: `vocab_size` of its configuration, or the rows of its first embedding.
+    """Return the vocabulary size: `vocab_size` of the configuration, or the rows of the first embedding.
 
-    0 if it has no embedding. It is no more than the table of tokens has rows, where the model says which that
-    is.
+    0 if it has no embedding. It is at most the rows of the table of tokens, where the model says which that is.
     """
     table = next((child for child in model.modules() if isinstance(child, nn.Embedding)), None)
     if table is None:

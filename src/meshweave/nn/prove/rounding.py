@@ -46,9 +46,7 @@ class Rounding:
             self._usual |= dict.fromkeys((name for name, _, _ in pairs), most)
 
     def allowed(self, name: str) -> tuple[float, float]:
-        """Return the error of a tensor that rounding explains: (relative to its norm, absolute of each
-        element).
-        """
+        """Return the error of tensor `name` that rounding explains: (over its norm, absolute per element)."""
         if self._dtype == WIDE:
             return EXACT, 0.0
         finfo = torch.finfo(self._dtype)

@@ -34,9 +34,9 @@ class LocalTensor:
     part: int = 0
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the same shard of another tensor, `whole`, of the whole's shape.
+        """Return of `whole`, a tensor of the same global shape, the part that this rank has of this one.
 
-        Raises LayoutError where that tensor is smaller.
+        Raises LayoutError where `whole` is too small for that.
         """
         for dim, places in enumerate(self.places or ()):
             if places and places[-1] >= whole.shape[dim]:
@@ -91,8 +91,9 @@ def local_of(tensor: Tensor, rank: int, ranges: Any = None) -> LocalTensor:
 
 
 def ranges_of(module: nn.Module) -> dict[str, Any]:
-    """Return for each parameter of this library's layers the (start, stop) ranges of this rank's shard, per
-    dim.
+    """Return {name: for each dim the (start, stop) ranges of this rank's shard}.
+
+    It has the parameters of this library's layers; fused ones have several ranges along a dim.
     """
     ranges: dict[str, Any] = {}
     for path, child in module.named_modules():

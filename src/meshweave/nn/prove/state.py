@@ -40,7 +40,11 @@ class WideCasts(TorchFunctionMode):  # type: ignore[misc]
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Return whether a module is under FSDP2 or DDP, or parameters have gradient hooks not of this library."""
+    """Return whether FSDP2, DDP or hooks of other code act on the gradients of a module.
+
+    True if it or one of its submodules is an `FSDPModule` or `DistributedDataParallel`, or if one of its
+    parameters has a gradient hook from outside this library. Wrappers around the module are not looked for.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     wrappers = (FSDPModule, nn.parallel.DistributedDataParallel)
@@ -148,7 +152,10 @@ def _lay(child: nn.Module, dtype: torch.dtype | None, made: dict[int, Tensor], c
 
 
 def without_dropout(owners: Iterable[Any]) -> list[tuple[Any, str, Any]]:
-    """Set the dropout probabilities of modules to 0; return what they were, as (object, attribute, value)."""
+    """Set the dropout probabilities of modules and their configurations to 0.
+
+    Returns what they were, as (object, attribute, value).
+    """
     changed: list[tuple[Any, str, Any]] = []
     for owner in owners:
         for each in _dropouts(owner):

@@ -96,7 +96,10 @@ class Manifest:
     """The SHA-256 of the text, where it was read from one."""
 
     def text(self) -> bytes:
-        """Return the bytes of the manifest's file. Raises CheckpointError where they are over a limit."""
+        """Return the bytes of the manifest's file.
+
+        Raises CheckpointError where the bytes, brackets or commas are more than a reader takes.
+        """
         numbers = {name: number for number, name in enumerate(self.tensors)}
         value = {
             "format": FORMAT,

@@ -162,11 +162,16 @@ def assigned_boxes(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, WrittenTe
 
 
 def misfit(name: str, pieces: ShardPieces, saved: Mapping[str, WrittenTensor], casts: bool) -> str:
-    """Return why a saved tensor cannot be loaded into `pieces` of a tensor here, as text; "" where it can.
+    """Return why a checkpoint's tensor cannot be loaded into `pieces`; "" if it can.
+
+    The text continues a sentence whose subject is the checkpoint, such as "has no tensor 'w'". Pieces without
+    boxes and dtype are checked for the name alone.
 
     Args:
-        saved: the tensors that there are, by name.
-        casts: whether a floating-point dtype may become another.
+        name: of the tensor.
+        pieces: the boxes that this rank has of it.
+        saved: dtype and whole shape of each tensor in the checkpoint, by name.
+        casts: whether one floating-point dtype may be loaded into another.
     """
     if name not in saved:
         return f"has no tensor '{name}'{did_you_mean(name, saved)}"

@@ -64,7 +64,7 @@ class AgreementRound:
             self.give(self._num_ticks, f"tick{self._rank}")
 
     def given(self, names: Sequence[int | str]) -> list[Any] | None:
-        """Return what was written under each of `names`, without a wait; None where something is not there yet."""
+        """Return what was written under each of `names`, without waiting; None until all of it is there."""
         keys = [self._name(name) for name in names]
         if self._is_alone:
             return [json.loads(self._own[key]) for key in keys] if self._own.keys() >= set(keys) else None
@@ -72,7 +72,10 @@ class AgreementRound:
         return [json.loads(words) for words in store.multi_get(keys)] if store.check(keys) else None
 
     def forget(self) -> None:
-        """Remove what this rank wrote in the round, rank 0 also "result"; called once all ranks have read it."""
+        """Remove from the store what this rank wrote in the round, on rank 0 also "result".
+
+        It is called once all ranks have read that.
+        """
         if not self._is_alone:
             store = signed_store(self._context.deadline_s)
             for name in (self._rank, f"tick{self._rank}", *(() if self._rank else ("result",))):

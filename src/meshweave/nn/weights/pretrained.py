@@ -103,9 +103,10 @@ def bytes_of(size: int | str) -> int:
         return size
     text = size if isinstance(size, str) else ""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS:
+    num_bytes = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
+    if num_bytes < 1:
         raise LayoutError(f"max_shard_size is {size!r}; give bytes, or text such as '5GB'")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return num_bytes
 
 
 def stored_names(module: nn.Module) -> dict[str, str]:

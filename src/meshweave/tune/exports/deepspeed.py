@@ -13,7 +13,11 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def to_deepspeed(row: PlannedRow) -> Export:
-    """Return the DeepSpeed configuration of a row. Raises UnsupportedError if DeepSpeed has no such strategy."""
+    """Return the DeepSpeed configuration of a row.
+
+    Raises UnsupportedError for what it has not: strategies but Megatron-LM's, degrees of experts, pipelines,
+    context parallelism, tensor parallelism with ZeRO 3.
+    """
     plan, degrees = row.plan, row.degrees
     row.require_megatron("DeepSpeed")
     row.require_dense("DeepSpeed")

@@ -22,7 +22,8 @@ def to_accelerate(row: PlannedRow) -> Export:
     """Return the file for `accelerate launch --config_file FILE.json`.
 
     Raises:
-        UnsupportedError: accelerate has no such strategy.
+        UnsupportedError: accelerate has no such strategy, or the row has pipelines, degrees of experts, or
+            replicas of whole weights with tensor or context parallelism.
     """
     plan, degrees = row.plan, row.degrees
     sizes, left_out = _mesh(row, "accelerate")
@@ -80,7 +81,8 @@ def to_axolotl(row: PlannedRow) -> Export:
     """Return the settings of parallelism, batch and precision for a file of axolotl; JSON is YAML too.
 
     Raises:
-        UnsupportedError: axolotl has no such strategy.
+        UnsupportedError: the row has tensor parallelism, pipelines, degrees of experts, or replicas of whole
+            weights with context parallelism.
     """
     plan, degrees = row.plan, row.degrees
     sizes, left_out = _mesh(row, "axolotl")

@@ -34,7 +34,8 @@ def to_hugging_face(row: PlannedRow) -> Export:
     """Return the `tp_plan` for `from_pretrained` of a model whose layers have the modules of Llama's.
 
     Raises:
-        UnsupportedError: transformers has no such strategy, or no `tp_plan` is known for the layers of the model.
+        UnsupportedError: transformers has no such strategy, no degrees of experts, or no config of the model; no
+            `tp_plan` is known for its layers; or tensor ranks do not divide its heads of keys and values.
     """
     row.require_megatron("transformers")
     row.require_dense("transformers")

@@ -13,7 +13,10 @@ _REMAT = {"none": "minimal_with_context", "selective": "minimal", "full": "full"
 
 
 def to_maxtext(row: PlannedRow) -> Export:
-    """Return the MaxText settings of a row. Raises UnsupportedError if MaxText has no such strategy."""
+    """Return the MaxText settings of a row.
+
+    Raises UnsupportedError for what they have not: strategies but Megatron-LM's, degrees of experts, pipelines.
+    """
     plan, degrees = row.plan, row.degrees
     row.require_megatron("MaxText")
     row.require_dense("MaxText")

@@ -55,7 +55,11 @@ _PRECISIONS = {"--bf16": "bf16_mixed", "--fp16": "fp16_mixed"}
 
 
 def to_megatron_bridge(row: PlannedRow) -> Export:
-    """Return the Megatron Bridge overrides of a row. Raises UnsupportedError if it has no such strategy."""
+    """Return the Megatron Bridge overrides of a row.
+
+    Raises UnsupportedError where it has no such strategy, schedule, dispatcher of tokens or sharded optimizer,
+    or ranks would get unequal shares of heads or of a sequence.
+    """
     arguments: dict[str, Any] = {}
     flags: list[str] = []
     left_out: list[str] = []

@@ -6,9 +6,11 @@ import json
 import shlex
 from typing import Any
 
+from meshweave.algorithms.step.problem import OPTIMIZERS
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import UnsupportedError, listed
 from meshweave.describe.model.latent import LatentAttention
+from meshweave.describe.model.memory import OptimizerStates
 from meshweave.tune.exports.megatron_experts import add_dispatch, add_routed_model
 from meshweave.tune.exports.model_words import MEGATRON_ORDER, model_left_out, order_sentence, step_left_out
 from meshweave.tune.exports.row import Export, PlannedRow
@@ -22,7 +24,9 @@ def to_megatron_lm(row: PlannedRow) -> Export:
     """Return the arguments for `pretrain_gpt.py`.
 
     Raises:
-        UnsupportedError: Megatron-LM has no such strategy, or no argument for what the model computes.
+        UnsupportedError: Megatron-LM has no such strategy, schedule, dispatcher of tokens or sharded optimizer,
+            or no argument for what the model computes; or ranks would get unequal shares of heads or of a
+            sequence.
     """
     left_out: list[str] = []
     flags: list[str] = []
@@ -233,28 +237,34 @@ def _add_step(row: PlannedRow, settings: dict[str, Any], flags: list[str]) -> se
     has_dropout = row.settings.get("dropout", not row.model.gated_ffn)
     if not has_dropout:
         settings |= {"--attention-dropout": 0.0, "--hidden-dropout": 0.0}
-    optimizer = row.settings.get("optimizer", "adam")
-    settings["--optimizer"] = "sgd" if optimizer in _SGD else "adam"
-    if optimizer == "sgd":
+    states = _states(row)
+    settings["--optimizer"] = "adam" if states.count == _ADAM.count else "sgd"
+    if not states.count:
         settings["--sgd-momentum"] = 0.0
     stack = row.stack
     if row.degrees.data > 1 and stack.overlap:
         flags.append("--overlap-grad-reduce")
         if row.degrees.zero and not stack.waits_for_gathers:
             flags.append("--overlap-param-gather")
-    return {"optimizer"} if optimizer in ("adam", *_SGD) else set()
+    return {"optimizer"} if states.num_bytes == _ADAM.num_bytes else set()
 
 
-_SGD = ("sgd", "momentum")
+_ADAM = OPTIMIZERS["adam"]
+
+
+def _states(row: PlannedRow) -> OptimizerStates:
+    """Return the states of the optimizer of a row."""
+    return OPTIMIZERS[row.settings.get("optimizer", "adam")]
 
 
 def _zero_flags(row: PlannedRow, settings: dict[str, Any], target: str) -> tuple[str, ...]:
-    zero, optimizer = row.degrees.zero, row.settings.get("optimizer", "adam")
+    zero = row.degrees.zero
     if zero == 0:
         return ()
-    if optimizer in _SGD:
+    if _states(row).count < _ADAM.count:
         raise UnsupportedError(
-            f"{target} shards the states of Adam alone, and not those of {optimizer}; plan with zero=0"
+            f"{target} shards the states of Adam alone, and not those of {row.settings['optimizer']}; plan with "
+            "zero=0"
         )
     if zero > 1:
         settings["--data-parallel-sharding-strategy"] = "optim_grads" if zero == 2 else "optim_grads_params"

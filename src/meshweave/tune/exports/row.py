@@ -119,7 +119,10 @@ class PlannedRow:
         return self.tensor > 1 and SEQUENCE_INNER in STRATEGIES.named(self.degrees.strategy).roles
 
     def require_megatron(self, target: str) -> None:
-        """Raise UnsupportedError if layers are sharded otherwise than Megatron-LM does it, along one axis."""
+        """Raise UnsupportedError if layers are sharded otherwise than Megatron-LM does it, along one axis.
+
+        `target` is the software that is exported to, for the error.
+        """
         strategy = STRATEGIES.named(self.degrees.strategy)
         if self.tensor > 1 and not set(strategy.roles) <= {INNER, SEQUENCE_INNER, IDLE}:
             raise UnsupportedError(
@@ -131,7 +134,8 @@ class PlannedRow:
         """Raise UnsupportedError if ranks get unequal shares of heads of keys and values, or of a sequence.
 
         A sequence is cut into 2 parts for each context-parallel rank, which takes one from either end; with one
-        such rank it is whole. With sequence parallelism tensor ranks divide each part.
+        such rank it is whole. With sequence parallelism tensor ranks divide each part. `target` is the software
+        that is exported to, for the error.
         """
         attentions = [node for _, graph in self.model.runs for node in graph.attentions]
         if uneven := {node.groups for node in attentions if node.groups % self.tensor}:
@@ -148,7 +152,7 @@ class PlannedRow:
             )
 
     def require_no_pipeline(self, target: str) -> None:
-        """Raise UnsupportedError if layers are divided into stages, for software without pipelines."""
+        """Raise UnsupportedError if layers are divided into stages, for software `target` without pipelines."""
         if self.degrees.pipeline > 1:
             raise UnsupportedError(
                 f"{target} has no pipelines of stages; mw.pipeline runs {self.degrees.schedule}"

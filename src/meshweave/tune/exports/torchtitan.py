@@ -11,7 +11,11 @@ from meshweave.tune.exports.row import Export, PlannedRow
 
 
 def to_torchtitan(row: PlannedRow) -> Export:
-    """Return the torchtitan config overrides of a row. Raises UnsupportedError if it has no such strategy."""
+    """Return the torchtitan config overrides of a row.
+
+    Raises UnsupportedError where it has no such strategy, schedule or ranks of experts, or ranks would get
+    unequal shares of heads or of a sequence.
+    """
     plan, degrees = row.plan, row.degrees
     row.require_megatron("torchtitan")
     row.require_even_shares("torchtitan")

@@ -193,7 +193,11 @@ _OF_EXPERTS = (("ep", "expert"), ("etp", "expert_tensor"))
 
 
 def choice_text(choice: object) -> str:
-    """Return a `Parallelism` or `DegreesRecord` in words: its degrees, then settings that are not the defaults."""
+    """Return a `Parallelism` or `DegreesRecord` in one line.
+
+    It has the degrees and the micro-batch; then, where there are such, the schedule, ZeRO, recomputation and an
+    order of ranks that is not the default.
+    """
     record = choice if isinstance(choice, DegreesRecord) else None
     fields = dict(record) if record is not None else vars(choice)
     tensor = fields["tensor"]

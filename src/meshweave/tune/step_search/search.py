@@ -11,12 +11,43 @@ from dataclasses import dataclass
 from meshweave.algorithms.step import Parallelism, Step, memory_of
 from meshweave.algorithms.step.algorithm import TRAINING_STEP, StepEstimate
 from meshweave.algorithms.step.parts import ChoicePart, LayoutPart, StepPart, StepTree
-from meshweave.algorithms.step.space import StepSpace
+from meshweave.algorithms.step.space import StepLayout, StepSpace, ranks_of
+from meshweave.algorithms.step.stacks import IDEAL, published_strategies
 from meshweave.base.progress import Progress, no_progress
 from meshweave.cost.machine import Machine
 from meshweave.tune.best_first import BestFirst
 from meshweave.tune.ranked import RankedConfig
-from meshweave.tune.step_search.published import is_published, prefers_published
+
+# --- published strategies ---------------------------------------------------------------------------------
+
+# Say which strategies published runs have, and whether a search prefers them where little is won.
+#
+# Predicted steps are off, by about `MARGIN` in the median over published runs that no constant was fitted on.
+# All of these runs have strategies that the stacks of others execute. What the library's own runtime alone
+# executes is predicted by the same model, and by no evidence of its own: a gain within the error is none to
+# change a layout for.
+
+
+def prefers_published(space: StepSpace) -> bool:
+    """Return whether a search of a space prefers strategies that published runs have.
+
+    It does not where the options leave no such strategy to choose, where the stack executes some strategies only
+    (those of other software), and for the stack "ideal".
+    """
+    stack, published = space.problem.stack, published_strategies()
+    is_own = stack.runs.strategies is None and stack.name != IDEAL
+    return is_own and any(name in published for name in space.options.strategies)
+
+
+def is_published(choice: Parallelism | StepLayout) -> bool:
+    """Return whether a stack with published runs executes the strategy of a configuration.
+
+    True as well for one tensor rank, which has no strategy.
+    """
+    return ranks_of(choice.tensor) == 1 or choice.strategy in published_strategies()
+
+
+# --- search -----------------------------------------------------------------------------------------------
 
 NUM_EXACT = 2
 """Exact rows: the first of the ranking, than which no other configuration is faster."""

@@ -14,8 +14,7 @@ from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s, to_s
 from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import JSON_HELP, OutputOption, print_json
-from meshweave.cli.simulate import read_program_case
-from meshweave.cli.simulate_options import MachineOptions
+from meshweave.cli.simulate import MachineOptions, read_program_case
 from meshweave.describe.machine.gpu import ARBITRATIONS
 from meshweave.report.tables import text_console, text_table
 from meshweave.report.timeline import write_chrome

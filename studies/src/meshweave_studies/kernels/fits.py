@@ -9,7 +9,7 @@ import numpy as np
 
 from meshweave.calibrate.kernel_fit import Array, Free, Hardware, fit_constants
 from meshweave.cost.attention import attention_seconds
-from meshweave.cost.collectives import collective_seconds
+from meshweave.cost.libraries import collective_seconds
 from meshweave.describe.machine.kernels import AttentionConstants, CollectiveConstants
 
 

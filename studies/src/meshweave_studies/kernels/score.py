@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.cost.attention import attention_seconds
-from meshweave.cost.collectives import collective_seconds
+from meshweave.cost.libraries import collective_seconds
 from meshweave.cost.product_table import TableInterpolation, item_bytes
 from meshweave.cost.products import product_seconds
 from meshweave.describe.catalog import kernel_constants_names

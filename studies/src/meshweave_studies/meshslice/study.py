@@ -16,9 +16,9 @@ from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.network import RingNetwork
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
-from meshweave.tune.dataflow import LayerDataflow, block_products, choose_transposed, layer_dataflows
 from meshweave.tune.meshes import BlockOnMesh, MeshSearchSpace, Shape, best_meshes
 from meshweave.tune.product import SearchCounts
+from meshweave.tune.search import LayerDataflow, block_products, choose_transposed, layer_dataflows
 from meshweave.tune.unrolled import REFERENCE_ALGORITHM, UNROLLED, ProductSizes, sizes_of, unrolled_entry
 from meshweave_studies.meshslice.readings import MeasuredRun
 from meshweave_studies.meshslice.times import Timer, Timing, sum_timings

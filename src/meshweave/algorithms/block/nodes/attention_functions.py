@@ -217,7 +217,7 @@ class RealAttention(AttentionFunctions):
     def attend(
         self, queries: Values, keys: Values, here: Values, there: Values, *before: Values
     ) -> list[Values]:
-        """Return [numerators, greatest scores, sums of weights] after more keys, by online softmax.
+        """Return [sums of weighted values, greatest scores, sums of weights] after more keys, by online softmax.
 
         `before` has the same three after the keys so far, all 0 at first. `keys` has keys and values; `here` and
         `there` are the positions of queries and keys, 1-D. A greatest score is 0 until a key is attended to.
@@ -238,7 +238,7 @@ class RealAttention(AttentionFunctions):
         return [self._joined(part, queries) for part in (out, finite, total)]
 
     def finish_attention(self, so_far: Values, greatest: Values, weights: Values) -> list[Values]:
-        """Return [heads, log-sum-exp of each row of scores] from what `attend` returned after all keys."""
+        """Return [heads, log-sum-exp of each query's scores] from the results of `attend` after all keys."""
         d = self.width
         out = self._heads(so_far, d) / self._heads(weights, 1)
         return [self._joined(out, so_far), greatest + array_module(weights).log(weights)]
@@ -285,7 +285,11 @@ class IntegerAttention(AttentionFunctions):
     def attend(
         self, queries: Values, keys: Values, here: Values, there: Values, *before: Values
     ) -> list[Values]:
-        """Return small integers in place of the three results of online softmax, more keys included."""
+        """Return the three arrays `before`, with terms of small integers added for more keys.
+
+        They stand in place of the results of online softmax; arguments and shapes are those of
+        `RealAttention.attend`.
+        """
         own_keys, values = self._keys(keys)
         scores = self._masked(self._heads(queries, self.width), own_keys, here, there)
         count = as_numbers(self.mask(here, there), queries).sum(-1)[None, :, None]

@@ -48,7 +48,10 @@ class CallRecord(NodeRecord[AnyNode]):
         """
 
     def functions(self, node: AnyNode, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the function and its gradients by name."""
+        """Return the function, named `fn`, and its gradients, `fn` with "_grad" and "_weight_grad", by name.
+
+        The last is there only for nodes with parameters. They give small integers if `problem.exact`.
+        """
         names = self.fn, f"{self.fn}_grad", f"{self.fn}_weight_grad"
         table = dict(zip(names, self.calls(node, problem.exact), strict=False))
         return table if problem.exact else widened(table)
@@ -145,7 +148,7 @@ class CallRecord(NodeRecord[AnyNode]):
         writer.writer.call(at.fn(self.fn), (out,), ins, self.work, self._shape(writer, out))
 
     def write_gradient(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the call of the contribution to the input's gradient; delay the gradients of parameters."""
+        """Write the call of the contribution to the input's gradient; `postpone` those of the parameters."""
         edge, names = at.node.ins[0], self._parameters(at)
         arriving, out = writer.arriving(at), writer.contribution(at, edge)
         ins, shape = (arriving, writer.edge(at)), self._shape(writer, arriving)

@@ -11,6 +11,7 @@ from meshweave.algorithms.block.nodes.norm import NormRecord
 from meshweave.algorithms.block.nodes.timed import TimedRecord
 from meshweave.algorithms.block.place import NodePlace
 from meshweave.algorithms.block.problem import BlockProblem
+from meshweave.algorithms.block.roles import AxisDims
 from meshweave.algorithms.block.writer import COMPUTE, Stored
 from meshweave.base.errors import LayoutError
 from meshweave.describe.model.latent import LatentAttention, LatentNorm, LocalLinear
@@ -68,17 +69,26 @@ class LatentAttentionRecord(AttentionRecord):
         writer.end_site()
 
     def write_gradient(self, at: NodePlace[LatentAttention], writer: NodeWriter) -> None:  # type: ignore[override]
-        """Write the call of the gradient, and the sums of all contributions to the gradients of its inputs.
+        """Write the call of the gradient with respect to the queries, the keys with values, and the latent.
 
-        They are the queries, the keys with values, and the latent.
+        Where the node is the first reader of one of these, the contributions of its other readers are added.
+        Ranks that divide the heads have terms of the latent's gradient, which are summed where they divide its
+        tokens.
         """
         arriving, ins = writer.arriving(at), self._ins(at, writer)
         queries, keys = (writer.contribution(at, edge) for edge in at.node.ins[:2])
         sums = writer.stored[at.own(at.node.sums)]
         reads = (arriving, *ins, writer.stored[at.out], sums)
         shape = self._shape(at, writer)
-        shared = writer.contribution(at, at.node.ins[2])
-        writer.writer.call("attention_grad", (queries, keys, shared), reads, "attention", shape, "input_grad")
+        latent, gathered = writer.edge(at, 2), ins[2]
+        natural: AxisDims = tuple(
+            "partial" if heads and not whole else whole
+            for whole, heads in zip(gathered.dims, arriving.dims, strict=True)
+        )
+        name = writer.contribution(at, at.node.ins[2]).tensor
+        landed, shared = writer.result_buffers(name, latent.sides, natural, latent.dims)
+        writer.writer.call("attention_grad", (queries, keys, landed), reads, "attention", shape, "input_grad")
+        writer.writer.move(landed, latent.dims, "moved", into=shared)
         for edge in at.node.ins:
             writer.sum_contributions(at, edge)
 

@@ -32,9 +32,9 @@ class NormRecord(NodeRecord[Norm]):
     node_type = Norm
 
     def tensors(self, at: NodePlace[Norm], roles: Roles) -> Iterator[Tensor]:
-        """Yield the sums over features that the norm and its gradient need, (tokens, rows) each.
+        """Yield the sums over features of a norm and of its gradient: (..., 2) for layer norm, else (..., 1).
 
-        There are two rows for a layer norm, and one for a root-mean-square norm.
+        There is a row for each token. They are yielded also where the norm is computed in one step.
         """
         for prefix in ("", "D"):
             name, shape = f"{prefix}{at.own(at.node.statistics)}", (*at.layer.tokens, at.node.rows)
@@ -103,7 +103,7 @@ class NormRecord(NodeRecord[Norm]):
         writer.writer.call(at.fn(fn), (out,), ins, "norm", writer.rows_and_features(stream))
 
     def write_gradient(self, at: NodePlace[Norm], writer: NodeWriter) -> None:
-        """Write the contribution to the input's gradient; delay the parameters' gradient by `then`."""
+        """Write what was postponed, and the input's gradient; give that of the parameters to `then`."""
         writer.write_postponed()
         edge, arriving, stream = at.node.ins[0], writer.arriving(at), writer.edge(at)
         gain = writer.stored[at.own(at.node.gain)]
@@ -137,7 +137,7 @@ class NormFunctions(ABC):
         self.hidden, self.rows = node.features.size, node.rows
 
     def table(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions by name."""
+        """Return the functions by the name of their method: those of whole rows, and those in two steps."""
         names = ("statistics", "normalize", "norm_grad_sums", "normalize_grad", "normalize_weight_grad")
         own = {name: getattr(self, name) for name in names}
         return {
@@ -248,7 +248,10 @@ class RealNorm(NormFunctions):
         return scale * (change if self.rows == 1 else change - means[..., :1])
 
     def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
-        """Return `so_far` plus sums over rows of dy * normalised x (the gain), and of dy (the bias, if any)."""
+        """Return `so_far`, (1, features), plus sums over tokens of dy * normalised x, the gradient of the gain.
+
+        With a bias it is (2, features); the second row is its gradient, sums over tokens of dy.
+        """
         of_gain = over_rows(dy * self._centred(x, statistics)[0])
         rows = (of_gain,) if self.rows == 1 else (of_gain, over_rows(dy))
         return so_far + array_module(x).stack(rows)
@@ -278,7 +281,7 @@ class IntegerNorm(NormFunctions):
         return small(dy * gain[0] + x * of_row)
 
     def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
-        """Return `so_far` plus small integers in place of the gradient with respect to the parameters."""
+        """Return `so_far`, (rows, features), plus small integers in place of the gradient of gain and bias."""
         of_gain = over_rows(small(dy * small(x + statistics[..., :1])))
         rows = (of_gain, over_rows(small(dy)))[: self.rows]
         return so_far + array_module(x).stack(rows)

@@ -121,7 +121,7 @@ def with_load(problem: BlockProblem, load: float) -> BlockProblem:
 
 
 def streamed(problem: BlockProblem, elements: int) -> tuple[str, Work]:
-    """Return ("compute", work) of an elementwise call that reads and writes `elements` in all."""
+    """Return ("compute", work) of an elementwise call that reads and writes `elements` of the dtype in all."""
     moved = elements * dtype_bytes(problem.dtype)
     return COMPUTE, Compute(
         "call", max(elements, 1), moved, dtype=problem.dtype, call="elementwise", shape=(elements,)

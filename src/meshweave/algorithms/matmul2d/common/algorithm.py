@@ -135,7 +135,10 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
         return tuple(gradients)
 
     def examples(self) -> Iterator[Matmul2dProblem]:
-        """Yield an even product on the squarest mesh of few chips, then uneven ones in every dataflow."""
+        """Yield an even product of float32, then one with sizes that do not divide, of int64, in every dataflow.
+
+        All are on one mesh, the squarest for 4 chips, or for the first of 8, 6, 9, 2 and 1 that has one.
+        """
         shapes = next(shapes for chips in (4, 8, 6, 9, 2, 1) if (shapes := self.mesh_shapes(chips)))
         shape = max(shapes, key=min)
         yield Matmul2dProblem(32, 32, 32, shape, self.dataflows[0])

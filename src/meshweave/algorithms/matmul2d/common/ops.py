@@ -31,11 +31,15 @@ def local_product(dataflow: Dataflow, operand: Mapping[str, View], accumulate: I
 
 
 def collective_of(moving: MovingMatrix, whole: View, shard: View, sizes: Index) -> AllGather | ReduceScatter:
-    """Return the all-gather of an input into `whole`, or the reduce-scatter of an output from `whole`.
+    """Return the collective op of a matrix over its mesh axis.
+
+    It is an all-gather from `shard` into `whole` for an input, or a reduce-scatter from `whole` into `shard` for
+    an output (`moving.scattered`). The op runs on the lane named after the axis.
 
     Args:
-        whole, shard: views of the matrix along its whole moving dim, and of what one member has of it.
-        sizes: the elements of the moving dim that member `peer` of the axis has, as an expression.
+        whole: the view with all of dim `moving.dim`.
+        shard: the view with this rank's part of that dim.
+        sizes: the length of that part on member `peer` of the axis, as an expression in `peer`.
     """
     kind: type[AllGather | ReduceScatter] = ReduceScatter if moving.scattered else AllGather
     verb, out, src = ("scatter", shard, whole) if moving.scattered else ("gather", whole, shard)

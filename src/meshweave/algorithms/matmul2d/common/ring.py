@@ -138,21 +138,30 @@ class RingProduct:
         return [size for size in sizes if size[0]]
 
     def bounds(self, part: Index) -> tuple[Index, Index]:
-        """Return [start, stop) of a part within the cut dim; `part` may be an expression."""
+        """Return [start, stop) of part number `part` (from 0) in elements of the dim that is cut into parts.
+
+        `part` may be an expression; so are the results then.
+        """
         begin, end = part * self.part_size, (part + 1) * self.part_size
         if self.cut_size % self.num_parts:
             return minimum(begin, self.cut_size), minimum(end, self.cut_size)
         return begin, end
 
     def extent(self, part: Index) -> Index:
-        """Return the size of a part in elements of the cut dim; `part` may be an expression."""
+        """Return the elements of part number `part` (from 0) along the dim that is cut into parts.
+
+        `part` may be an expression.
+        """
         if self.cut_size % self.num_parts == 0:
             return self.part_size
         begin, end = self.bounds(part)
         return end - begin
 
     def local_extents(self) -> dict[str, int]:
-        """Return the largest "m", "n" and "k" in the products of one chip; that of the cut dim is global."""
+        """Return the largest "m", "n" and "k" in the products of one chip, in elements.
+
+        That of the dim that is cut into parts is its global size.
+        """
         sizes = {"m": self.problem.m, "n": self.problem.n, "k": self.problem.k}
         for operand, letters in self.dim_letters.items():
             whole = {
@@ -172,7 +181,7 @@ class RingProduct:
 
 
 def build(ring: RingProduct, name: str) -> Program:
-    """Return the program of a ring product."""
+    """Return the program of a ring product, with name `name`."""
     builder = _RingProgramBuilder(ring)
     body = tuple(builder.body())
     declared = ring.problem.declarations(name, ring.placements)

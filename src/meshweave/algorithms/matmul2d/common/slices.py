@@ -48,7 +48,7 @@ class Slices:
         return (position // self.period) * width + rest
 
     def part(self, axis_size: int, coordinate: Index, start: Index, width: Index) -> tuple[Index, Selector]:
-        """Return what one shard holds of the slice [start, start + width) of each period.
+        """Return what one shard holds of the slice that has elements [start, start + width) of each period.
 
         It is (number of elements, selector of them among the shard's elements). The shard is the one at
         `coordinate` of a mesh axis of `axis_size` chips.

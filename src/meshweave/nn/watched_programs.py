@@ -1,0 +1,164 @@
+"""What is compared of programs that ran in a step: their transfers and products, measured and simulated."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshweave.cost.machine import Machine
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.levels import level_under
+from meshweave.ir.program import Program
+from meshweave.ir.program.ops import Collective, Matmul, Recv, Send
+from meshweave.simulate import simulate
+from meshweave.trace import Span, Trace
+
+
+@dataclass(frozen=True)
+class WatchedTransfer:
+    """A collective or a message of a program.
+
+    Attributes:
+        op: its name.
+        axis: the mesh axis as "axis x", or its ranks as "ranks 0, 3".
+        ends: (global rank, position among the ops of that rank) of each rank that takes part.
+        is_joint: True for a collective.
+        level: the position in `link_levels` of the links that it takes; None where that has none of them.
+    """
+
+    op: str
+    axis: str
+    ends: tuple[tuple[int, int], ...]
+    is_joint: bool
+    level: int | None
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """A program simulated: the seconds of its ops, and which of them belong together."""
+
+    trace: Trace
+    durations: Mapping[int, Mapping[int, int]]
+    transfers: tuple[WatchedTransfer, ...]
+    products: Mapping[int, tuple[tuple[str, int], ...]]
+
+    @classmethod
+    def of(cls, program: Program, cluster: Cluster) -> SimulatedRun:
+        """Return the prediction for a cluster. Raises what `simulate` raises."""
+        program = program.expanded
+        trace = simulate(program, Machine(cluster, program.meshes, logical=True)).trace()
+        durations: dict[int, dict[int, int]] = defaultdict(dict)
+        for span in trace.spans:
+            durations[span.rank][span.index] = span.end_ps - span.start_ps
+        products = {
+            rank: tuple(
+                (bound.op.title, at)
+                for at, bound in enumerate(program.ops_on_rank(rank))
+                if isinstance(bound.op, Matmul)
+            )
+            for rank in program.ranks
+        }
+        return cls(trace, durations, tuple(_transfers(program, cluster)), products)
+
+    def spans(self, rank: int) -> list[Span]:
+        """Return the spans of a rank."""
+        return [span for span in self.trace.spans if span.rank == rank]
+
+
+def _transfers(program: Program, cluster: Cluster) -> Iterator[WatchedTransfer]:
+    def transfer(op: str, ends: Sequence[tuple[int, int]], is_joint: bool) -> WatchedTransfer:
+        ranks = [rank for rank, _ in ends]
+        return WatchedTransfer(op, _axis(program, ranks), tuple(ends), is_joint, level_under(cluster, ranks))
+
+    joint: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+    messages: dict[Any, tuple[list[tuple[int, int]], list[tuple[int, int]], str]] = {}
+    names: dict[Any, str] = {}
+    for rank in program.ranks:
+        seen: Counter[Any] = Counter()
+        for at, bound in enumerate(program.ops_on_rank(rank)):
+            op = bound.op
+            if isinstance(op, Collective):
+                group = tuple(op.over) if not isinstance(op.over, str) else (op.over,)
+                key = bound.key, group
+                joint[key, seen[key]].append((rank, at))
+                names[key, seen[key]] = op.title
+                seen[key] += 1
+            elif isinstance(op, Send | Recv):
+                assert isinstance(op.peer, int)
+                peer = op.peer
+                ends = (rank, peer) if isinstance(op, Send) else (peer, rank)
+                sent, received, _ = messages.setdefault((ends, op.tag), ([], [], op.title))
+                (sent if isinstance(op, Send) else received).append((rank, at))
+    for where, members in joint.items():
+        if len(members) > 1:  # one rank alone uses no link
+            yield transfer(names[where], members, True)
+    for sent, received, name in messages.values():
+        for both in zip(sent, received, strict=False):
+            yield transfer(name, both, False)
+
+
+def _axis(program: Program, ranks: Sequence[int]) -> str:
+    """Return the mesh axis along which ranks differ, or the ranks where there is none or several."""
+    for mesh in program.meshes:
+        if all(rank in mesh for rank in ranks):
+            coords = [mesh.coords(rank) for rank in ranks]
+            differing = [
+                axis
+                for axis, of in zip(mesh.axes, zip(*coords, strict=True), strict=True)
+                if len(set(of)) > 1
+            ]
+            if len(differing) == 1:
+                return f"axis {differing[0]}"
+            if differing:
+                return f"axes {' and '.join(differing)}"
+    return f"ranks {', '.join(map(str, sorted(set(ranks))))}"
+
+
+Pair = tuple[int, int]
+"""Measured and predicted picoseconds."""
+
+
+@dataclass
+class StepTally:
+    """Sums of measured and predicted picoseconds over the programs of a step.
+
+    Attributes:
+        links: of transfers, by (op, axis).
+        products: by (op, global rank).
+        late: how long others waited for a rank, by (op, global rank).
+        levels: of transfers, by ("", position in `link_levels`).
+    """
+
+    links: dict[tuple[str, str], Pair] = field(default_factory=dict)
+    products: dict[tuple[str, int], Pair] = field(default_factory=dict)
+    late: dict[tuple[str, int], Pair] = field(default_factory=dict)
+    levels: dict[tuple[str, int], Pair] = field(default_factory=dict)
+
+    def add(self, prediction: SimulatedRun, measured: Mapping[int, Mapping[int, int]]) -> None:
+        """Add one run of a program."""
+        expected = prediction.durations
+        for transfer in prediction.transfers:
+            took = [measured[rank].get(at, 0) for rank, at in transfer.ends]
+            should = [expected[rank].get(at, 0) for rank, at in transfer.ends]
+            add_pair(self.links, (transfer.op, transfer.axis), min(took), min(should))
+            if transfer.level is not None:
+                add_pair(self.levels, ("", transfer.level), min(took), min(should))
+            if transfer.is_joint:
+                for (rank, _), own, due in zip(transfer.ends, took, should, strict=True):
+                    add_pair(self.late, (transfer.op, rank), max(took) - own, max(should) - due)
+        for rank, products in prediction.products.items():
+            for op, at in products:
+                add_pair(self.products, (op, rank), measured[rank].get(at, 0), expected[rank].get(at, 0))
+
+    def told(self) -> list[list[tuple[str, str | int, int, int]]]:
+        """Return the sums as lists of (op, axis, rank or level, measured, predicted), in the order above."""
+        sums = self.links, self.products, self.late, self.levels
+        return [[(op, where, *pair) for (op, where), pair in each.items()] for each in sums]
+
+
+def add_pair(sums: dict[Any, Pair], key: Any, measured: int, predicted: int) -> None:
+    """Add measured and predicted picoseconds to the sums of `key` in `sums`, which begin at (0, 0)."""
+    before = sums.get(key, (0, 0))
+    sums[key] = before[0] + measured, before[1] + predicted
