@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from plain_models import HEADS, WORDS, PlainGpt, PlainLlama
 from torch import Tensor, nn
@@ -18,7 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.ranks.job import RankContext
+from meshweave.nn.parallel.known import recognised
 from meshweave.nn.parallel.parallelize import parallelize
+from meshweave.nn.prove.reduced import kinds_of, reduced
+from meshweave.nn.prove.whole_model import check_whole
 
 LAYERS = 6
 Pass = Callable[[nn.Module, int, Tensor, Tensor], Tensor]
@@ -91,6 +95,52 @@ class LossAlone(PlainLlama):
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class WithTargets(PlainGpt):
+    """Is always given targets."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(tokens)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Caching(Windowed):
+    """Attention that keeps its mask, and for how many tokens, from call to call."""
+
+    longest = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] != self.longest:
+            self.longest = x.shape[1]
+            self.mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.c_attn(x).chunk(3, -1))
+        return self.c_proj(F.scaled_dot_product_attention(q, k, v, self.mask).transpose(1, 2).flatten(2))
+
+
+class Recomputing(nn.Module):
+    """A feed-forward part in a checkpoint that enters anew."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.c_fc, self.gelu, self.c_proj, self.dropout = own.c_fc, own.gelu, own.c_proj, own.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: self.dropout(self.c_proj(self.gelu(self.c_fc(x)))), x, use_reentrant=True)
+
+
+def _with_parts(part: str, make: Callable[[Any], nn.Module]) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        model = Gpt()
+        for layer in model.transformer.h:
+            setattr(layer, part, make(getattr(layer, part)))
+        return model
+
+    return made
+
+
+def _noisy(layer: nn.Module, number: int, x: Tensor, first: Tensor) -> Tensor:
+    return x if layer.training and np.random.random() < 0.1 else layer(x)
+
+
 def _skipped(layer: nn.Module, number: int, x: Tensor, first: Tensor) -> Tensor:
     return x if layer.training and float(torch.rand(())) < 0.1 * number else layer(x)
 
@@ -104,6 +154,11 @@ POPULATION: Mapping[str, tuple[Callable[[], nn.Module], str]] = {
     "checkpoints": (_called(lambda layer, n, x, f: checkpoint(layer, x, use_reentrant=False)), ""),
     "checkpoints that enter anew": (_called(lambda layer, n, x, f: checkpoint(layer, x, use_reentrant=True)), ""),
     "a loss alone": (lambda: LossAlone(2), ""),
+    "targets": (lambda: WithTargets(3), ""),
+    "dropout": (lambda: Gpt(dropout=0.1), ""),
+    "by name": (_called(lambda layer, n, x, f: layer(x=x)), ""),
+    "a mask that is kept": (_with_parts("attn", lambda own: Caching(own, 0, False)), ""),
+    "checkpoints in layers": (_with_parts("mlp", Recomputing), ""),
     "the first residual, late": (_called(lambda layer, n, x, f: layer(x + f if n > 3 else x)), "not the result"),
     "a skip, late": (_called(lambda layer, n, x, f: x + layer(x) if n == 4 else layer(x)), "not the result"),
     "twice, late": (_called(lambda layer, n, x, f: layer(layer(x)) if n == 5 else layer(x)), "once, in order"),
@@ -114,14 +169,34 @@ POPULATION: Mapping[str, tuple[Callable[[], nn.Module], str]] = {
     "a number": (lambda: Gpt(scale=_numbered), "changes calls"),
     "inner dropout": (lambda: _with_inner(nn.Dropout(0.5)), "drops out with probabilities"),
     "layers at random": (lambda: Gpt(_skipped), "random numbers beside dropout"),
+    "layers at random, by numpy": (lambda: Gpt(_noisy), "random numbers beside dropout"),
 }  # fmt: skip
 """By name: what makes a model, and what a refusal says of it; "" for one that is computed."""
 
 
 def tried(context: RankContext, payload: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is said of each model: "" where the loss and gradients of a call are its own."""
+    """Return what is said of the models `names`: "" where the loss and gradients of a call are its own."""
     torch.set_num_threads(1)
-    return {name: _said(make) for name, (make, _) in POPULATION.items()}
+    return {name: _said(POPULATION[name][0]) for name in payload["names"]}
+
+
+def checked(model: nn.Module, dtype: torch.dtype = torch.float64, longest: int = 32) -> str:
+    """Return what is said of a model in a copy with all layers; "" where nothing differs."""
+    _, names = recognised(model)
+    kinds = kinds_of(model, names)
+    options = {
+        "words": WORDS,
+        "sequence": longest,
+        "binds": (),
+        "device": torch.device("cpu"),
+        "dtype": dtype,
+    }
+    copied = reduced(model, names, range(len(kinds)), **options, shares=True)  # type: ignore[arg-type]
+    try:
+        check_whole(copied, model, names, kinds, longest)
+    except MeshweaveError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _said(make: Callable[[], nn.Module]) -> str:
@@ -132,15 +207,19 @@ def _said(make: Callable[[], nn.Module]) -> str:
         made = parallelize(copy.deepcopy(whole), "megatron", init_device_mesh("cpu", (2,)))
     except MeshweaveError as error:
         return f"{type(error).__name__}: {error}"
-    takes_targets = isinstance(whole, LossAlone)
-    loss = made.module(tokens, targets).loss if takes_targets else made.loss(tokens, targets)
-    wanted = F.cross_entropy(whole(tokens).flatten(0, 1), targets.flatten())
+    drops = any(isinstance(child, nn.Dropout) and child.p for child in whole.modules())
+    for model in (whole, made.module) if drops else ():
+        model.eval()
+    loss = made.module(tokens, targets).loss if isinstance(whole, LossAlone) else made.loss(tokens, targets)
+    out = whole(tokens, targets)[0] if isinstance(whole, WithTargets) else whole(tokens)
+    wanted = F.cross_entropy(out.flatten(0, 1), targets.flatten())
     loss.backward()
     wanted.backward()
     right = dict(whole.named_parameters())
     off = [
-        float((p.grad.full_tensor() - right[n].grad).abs().max()) for n, p in made.module.named_parameters()
-    ]  # type: ignore[union-attr,operator]
+        float((p.grad.full_tensor() - right[n].grad).abs().max())  # type: ignore[union-attr,operator]
+        for n, p in made.module.named_parameters()
+    ]
     worst = max(abs(float(loss.detach() - wanted.detach())), *off)
     return "" if worst < 1e-9 else f"off by {worst}"
 

@@ -83,8 +83,7 @@ def check_layers(
             )
     if isinstance(names, ModelMap):
         every, longest = range(len(kinds)), _longest(module, names)
-        options = {"alike": kinds, "drops": True}
-        whole = _copy(module, names, strategy, every, (), device, dtype, longest, **options)
+        whole = _copy(module, names, strategy, every, (), device, dtype, longest, shares=True)
         check_whole(whole, module, names, kinds, longest)
     kind = str(proof.dtype).removeprefix("torch.")
     return (
@@ -125,13 +124,13 @@ def _copy(
     device: torch.device,
     dtype: torch.dtype,
     sequence: int,
-    **options: Any,
+    shares: bool = False,
 ) -> nn.Module:
     ranks = math.prod(strategy.mesh.shape)
     own = int(module.get_submodule(names.embedding).weight.shape[0])
     words = ranks * -(-_TOKENS // ranks) + own % ranks
-    sizes: dict[str, Any] = {"words": words, "sequence": sequence}
-    return reduced(module, names, chosen, **sizes, binds=binds, device=device, dtype=dtype, **options)
+    sizes: dict[str, Any] = {"words": words, "sequence": sequence, "shares": shares}
+    return reduced(module, names, chosen, **sizes, binds=binds, device=device, dtype=dtype)
 
 
 def _longest(module: nn.Module, names: ModelMap) -> int:

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from meshweave.base.errors import ProofError
+from meshweave.base.errors import MeshweaveError, ProofError, UnsupportedError
+from meshweave.nn.parallel.seeds import keep_generators
 from meshweave.nn.parallel.structure import ModelMap, dropout_after, heads_of
-from meshweave.nn.prove.state import WIDE, WideCasts, without_dropout
+from meshweave.nn.prove.given import arguments_of, generated, loss_of
+from meshweave.nn.prove.state import WIDE, prepared, without_dropout
 
 _TOKENS = 8
 _MOST_TOKENS = 512
-_MOST_FLOPS = 2e9
+_MOST_FLOPS = 4e10  # a few seconds of a core; a hundred times that on an accelerator
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 
 
@@ -37,6 +42,23 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out: Tensor
+
+    @property
+    def at(self) -> int:
+        """The position of the residual among the arguments: of the tensor that is shaped as what is returned."""
+        given = [*self.args, *self.kwargs.values()]
+        found = (
+            at for at, own in enumerate(given) if isinstance(own, Tensor) and own.shape == self.out.shape
+        )
+        if (at := next(found, None)) is None:
+            raise ProofError("a layer is given no residual of the shape that it returns")
+        return at
+
+    @property
+    def residual(self) -> Tensor:
+        """The residual that the layer is given."""
+        given: Tensor = [*self.args, *self.kwargs.values()][self.at]
+        return given
 
 
 class _Stop(Exception):
@@ -55,17 +77,26 @@ def check_whole(
         longest: the most tokens that a row may have.
     """
     checked = _Checked(made, names, kinds, type(module).__name__)
-    made.requires_grad_(True)
-    with torch.random.fork_rng([]), WideCasts():
-        torch.manual_seed(20)
-        checked.dropout(_dropout_of(module, names), min(_TOKENS, longest))
-        without_dropout(made.modules())
-        before = dict(checked.state())
-        calls = checked.calls(min(_TOKENS, longest))
-        checked.memory(before)
-        checked.layers(calls)
-        heads = [names.heads or heads_of(module, number, names) for number in range(len(kinds))]
-        checked.reach([own.window for own in heads], longest)
+    tokens = min(_TOKENS, longest)
+    for parameter in made.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    try:
+        with prepared(made, checked.dtype, drops=True):
+            checked.dropout(_dropout_of(module, names), tokens)
+            without_dropout(made.modules())
+            before = checked.state()
+            calls = checked.calls(tokens)
+            checked.memory(before)
+            checked.layers(calls)
+            heads = [names.heads or heads_of(module, number, names) for number in range(len(kinds))]
+            checked.reach([own.window for own in heads], longest)
+    except MeshweaveError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{checked.title} does not run in a copy with all layers, to prove it ({type(error).__name__}: "
+            f"{error}); check=False trains it unproved"
+        ) from error
 
 
 class _Checked:
@@ -75,24 +106,24 @@ class _Checked:
         self.made, self.names, self.kinds, self.title = made, names, kinds, title
         self.layers_of = list(made.get_submodule(names.layers))
         self.own = [layer.forward for layer in self.layers_of]
+        table = made.get_submodule(names.embedding).weight
+        self.dtype, self.device = table.dtype, table.device
 
     def refuse(self, words: str) -> None:
         raise ProofError(f"{self.title} is another model than its layers make: {words}")
 
     def run(self, sequence: int) -> None:
-        tokens = torch.arange(sequence, device=next(self.made.parameters()).device)
-        words = self.made.get_submodule(self.names.embedding).weight.shape[0]
-        with torch.enable_grad():
-            self.made(tokens[None] * 7 % words)
+        given = generated(self.made, 1, self.device, (1, sequence))
+        self.made(*given.inputs, **arguments_of(self.made, given))
 
     # --- dropout and random numbers ---------------------------------------------------------------------------
 
     def dropout(self, expected: list[float], sequence: int) -> None:
         """Run it once, and compare the probabilities of dropout with those of what replaces its layers."""
-        before = _generators()
-        with _Dropouts() as seen:
+        before = _generators(self.device)
+        with _Dropouts(self.device.type) as seen:
             self.run(sequence)
-        if _generators() != before:
+        if _generators(self.device) != before:
             self.refuse(
                 "forward draws random numbers beside dropout, as noise, or layers or paths that are left out, "
                 "which are not computed; turn that off"
@@ -106,22 +137,20 @@ class _Checked:
 
     # --- what calls leave -------------------------------------------------------------------------------------
 
-    def state(self) -> Iterator[tuple[str, Any]]:
-        """Yield numbers and buffers of modules that are replaced, by name."""
-        names = self.names
-        kept = tuple(f"{path}." for path in (names.rotary,) if path)
+    def state(self) -> dict[str, Any]:
+        """Return numbers and copies of buffers of modules that are replaced, by name."""
+        copies = {id(own): own.clone() for own in self.made.buffers()}
+        found: dict[str, Any] = {}
+        rotary = f"{self.names.rotary or self.names.head}."
         for path, child in self.made.named_modules():
-            if f"{path}.".startswith(kept or ("\n",)) or path.endswith(f".{names.layer.activation}"):
-                continue
-            for name, value in vars(child).items():
-                if isinstance(value, int | float):
-                    yield f"{path}.{name}".lstrip("."), value
-            for name, buffer in child._buffers.items():
-                if buffer is not None:
-                    yield f"{path}.{name}".lstrip("."), buffer.clone()
+            if not f"{path}.".startswith(rotary) and not path.endswith(f".{self.names.layer.activation}"):
+                numbers = {name: own for name, own in vars(child).items() if isinstance(own, int | float)}
+                buffers = {name: copies[id(own)] for name, own in child._buffers.items() if own is not None}
+                found |= {f"{path}.{name}".lstrip("."): own for name, own in {**numbers, **buffers}.items()}
+        return found
 
     def memory(self, before: dict[str, Any]) -> None:
-        for name, value in self.state():
+        for name, value in self.state().items():
             old = before.get(name, value)
             if not (torch.equal(old, value) if isinstance(value, Tensor) else old == value or value != value):
                 self.refuse(
@@ -139,7 +168,7 @@ class _Checked:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 given = tuple(map(_copied, args)), {key: _copied(value) for key, value in kwargs.items()}
                 out = own(*args, **kwargs)
-                found.append(_Call(number, *given, _residual((out,)).clone()))
+                found.append(_Call(number, *given, _residual((out,)).detach().clone()))
                 if number == end:
                     raise _Stop
                 return out
@@ -148,53 +177,48 @@ class _Checked:
 
         norm = self.made.get_submodule(self.names.norm)
         watched = [*self.layers_of, norm]
-        for number, (layer, own) in enumerate(zip(watched, [*self.own, norm.forward], strict=True)):
-            layer.__dict__["forward"] = noted(number, own)
+        own = [*self.own, norm.forward]
+        for number, layer in enumerate(watched):
+            layer.forward = noted(number, own[number])
         try:
             self.run(sequence)
         except _Stop:
             pass
         finally:
-            for layer in watched:
-                del layer.__dict__["forward"]
+            for layer, forward in zip(watched, own, strict=True):
+                layer.forward = forward
         return found
 
     def layers(self, calls: list[_Call]) -> None:
         """Check that each layer is called once, on the result of that before, and computes what its kind does."""
-        count, numbers = len(self.kinds), [call.number for call in calls]
+        path, count, numbers = self.names.layers, len(self.kinds), [call.number for call in calls]
         if numbers != list(range(count + 1)):
             self.refuse(
-                f"forward calls {self.names.layers} as {', '.join(map(str, numbers[:-1]))}, and each is computed "
+                f"forward calls {path} as {', '.join(map(str, numbers[:-1]))}, and each is computed "
                 "once, in order"
             )
-        trained = [_given(call).requires_grad for call in calls[1:]]
+        trained = [call.residual.requires_grad for call in calls[1:]]
         for before, call in pairwise(calls):
-            here = f"{self.names.layers}.{call.number}" if call.number < count else self.names.norm
-            if not _are_close(_given(call), before.out) or trained[call.number - 1] != trained[0]:
-                self.refuse(f"what {here} is given is not the result of {self.names.layers}.{before.number}")
+            here = f"{path}.{call.number}" if call.number < count else self.names.norm
+            if not _are_close(call.residual, before.out) or trained[call.number - 1] != trained[0]:
+                self.refuse(f"what {here} is given is not the result of {path}.{before.number}")
+        self.made.requires_grad_(False)  # gradients of residuals are looked at
+        made: dict[int, tuple[Tensor, Tensor]] = {}
         for call, kind in zip(calls, self.kinds, strict=False):
-            if kind != call.number:
-                self._as_its_kind(call, calls[kind])
-
-    def _as_its_kind(self, call: _Call, first: _Call) -> None:
-        made = []
-        for each in (call, first):
-            x = _given(call).detach().clone().requires_grad_()
-            out = self._of_layer(each, x)
-            (grad,) = torch.autograd.grad(out.square().sum(), x, allow_unused=True)
-            made.append((out.detach(), torch.zeros_like(x) if grad is None else grad))
-        if not all(_are_close(*pair) for pair in zip(*made, strict=True)):
-            path = self.names.layers
-            self.refuse(
-                f"{path}.{call.number} computes something else than {path}.{first.number} of the same weights and "
-                "input, by its number or by what it is given; layers whose attributes differ are known to differ"
-            )
+            x = calls[kind].residual.detach().clone().requires_grad_()
+            out = self._of_layer(call, x)
+            loss_of(out, None).backward()
+            own = out.detach(), torch.zeros_like(x) if x.grad is None else x.grad
+            if not all(map(_are_close, made.setdefault(kind, own), own)):
+                self.refuse(
+                    f"{path}.{call.number} computes something else than {path}.{kind} of the same weights and "
+                    "input, by its number or by what it is given; layers of other attributes are known to differ"
+                )
 
     def _of_layer(self, call: _Call, x: Tensor) -> Tensor:
         """Return what a layer makes of a residual `x`, and else of the arguments of a call."""
         given = [*call.args, *call.kwargs.values()]
-        at = next(at for at, value in enumerate(given) if _is_residual(value))
-        given[at] = x
+        given[call.at] = x
         count = len(call.args)
         named = dict(zip(call.kwargs, given[count:], strict=True))
         return _residual((self.own[call.number](*given[:count], **named),))
@@ -204,32 +228,34 @@ class _Checked:
     def reach(self, windows: Sequence[int | None], longest: int) -> None:
         """Check in long rows, as long as time allows, that the last token sees what it is computed to see."""
         first = sorted(set(self.kinds))
-        most = max(sum(p.numel() for p in layer.parameters()) for layer in self.layers_of)
-        sequence = min(longest, _MOST_TOKENS, int(_MOST_FLOPS / (12 * most * (first[-1] + 1))))
-        if sequence < 16:
-            return
-        try:
-            calls = self.calls(sequence, first[-1])
-        except Exception:  # more tokens than it takes
-            return
-        for number in first:
-            x = _given(calls[number]).detach().clone().requires_grad_()
-            out = self._of_layer(calls[number], x)
-            seen = torch.autograd.grad(out[:, -1].sum(), x)[0].abs().sum((0, 2)) > 0
-            window = windows[number] or sequence
-            if int(seen.sum()) != min(window, sequence):
+        size = max(sum(p.numel() for p in layer.parameters()) for layer in self.layers_of)
+        flops = 2 * size * (first[-1] + 1 + 2 * len(first))
+        most = _MOST_FLOPS * (1 if self.device.type == "cpu" else 100)
+        calls: list[_Call] = []
+        sequence = 2 * min(longest, _MOST_TOKENS, int(most / flops))
+        while not calls and (sequence := sequence // 2) >= 2 * _TOKENS:
+            with suppress(Exception), warnings.catch_warnings(action="ignore"):  # it may take fewer tokens
+                calls = self.calls(sequence, first[-1])
+        for number, call in ((at, calls[at]) for at in first if calls):
+            x = call.residual.requires_grad_()
+            dim = x.shape.index(sequence)
+            loss_of(self._of_layer(call, x).select(dim, -1), None).backward()
+            grad = torch.zeros_like(x) if x.grad is None else x.grad
+            seen = int((grad.movedim(dim, 0).flatten(1).abs().sum(1) > 0).sum())
+            if seen != (wanted := min(windows[number] or sequence, sequence)):
                 self.refuse(
-                    f"a token of {self.names.layers}.{number} sees {int(seen.sum())} tokens of {sequence}, and "
-                    f"computed are {min(window, sequence)}; name it sliding_window, or give mapping= with heads"
+                    f"a token of {self.names.layers}.{number} sees {seen} tokens of {sequence}, and computed are "
+                    f"{wanted}; name it sliding_window, or give mapping= with heads"
                 )
 
 
 class _Dropouts(TorchFunctionMode):  # type: ignore[misc]
     """A context that notes the probabilities of dropout, where some are dropped, as `found`."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()
         self.found: list[float] = []
+        self.device = device
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -248,13 +274,16 @@ class _Dropouts(TorchFunctionMode):  # type: ignore[misc]
         if not p:
             return func(*args, **named)
         self.found.append(p)
-        with torch.random.fork_rng([]):  # so that other random numbers show
+        with keep_generators(self.device):  # so that other random numbers show
             return func(*args, **named)
 
 
-def _generators() -> tuple[bytes, object]:
-    """Return the states of torch's generator of the CPU and of Python's."""
-    return bytes(torch.get_rng_state().numpy()), random.getstate()
+def _generators(device: torch.device) -> tuple[Any, ...]:
+    """Return the states of generators: torch's of the CPU and of a device, Python's and that of numpy."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return random.getstate(), repr(np.random.get_state()), [bytes(state.numpy()) for state in states]
 
 
 def _dropout_of(module: nn.Module, names: ModelMap) -> list[float]:
@@ -269,30 +298,19 @@ def _dropout_of(module: nn.Module, names: ModelMap) -> list[float]:
     return [p for p in found if p]
 
 
-def _is_residual(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
-
-
 def _residual(values: Any) -> Tensor:
-    """Return the first floating tensor with rows among values, and within the first of them."""
+    """Return the first floating tensor with features among values, and within the first of them."""
     for value in values:
-        if _is_residual(value):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
             return value
         if isinstance(value, list | tuple) and value:
             return _residual(value)
-    raise ProofError("a layer is given or returns no residual (batch, sequence, features)")
-
-
-def _given(call: _Call) -> Tensor:
-    return _residual([*call.args, *call.kwargs.values()])
+    raise ProofError("a layer returns no residual")
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a tensor, which is trained where that is, also within a checkpoint that enters anew."""
-    if not isinstance(value, Tensor):
-        return value
-    made = value.clone()
-    return made.requires_grad_() if value.requires_grad and not made.requires_grad else made
+    """Return a copy of a tensor, which is trained where that is."""
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
