@@ -191,7 +191,7 @@ def _shorten(made: nn.Module, module: nn.Module, names: ModelMap, chosen: Sequen
         for name, value in list(vars(config).items()):
             if name not in _OF_MODULE and isinstance(value, list | tuple) and len(value) == count:
                 object.__setattr__(config, name, type(value)(value[number] for number in chosen))
-            elif value == count and isinstance(value, int) and "layer" in name:
+            elif isinstance(value, int) and value == count and "layer" in name:
                 object.__setattr__(config, name, len(chosen))
             elif name == "use_cache":
                 object.__setattr__(config, name, False)
