@@ -15,7 +15,8 @@ from plain_models import WORDS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from ways_to_differ import HARMLESS, WAYS, Way
+from ways_in_steps import WAYS
+from ways_to_differ import HARMLESS, Way
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.ranks.job import RankContext

@@ -102,7 +102,8 @@ class PlainFusedAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parts = self.c_attn(x).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        p = self.attention_dropout if self.training else 0.0
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
         return self.resid_dropout(self.c_proj(out.transpose(1, 2).flatten(2)))
 
 

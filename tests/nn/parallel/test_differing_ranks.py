@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from differing_pipeline_rank_functions import FEW
 from differing_pipeline_rank_functions import WAYS as PIPELINES
-from ways_to_differ import HARMLESS, NOT_COMPARED, WAYS, Way
+from ways_in_steps import WAYS
+from ways_to_differ import HARMLESS, NOT_COMPARED, Way
 
 from meshweave.execute.ranks.launch import launch
 

@@ -71,6 +71,11 @@ class LayerReplacements:
             for linear in joined.linears:
                 linear.join(joined)
         self.new |= {f"{self.where}.{path}": linear for path, linear in made.items()}
+        if not made:
+            raise UnsupportedError(
+                f"{self.where}: a pass through the model shows none of its linear layers; layers that are left "
+                "out at random, or by their number, are not computed: turn that off"
+            )
         hidden = next(iter(made.values())).site.hidden
         for path, kind in self.parts.norms.items():
             name, norm = self._module(path)

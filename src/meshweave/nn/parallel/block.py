@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from meshweave.base.errors import UnsupportedError
 from meshweave.nn.parallel.attention import AttentionCore, Heads
 from meshweave.nn.parallel.dropout import ShardDropout
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
@@ -89,11 +90,25 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
         """
         for name, child in layer.named_children():
             self.add_module(name, child)
+        for name, buffer in layer.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, name not in layer._non_persistent_buffers_set)
         for path, made in self._made.items():
             fill(made, layer.get_submodule(path), f"{self.where}.{path}")
             _replace(self, path, made)
         self.training = layer.training
         del self._made
+
+    def check_dropout(self) -> None:
+        """Raise UnsupportedError where the probability of a dropout module was changed since it was read."""
+        for path, read in (
+            (self.names.out, self.after_attention),
+            (self.names.down, self.after_feed_forward),
+        ):
+            if (now := dropout_after(self, path)) != read.p:
+                raise UnsupportedError(
+                    f"dropout after {self.where}.{path} was set to {now:g} after parallelize, which has read "
+                    f"{read.p:g}: set it before"
+                )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; modules that are known under another name already are not registered once more."""

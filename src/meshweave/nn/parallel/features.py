@@ -282,7 +282,7 @@ class ForwardArguments:
     def __init__(self, module: nn.Module, has_shift: bool) -> None:
         self.module, self.has_shift = module, has_shift
         names = list(inspect.signature(type(module).forward).parameters)[2:]
-        self.names = names if "labels" in names else ["labels"]
+        self.names = names if {"labels", "targets"} & {*names} else ["labels"][: not (names and has_shift)]
 
     def inputs(
         self, tokens: Tensor | None, args: tuple[Any, ...], given: dict[str, Any], targets: Tensor | None
@@ -300,9 +300,10 @@ class ForwardArguments:
             UnsupportedError: an argument, or a loss function set on the module, that is not computed.
         """
         if len(args) > len(self.names):
-            raise LayoutError(f"forward takes tokens and {', '.join(self.names)}; {1 + len(args)} were given")
+            said = ", ".join(("tokens", *self.names))
+            raise LayoutError(f"forward takes {said} by position, and targets= or labels= by name")
         given = {**self._of_config(), **dict(zip(self.names, args, strict=False)), **given}
-        labels = given.pop("labels", None)
+        labels, targets = given.pop("labels", None), given.pop("targets", targets)
         if labels is not None and targets is not None:
             raise LayoutError("labels and targets= are both given: give one of them")
         if labels is not None and self.has_shift:

@@ -291,6 +291,9 @@ class ParallelModel(AroundModule):
         try:
             inputs = self._arguments.inputs(input_ids, args, given, targets)
             self._placed.check()
+            for block in self.blocks:
+                if isinstance(block, ParallelBlock):
+                    block.check_dropout()
             check_anomaly_mode()
         except MeshweaveError as error:  # on this rank: others hear of it
             return tokens, CallInputs(), error

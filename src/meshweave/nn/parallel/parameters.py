@@ -144,7 +144,7 @@ def fill(made: Any, whole: nn.Module, name: str) -> None:
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1]
+    strides = [1] if shape else []
     for size in reversed(list(shape)[1:]):
         strides.append(strides[-1] * size)
     return tuple(reversed(strides))

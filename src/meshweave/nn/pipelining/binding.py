@@ -54,6 +54,11 @@ class BoundPipeline:
     gradients: Mapping[int, StageGradients]
     tied: TiedTable | None
 
+    def splits(self, number: int) -> bool:
+        """Return whether gradients of weights of a stage are computed apart from those of its inputs."""
+        functions = self.functions[number]
+        return not functions.is_first and len(functions.whole_backwards) < self.problem.micro_batches
+
 
 def bind_stages(
     stages: Mapping[int, nn.Module],

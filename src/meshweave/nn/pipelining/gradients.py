@@ -120,14 +120,20 @@ class StageGradients:
         vector = torch.zeros(size + more, dtype=dtype, device=device)
         return cls(own, parameters, vector, LossSum(vector[size:], index))
 
-    def check(self, module: nn.Module, number: int) -> None:
+    def check(self, module: nn.Module, number: int, splits: bool) -> None:
         """Raise LayoutError, naming it, where a parameter began or ceased to be trained since the first step.
 
         That is where one requires a gradient and did not then, or is frozen since and data-parallel ranks sum
-        its gradient. `module` is stage `number`.
+        its gradient. UnsupportedError where one has a hook that is called after its gradient, and a schedule that
+        `splits` backwards adds gradients without calling it. `module` is stage `number`.
         """
         trained = set(map(id, self.trained))
         for name, parameter in module.named_parameters():
+            if splits and parameter._post_accumulate_grad_hooks:
+                raise UnsupportedError(
+                    f"stage {number}: {name} has a post-accumulate gradient hook, which a backward in two parts "
+                    "does not call; take a schedule with whole backwards, or do it after the step"
+                )
             is_known = id(parameter) in trained
             if is_known and not parameter.requires_grad and self.vector is not None:
                 change = "is frozen since the first step, in which ranks summed its gradient"

@@ -212,7 +212,7 @@ class Pipeline:
             self._require(batch, target, trains=trains)
             self._compare(batch, target, trains=trains)
             for number, gradients in trained.items():
-                gradients.check(self._stages[number], number)
+                gradients.check(self._stages[number], number, bound.splits(number))
             steps = self._give(bound, batch, target, wants_outputs)
             if self._memory is not None and trains:
                 self._memory.reset_peak()

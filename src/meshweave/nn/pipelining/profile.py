@@ -44,6 +44,7 @@ class StageProfile:
         missed_gradient: the name of a parameter whose gradient a backward in two parts misses; "" if there is
             none. torch looks for parameters where their graph meets that of inputs, so it misses those whose
             results depend on no input.
+        unsplit: why a backward in two parts does not run; "" where it does. FLOPs of the backward are then halved.
     """
 
     outs: tuple[TensorKind, ...]
@@ -54,6 +55,7 @@ class StageProfile:
     num_parameters: int
     dtype: str
     missed_gradient: str = ""
+    unsplit: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the profile as JSON values, which `from_json` reads back."""
@@ -114,9 +116,13 @@ def profile_stage(
     has_loss = loss_fn is not None and target is not None and not targets
     targets_of = [torch.empty(target.shape, dtype=target.dtype, device="meta")] * 2 if target else []
     step = StageStep([batch, batch] if not sources else (), targets_of if has_loss else ())
-    flops, kept, lost = (0, 0, 0), (0, 0), ""
+    flops, kept, lost, unsplit = (0, 0, 0), (0, 0), "", ""
     if trains and (targets or has_loss):
-        flops, kept, lost = _measured(clone, shape, loss_fn, step)
+        try:
+            flops, kept, lost = _measured(clone, shape, loss_fn, step)
+        except _NotSplitError as error:
+            unsplit = str(error)
+            flops, kept, lost = _measured(clone, shape, loss_fn, step, splits=False)
     elif not trains:
         flops = (_counted_flops(lambda: clone(*batch)), 0, 0)
     trained = [parameter for parameter in clone.parameters() if parameter.requires_grad]
@@ -135,6 +141,7 @@ def profile_stage(
         sum(map(num_local_elements, trained)),
         dtypes.pop() if len(dtypes) == 1 else "",
         lost,
+        unsplit,
     )
 
 
@@ -146,6 +153,11 @@ def _on_meta(module: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    for child in module.modules():  # such as a normed weight, or an auxiliary loss of an earlier call
+        computed = [
+            own for own in vars(child).values() if isinstance(own, Tensor) and own.grad_fn is not None
+        ]
+        memo |= {id(own): torch.empty_like(own, device="meta", requires_grad=False) for own in computed}
     return copy.deepcopy(module, memo)
 
 
@@ -162,7 +174,8 @@ def _run(
         given = ", ".join(str(TensorKind.of(value)) for value in batch)
         makers = f"what stage {' and '.join(map(str, sources))} makes" if sources else "the batch"
         raise LayoutError(
-            f"stage {number} does not run on {makers}, {given}: {_first_line(error)}"
+            f"stage {number} does not run on {makers}, {given}, on the meta device: {_first_line(error)}; "
+            f"where it reads values, give outputs={{{number}: [what it passes on for a micro-batch]}}"
         ) from error
     outs = made if isinstance(made, (tuple, list)) else [made]
     for out in outs:
@@ -171,14 +184,26 @@ def _run(
     return tuple(TensorKind.of(out) for out in outs)
 
 
-def _first_line(error: Exception) -> str:
+class _NotSplitError(Exception):
+    """A backward in two parts fails, and may run whole."""
+
+
+def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _measured(
-    module: nn.Module, shape: StageShape, loss_fn: LossFunction | None, step: StageStep
+    module: nn.Module,
+    shape: StageShape,
+    loss_fn: LossFunction | None,
+    step: StageStep,
+    splits: bool = True,
 ) -> tuple[tuple[int, int, int], tuple[int, int], str]:
-    """Return the FLOPs of the three parts, the bytes kept after the first and second, and a lost parameter."""
+    """Return the FLOPs of the three parts, the bytes kept after the first and second, and a lost parameter.
+
+    Without `splits` the backward runs whole. Raises _NotSplitError where it fails in two parts, LayoutError where
+    it fails whole, or the forward does.
+    """
     memory = SavedMemory()
     functions = StageFunctions(module, shape, loss_fn, {1}, memory=memory)
     functions.step, functions.refuses_missed = step, False  # the profile names it
@@ -190,21 +215,30 @@ def _measured(
     )
     token = torch.empty(1, device="meta")
     stash: dict[str, Any] = {}
+    micro_batch = 0 if splits else 1
     try:
-        forward = _counted_flops(lambda: functions.forward(stash, *ins, token, 0))
+        forward = _counted_flops(lambda: functions.forward(stash, *ins, token, micro_batch))
         after_forward = memory.bytes
-        input_grad = _counted_flops(lambda: functions.input_grad(stash, *grads, token, 0))
-        after_input_grad = memory.bytes
-        weight_grad = _counted_flops(lambda: functions.weight_grad(stash, token, 0))
+        try:
+            input_grad = _counted_flops(lambda: functions.input_grad(stash, *grads, token, micro_batch))
+            after_input_grad = memory.bytes
+            weight_grad = _counted_flops(lambda: functions.weight_grad(stash, token, micro_batch))
+        except RuntimeError as error:
+            if not splits or isinstance(error, MeshweaveError):
+                raise
+            raise _NotSplitError(_first_line(error.__cause__ or error)) from error
+        if not splits:
+            half = input_grad // 2
+            return (forward, half, input_grad - half), (after_forward, after_forward), ""
         split = _with_gradients(module)
         module.zero_grad(set_to_none=True)
         functions.forward(stash, *ins, token, 1)
         functions.input_grad(stash, *grads, token, 1)
-    except MeshweaveError:
+    except (MeshweaveError, _NotSplitError):
         raise
     except Exception as error:
         raise LayoutError(
-            f"stage {shape.number} does not run on the meta device: {_first_line(error)}"
+            f"stage {shape.number} does not run on the meta device: {_first_line(error.__cause__ or error)}"
         ) from error
     lost = sorted(_with_gradients(module) - split)
     return (forward, input_grad, weight_grad), (after_forward, after_input_grad), lost[0] if lost else ""

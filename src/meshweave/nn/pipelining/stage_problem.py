@@ -327,11 +327,16 @@ def _stage(
 
 def require_all_parameters(number: int, profile: StageProfile, schedule: Schedule) -> None:
     """Raise UnsupportedError where a schedule splits backwards of stage `number` and so misses a parameter's
-    gradient.
+    gradient, or where they do not run split.
     """
     splits = any(leaf.kind is ActionKind.WEIGHT_GRAD and leaf.stage == number for leaf in schedule.leaves())
     if splits and profile.missed_gradient:
         raise missed_gradient(profile.missed_gradient, number)
+    if splits and profile.unsplit:
+        raise UnsupportedError(
+            f"stage {number}: torch computes no backward in two parts of it, as where a module is called twice or "
+            f"a checkpoint enters anew ({profile.unsplit}); take a schedule with whole backwards"
+        )
 
 
 def whole_backwards(schedule: Schedule, stage: int) -> frozenset[int]:

@@ -6,7 +6,7 @@ import copy
 import math
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from meshweave.nn.prove.proof import NOT_RUN, ModelPair, Proof
 from meshweave.nn.prove.reduced import kinds_of, reduced
 from meshweave.nn.prove.runs import context_for, free_bytes
 from meshweave.nn.prove.state import WIDE
+from meshweave.nn.prove.whole_model import check_whole
 
 _TOKENS = 24
+_LONGEST = 1 << 20
 _DEPTH = 3
 
 
@@ -58,7 +60,7 @@ def check_layers(
         device = torch.device(strategy.device_mesh.device_type)
     ranks = ProofRanks(strategy.mesh.ranks, strategy.rank, context_for(strategy, device))
     fits = _fits(module, names, device, len(ranks.ranks))
-    sizes = _sizes(strategy, _most_tokens(module, names))
+    sizes = _sizes(strategy, min(_TOKENS, _longest(module, names)))
     dtype = WIDE if all(ranks.say(fits).values()) else torch.float32
     for chosen, binds in cases:
         for bound in (("window", "positions"), ("window",)) if binds else ((),):
@@ -80,6 +82,10 @@ def check_layers(
                 f"{type(module).__name__}, taken for {title}, is another model under {strategy.name}: in a "
                 f"copy with {where}, {told}"
             )
+    if isinstance(names, ModelMap):
+        every, longest = range(len(kinds)), _longest(module, names)
+        whole = _copy(module, names, strategy, every, (), device, dtype, longest, shares=True)
+        check_whole(whole, module, names, kinds, longest)
     kind = str(proof.dtype).removeprefix("torch.")
     return (
         f"{len(first)} kinds of layers one by one, and layers {', '.join(map(str, sorted(depth)))}, in {kind}"
@@ -124,23 +130,23 @@ def _copy(
     module: nn.Module,
     names: ModelMap,
     strategy: LayerStrategy,
-    chosen: tuple[int, ...],
+    chosen: Sequence[int],
     binds: Collection[str],
     device: torch.device,
     dtype: torch.dtype,
     sequence: int,
+    shares: bool = False,
 ) -> nn.Module:
     ranks = math.prod(strategy.mesh.shape)
     own = int(module.get_submodule(names.embedding).weight.shape[0])
     words = ranks * -(-_TOKENS // ranks) + own % ranks
-    return reduced(
-        module, names, chosen, words=words, sequence=sequence, binds=binds, device=device, dtype=dtype
-    )
+    sizes: dict[str, Any] = {"words": words, "sequence": sequence, "shares": shares}
+    return reduced(module, names, chosen, **sizes, binds=binds, device=device, dtype=dtype)
 
 
-def _most_tokens(module: nn.Module, names: ModelMap) -> int:
-    """Return how many tokens the copies are given at most: no more than there are positions."""
-    most = [_TOKENS]
+def _longest(module: nn.Module, names: ModelMap) -> int:
+    """Return how many tokens a row may have: no more than there are positions, and `_LONGEST`."""
+    most = [_LONGEST]
     if names.positions:
         most.append(int(module.get_submodule(names.positions).weight.shape[0]))
     config = getattr(module, "config", None)

@@ -137,18 +137,30 @@ def outputs_of(module: nn.Module, given: Given) -> dict[str, Tensor]:
     """
     if given.loss is not None:
         return {"loss": whole(given.loss(module, *given.inputs))}
+    named = arguments_of(module, given)
+    word = next((each for each in _OWN if each in named), "")
+    out = module(*given.inputs, **named)
+    alone = out if isinstance(out, Tensor) and not out.ndim and word else None
+    if alone is not None:  # it returns logits where there are no targets
+        del named[word]
+        out = module(*given.inputs, **named)
+    logits = whole(_tensor_of(out))
+    outputs = {"logits" if given.targets is not None else "output": logits}
+    own = alone if alone is not None else _loss_of(out, word) if word else None
+    if own is not None:
+        outputs[_OWN[word]] = whole(own)
+    outputs["loss"] = loss_of(logits, given.targets)
+    return outputs
+
+
+def arguments_of(module: nn.Module, given: Given) -> dict[str, Any]:
+    """Return what a module is called with besides inputs, by name: no cache, and targets where it takes them."""
     named: dict[str, Any] = {"use_cache": False} if takes(module.forward, "use_cache") else {}
     wrapped = getattr(module, "module", module)
     word = next((each for each in _OWN if takes(module.forward, each) or takes(wrapped.forward, each)), "")
     if given.targets is not None and word:
         named[word] = given.targets if word == "labels" else without_ignored(given.targets)
-    out = module(*given.inputs, **named)
-    logits = whole(_tensor_of(out))
-    outputs = {"logits" if given.targets is not None else "output": logits}
-    if word in named and (own := _loss_of(out, word)) is not None:
-        outputs[_OWN[word]] = whole(own)
-    outputs["loss"] = loss_of(logits, given.targets)
-    return outputs
+    return named
 
 
 _OWN = {"labels": "loss of labels", "targets": "loss of targets"}

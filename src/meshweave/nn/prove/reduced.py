@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.nn.parallel.structure import ModelMap
-from meshweave.nn.prove.state import WIDE, with_loops_over_experts, without_dropout
+from meshweave.nn.prove.state import WIDE, with_loops_over_experts
 
 _OF_MODULE = frozenset(vars(nn.Module()))
 _WINDOW = re.compile(r"window|attention_chunk|local_attention|attention_span")
@@ -114,10 +114,11 @@ def reduced(
     binds: Collection[str],
     device: torch.device,
     dtype: torch.dtype,
+    shares: bool = False,
 ) -> nn.Module:
     """Return a copy of a model with some of its layers and random weights, without memory for the rest.
 
-    The copy is in training mode, and its dropout probabilities are 0.
+    The copy is in training mode, with the model's dropout.
 
     Args:
         chosen: the indices of the layers, in order.
@@ -126,6 +127,7 @@ def reduced(
         binds: which of "window" (of attention) and "positions" (the original context length) are made shorter than
             `sequence`.
         device, dtype: of the copy.
+        shares: whether layers of the same shapes have the same weights, and equal buffers once.
 
     Raises UnsupportedError where it cannot be copied.
     """
@@ -136,6 +138,8 @@ def reduced(
         empty = torch.empty_like(parameter, device="meta", requires_grad=False)
         memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad and parameter.is_floating_point())
     try:
+        if shares:
+            _share(layers, memo)
         kept = [copy.deepcopy(layers[number], memo) for number in chosen]
         memo[id(layers)] = nn.ModuleList(kept)
         made = copy.deepcopy(module, memo)
@@ -149,7 +153,6 @@ def reduced(
     _fewer_words(made, names, before, min(words, before))
     _materialise(made, device, dtype, module)
     _bind(made, sequence, binds)
-    without_dropout(made.modules())
     if dtype == WIDE:
         with_loops_over_experts(made.modules())
     for config in _configs(made):
@@ -157,6 +160,22 @@ def reduced(
             if getattr(config, name, False):
                 setattr(config, name, False)  # hooks for them stay where the first call has put them
     return made.train()
+
+
+def _share(layers: nn.ModuleList, memo: dict[int, Any]) -> None:
+    """Let copies by `memo` of layers have the weights of the first of the same shapes, and equal buffers of it."""
+    first: dict[Any, nn.Module] = {}
+    for layer in layers:
+        shapes = tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
+        same = first.setdefault(shapes, layer)
+        pairs = zip(layer.parameters(), same.parameters(), strict=True)
+        memo |= {id(own): memo[id(other)] for own, other in pairs}
+        theirs = dict(same.named_buffers())
+        for name, own in layer.named_buffers():
+            other = theirs.get(name, own)
+            kind = own.dtype, own.device
+            if not own.is_meta and kind == (other.dtype, other.device) and torch.equal(own, other):
+                memo[id(own)] = memo.setdefault(id(other), other.clone())
 
 
 def _shorten(made: nn.Module, module: nn.Module, names: ModelMap, chosen: Sequence[int]) -> None:
@@ -168,11 +187,12 @@ def _shorten(made: nn.Module, module: nn.Module, names: ModelMap, chosen: Sequen
         for at, layer in enumerate(made.get_submodule(names.layers)):
             owner, _, name = path.lstrip(".").rpartition(".")
             _set_at(layer, owner, name, int(told[at][path]))
-    for config in _configs(made):
+    inner = set(made.get_submodule(names.layers).modules())
+    for config in (*_configs(made), *(child for child in made.modules() if child not in inner)):
         for name, value in list(vars(config).items()):
-            if isinstance(value, list | tuple) and len(value) == count:
+            if name not in _OF_MODULE and isinstance(value, list | tuple) and len(value) == count:
                 object.__setattr__(config, name, type(value)(value[number] for number in chosen))
-            elif value == count and isinstance(value, int) and "layer" in name:
+            elif isinstance(value, int) and value == count and "layer" in name:
                 object.__setattr__(config, name, len(chosen))
             elif name == "use_cache":
                 object.__setattr__(config, name, False)
@@ -234,6 +254,7 @@ def _materialise(made: nn.Module, device: torch.device, dtype: torch.dtype, modu
     """Give a copy random weights, the same on all ranks, and buffers in its type."""
     generator = torch.Generator().manual_seed(47)
     done: dict[int, nn.Parameter] = {}
+    buffers: dict[int, tuple[Tensor, Tensor]] = {}
     for owner in made.modules():
         for name, parameter in owner._parameters.items():
             if parameter is None:
@@ -249,7 +270,8 @@ def _materialise(made: nn.Module, device: torch.device, dtype: torch.dtype, modu
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 kind = dtype if buffer.is_floating_point() else buffer.dtype
-                owner._buffers[name] = buffer.to(device, kind)
+                laid = buffers.setdefault(id(buffer), (buffer, buffer.to(device, kind)))
+                owner._buffers[name] = laid[1]
 
 
 def _drawn(

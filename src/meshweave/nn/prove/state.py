@@ -81,6 +81,7 @@ def prepared(
     owner: Any = None,
     training: bool = True,
     casts_buffers: bool = True,
+    drops: bool = False,
 ) -> Iterator[None]:
     """Run the block with a module without dropout, and without gradients so far; then restore all of it.
 
@@ -92,6 +93,7 @@ def prepared(
         owner: the object that runs the module, which may have `recompute` or a dropout of its own; None for none.
         training: whether modules are in training mode.
         casts_buffers: whether buffers and tensors that are attributes get the type, too.
+        drops: whether dropout stays.
     """
     modules = list(module.modules())
     states = [(child, dict(vars(child)), dict(child._parameters), dict(child._buffers)) for child in modules]
@@ -110,7 +112,8 @@ def prepared(
             if getattr(child, "gradient_checkpointing", False):
                 vars(child)["gradient_checkpointing"] = False  # what is computed again would be rounded
             _lay(child, dtype, made, casts_buffers)
-        changed += without_dropout([*modules, owner])
+        if not drops:
+            changed += without_dropout([*modules, owner])
         if dtype == WIDE:
             changed += with_loops_over_experts(modules)
         if getattr(owner, "recompute", False):
@@ -145,7 +148,9 @@ def _lay(child: nn.Module, dtype: torch.dtype | None, made: dict[int, Tensor], c
         child._parameters[name] = made[id(parameter)]
     for name, buffer in child._buffers.items():
         if buffer is not None and not isinstance(buffer, DTensor):
-            child._buffers[name] = cast(buffer, dtype if dtype and casts_buffers else buffer.dtype)
+            if id(buffer) not in made:
+                made[id(buffer)] = cast(buffer, dtype if dtype and casts_buffers else buffer.dtype)
+            child._buffers[name] = made[id(buffer)]
     for name, value in list(vars(child).items()):
         if dtype is not None and casts_buffers and isinstance(value, Tensor) and value.is_floating_point():
             vars(child)[name] = cast(value, dtype)
