@@ -58,6 +58,24 @@ def _numbered(model: Any) -> float:
     return 0.5 if model.calls > 3 else 1.0
 
 
+def _shown(layer: Any, number: int, x: Tensor, first: Tensor) -> Tensor:
+    x = layer(x)
+    layer.norm_of_last = float(x.detach().norm())
+    return x
+
+
+def _averaged(layer: Any, number: int, x: Tensor, first: Tensor) -> Tensor:
+    x = layer(x)
+    layer.mean = 0.9 * getattr(layer, "mean", 1.0) + 0.1 * float(x.detach().mean())
+    return x
+
+
+def _with_unset() -> nn.Module:
+    model = Gpt()
+    model.register_buffer("unset", torch.tensor([1.0, float("nan")]))
+    return model
+
+
 class Windowed(nn.Module):
     """Attention with a window that no attribute names; `late` in layer 4 alone, which knows its number."""
 
@@ -156,6 +174,9 @@ POPULATION: Mapping[str, tuple[Callable[[], nn.Module], str]] = {
     "a loss alone": (lambda: LossAlone(2), ""),
     "targets": (lambda: WithTargets(3), ""),
     "dropout": (lambda: Gpt(dropout=0.1), ""),
+    "a number that is shown": (lambda: Gpt(_shown, dropout=0.1), ""),
+    "a buffer that is not set": (_with_unset, ""),
+    "an average": (lambda: Gpt(_averaged, dropout=0.1), "changes transformer.h.0.mean in each call"),
     "by name": (_called(lambda layer, n, x, f: layer(x=x)), ""),
     "a mask that is kept": (_with_parts("attn", lambda own: Caching(own, 0, False)), ""),
     "checkpoints in layers": (_with_parts("mlp", Recomputing), ""),
@@ -201,6 +222,7 @@ def checked(model: nn.Module, dtype: torch.dtype = torch.float64, longest: int =
 
 def _said(make: Callable[[], nn.Module]) -> str:
     torch.manual_seed(3)
+    np.random.seed(3)
     whole = make().double()
     tokens, targets = (torch.randint(0, WORDS, (4, 30)) for _ in range(2))
     try:
