@@ -73,8 +73,8 @@ def test_on_a_torus_each_axis_goes_its_way() -> None:
 
 def test_links_of_a_turned_torus_keep_their_rates() -> None:
     torus = TorusNetwork((FAST, SLOW), (2, 4), 8)
-    assert [on(torus, 2, 4).link_rate(("link", 0, axis, 1)) for axis in (0, 1)] == [10**10, 10**9]
-    assert [on(torus, 4, 2).link_rate(("link", 0, axis, 1)) for axis in (0, 1)] == [10**9, 10**10]
+    assert [on(torus, 2, 4).weighted_link_rate(("link", 0, axis, 1)) for axis in (0, 1)] == [10**10, 10**9]
+    assert [on(torus, 4, 2).weighted_link_rate(("link", 0, axis, 1)) for axis in (0, 1)] == [10**9, 10**10]
 
 
 # --- trees ------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_messages_climb_to_the_lowest_common_switch(src: int, dst: int, path: li
     machine = on(TREE, 6, 2)
     assert machine.path(src, dst) == machine.path(src, dst, True) == tuple(path)
     rates = {0: 10 * 10**9, 1: 4 * 10**9, 2: 10**9}  # four parallel links in the middle
-    assert [machine.link_rate(link) for link in path] == [rates[level] for _, _, level, _ in path]
+    assert [machine.weighted_link_rate(link) for link in path] == [rates[level] for _, _, level, _ in path]
 
 
 def test_a_ring_over_all_leaves_crosses_each_link_once_each_way() -> None:
@@ -133,7 +133,7 @@ def test_a_mesh_that_the_torus_does_not_carry() -> None:
     assert machine.path(7, 8) == (("link", 7, 1, 1), ("link", 15, 2, 1))
     assert machine.path(15, 0) == (("link", 15, 1, -1), ("link", 7, 2, 1))
     assert len(machine.path(0, 16)) == 2  # along the slow axis
-    assert [machine.link_rate(("link", 0, axis, 1)) for axis in range(3)] == [10**10, 10**9, 10**10]
+    assert [machine.weighted_link_rate(("link", 0, axis, 1)) for axis in range(3)] == [10**10, 10**9, 10**10]
     assert hash(machine) == hash(on(cube, 16, 16, logical=True)) and machine != on(cube, 16, 16)
 
 
@@ -166,7 +166,7 @@ def test_what_the_torus_carries_keeps_its_constants_when_logical() -> None:
     # The torus is not turned with it: ranks lie on its chips in the order of its own rows.
     assert turned.path(0, 2) == (("link", 0, 1, 1), ("link", 1, 1, 1))
     assert on(torus, 4, 2).path(0, 2) == (("link", 0, 0, 1),)
-    assert [turned.link_rate(("link", 0, axis, 1)) for axis in (0, 1)] == [10**10, 10**9]
+    assert [turned.weighted_link_rate(("link", 0, axis, 1)) for axis in (0, 1)] == [10**10, 10**9]
 
 
 def test_more_mesh_axes_than_a_reconfigurable_torus_has() -> None:
@@ -198,7 +198,9 @@ def test_other_networks_carry_any_mesh(network: Network, shape: tuple[int, ...])
         for dst in range(12):
             path = plain.path(src, dst)
             assert path == logical.path(src, dst) and len(set(path)) == len(path)
-            assert all(plain.link_rate(link) in (10**9, 4 * 10**9, 8 * 10**9, 10**10) for link in path)
+            assert all(
+                plain.weighted_link_rate(link) in (10**9, 4 * 10**9, 8 * 10**9, 10**10) for link in path
+            )
 
 
 @pytest.mark.parametrize(

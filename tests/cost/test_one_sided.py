@@ -23,8 +23,8 @@ def test_routes_of_a_full_mesh() -> None:
     assert pvc.path(4, 5) == (("inner", 4, 5, 0),)
     assert pvc.path(4, 10) == (("link", 4, 10, 0),)
     assert pvc.path(4, 11) == (("inner", 4, 5, 0), ("link", 5, 11, 0))
-    assert pvc.link_rate(("inner", 4, 5, 0)) == 230 * 10**9
-    assert pvc.link_rate(("link", 5, 11, 0)) == 26_500_000_000
+    assert pvc.weighted_link_rate(("inner", 4, 5, 0)) == 230 * 10**9
+    assert pvc.weighted_link_rate(("link", 5, 11, 0)) == 26_500_000_000
 
 
 def test_each_pair_has_its_own_rate() -> None:

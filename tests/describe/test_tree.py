@@ -221,6 +221,6 @@ def test_groups_share_what_their_rings_load(fanouts: list[int], data: st.DataObj
     for group in machine.meshes[0].groups("y"):
         for i, rank in enumerate(group):
             load.update(machine.path(rank, group[(i + 1) % len(group)]))
-    slowest = min(machine.link_rate(link) / count for link, count in load.items())
+    slowest = min(machine.weighted_link_rate(link) / count for link, count in load.items())
     axis = tree.axis(1, 3, shape, shared=True)
     assert axis.link_bytes_per_s == pytest.approx(slowest, rel=1e-6)

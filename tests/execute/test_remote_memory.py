@@ -18,7 +18,7 @@ from memory_rank_functions import FUSED, IN_TILES, program_of  # noqa: E402
 from meshweave.base.errors import BindError, RankLostError, UnsupportedError  # noqa: E402
 from meshweave.execute.memory import open_memory  # noqa: E402
 from meshweave.execute.memory.pool import ALIGN, Segment, take  # noqa: E402
-from meshweave.execute.memory.shared import lacks  # noqa: E402
+from meshweave.execute.memory.shared import why_unavailable  # noqa: E402
 from meshweave.execute.ranks.agreement import agree  # noqa: E402
 from meshweave.execute.ranks.launch import launch  # noqa: E402
 from meshweave.execute.torch.bind import bind  # noqa: E402
@@ -33,7 +33,7 @@ from meshweave.ir.program.parse import parse  # noqa: E402
 HERE = Path(__file__).parent
 ENV = {"PYTHONPATH": str(HERE)}
 PROGRAMS = ["universal_b", "universal_c", "t3_ring", *FUSED, *IN_TILES, "views"]
-needs_shared = pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}")
+needs_shared = pytest.mark.skipif(bool(why_unavailable()), reason=f"shared memory {why_unavailable()}")
 
 
 def remote(target, payload, start=launch, **options):
@@ -202,8 +202,8 @@ with q:
     fence(over="q", lane=net)
     accumulate(at(0, y[:1, :]), x[1:2, :], op="max", lane=net)
 """
-    if lacks():
-        pytest.skip(f"shared memory {lacks()}")
+    if why_unavailable():
+        pytest.skip(f"shared memory {why_unavailable()}")
     context = TorchContext(deadline_s=1.0)
     x = torch.arange(24).reshape(4, 6)
     y = torch.zeros(4, 6, dtype=torch.int64)
@@ -231,8 +231,8 @@ net = lane()
 with q:
     accumulate(at(0, y), y, op="mum", lane=net)
 """
-    if lacks():
-        pytest.skip(f"shared memory {lacks()}")
+    if why_unavailable():
+        pytest.skip(f"shared memory {why_unavailable()}")
     context = TorchContext(deadline_s=1.0)
     with (
         open_memory("shared", context) as memory,

@@ -33,7 +33,7 @@ def test_words_that_are_not_signed_are_as_good_as_none(monkeypatch):
         ours.multi_get(["talk/1/0", "talk/1/2"])
 
 
-@pytest.mark.skipif(shared.lacks() != "", reason="needs shared memory")
+@pytest.mark.skipif(shared.why_unavailable() != "", reason="needs shared memory")
 def test_a_descriptor_is_opened_only_if_it_is_memory_to_be_shared(tmp_path):
     file = (tmp_path / "private").open("w+b")
     file.truncate(1 << 16)

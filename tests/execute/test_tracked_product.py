@@ -18,7 +18,7 @@ from cuda_world import ENV, needs_cuda, places  # noqa: E402
 from meshweave.algorithms.fused import AllGatherAtConsumer, RingReduceScatter, Tiles  # noqa: E402
 from meshweave.execute.cuda.regions import tracked_regions  # noqa: E402
 from meshweave.execute.cuda.tiling import Block, block_of, tiles_of_region  # noqa: E402
-from meshweave.execute.memory.shared import lacks  # noqa: E402
+from meshweave.execute.memory.shared import why_unavailable  # noqa: E402
 from meshweave.execute.ranks.launch import launch  # noqa: E402
 from meshweave.execute.torch.analysis import RankAnalysis  # noqa: E402
 from meshweave.execute.torch.bind import bind  # noqa: E402
@@ -28,7 +28,7 @@ from meshweave.ir.program.release import Release  # noqa: E402
 HERE = Path(__file__).parent
 INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: pip install triton")
-needs_shared = pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}")
+needs_shared = pytest.mark.skipif(bool(why_unavailable()), reason=f"shared memory {why_unavailable()}")
 
 
 @pytest.mark.parametrize(

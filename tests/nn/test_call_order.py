@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="torch is not installed: the torch rung cann
 from call_order_rank_functions import REFUSED, refused_cases, swapped_cases
 from hypothesis import settings
 
-from meshweave.execute.memory.shared import lacks
+from meshweave.execute.memory.shared import why_unavailable
 from meshweave.execute.ranks.launch import launch
 from shared_launch import SharedLaunch
 
@@ -30,7 +30,7 @@ CASES = ["swapped", "refused", "first_calls", "dims", "inference", "failed_group
 
 pytestmark = [
     pytest.mark.gloo,
-    pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}"),
+    pytest.mark.skipif(bool(why_unavailable()), reason=f"shared memory {why_unavailable()}"),
 ]
 
 

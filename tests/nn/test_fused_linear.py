@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from meshweave.execute.memory.shared import lacks
+from meshweave.execute.memory.shared import why_unavailable
 from meshweave.execute.ranks.launch import launch
 
 ENV = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-needs_shared = pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}")
+needs_shared = pytest.mark.skipif(bool(why_unavailable()), reason=f"shared memory {why_unavailable()}")
 
 
 @pytest.mark.gloo

@@ -12,12 +12,14 @@ pytest.importorskip("torch", reason="torch is not installed: the torch rung cann
 from sections import launched
 
 from meshweave.base.errors import RankLostError
-from meshweave.execute.memory.shared import lacks
+from meshweave.execute.memory.shared import why_unavailable
 from meshweave.execute.ranks.launch import launch
 from shared_launch import SharedLaunch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
-SHARED = pytest.param("shared", marks=pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}"))
+SHARED = pytest.param(
+    "shared", marks=pytest.mark.skipif(bool(why_unavailable()), reason=f"shared memory {why_unavailable()}")
+)
 
 
 def every_pair(mesh: tuple[int, int], kinds: int, transport: str, step: int, timeout_s: float) -> None:
@@ -40,7 +42,7 @@ def test_pairs_of_placements_on_six_ranks() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}")
+@pytest.mark.skipif(bool(why_unavailable()), reason=f"shared memory {why_unavailable()}")
 def test_pairs_of_placements_in_shared_memory() -> None:
     every_pair((2, 2), 4, "shared", 91, 200)
 
@@ -86,7 +88,7 @@ def test_products_and_layers_equal_dense_ones(section: str, found: list[dict[str
 
 
 @pytest.mark.gloo
-@pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}")
+@pytest.mark.skipif(bool(why_unavailable()), reason=f"shared memory {why_unavailable()}")
 def test_ranks_that_ask_for_different_products_are_all_told() -> None:
     answers: list[Any] = launch("linear_rank_functions:disagreements", 4, {}, timeout_s=100, env=HERE)
     for *said, last in answers:

@@ -15,11 +15,11 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 
-from meshweave.execute.memory.shared import lacks
+from meshweave.execute.memory.shared import why_unavailable
 from meshweave.execute.ranks.launch import launch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
-TRANSPORTS = ["messages"] if lacks() else ["messages", "shared"]
+TRANSPORTS = ["messages"] if why_unavailable() else ["messages", "shared"]
 SEED = int(os.environ.get("MESHWEAVE_SEED", "0"))
 LAUNCHES = 6
 

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 from sections import launched
 
-from meshweave.execute.memory.shared import lacks
+from meshweave.execute.memory.shared import why_unavailable
 from meshweave.execute.ranks.launch import launch
 from shared_launch import SharedLaunch
 
@@ -30,7 +30,7 @@ def findings(launch_once: SharedLaunch) -> list[dict[str, list[str]]]:
 
 
 @pytest.mark.gloo
-@pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}")
+@pytest.mark.skipif(bool(why_unavailable()), reason=f"shared memory {why_unavailable()}")
 @pytest.mark.parametrize("section", SECTIONS)
 def test_products_in_modes_of_torch(section: str, findings: list[dict[str, list[str]]]) -> None:
     assert [answer[SECTIONS[section]] for answer in findings] == [[]] * 4

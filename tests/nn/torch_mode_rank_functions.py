@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import meshweave
-from meshweave.nn.transports import resolve
+from meshweave.nn.transports import resolve_transport
 
 
 def autocast(check: Check) -> None:
@@ -104,7 +104,7 @@ def default(check: Check) -> None:
     """The ranks of a host share memory by default, also those of a mesh that is not all of them."""
     mesh = square()
     context = check.context
-    check.that("all ranks", resolve("auto", (0, 1, 2, 3), context) == "shared")
+    check.that("all ranks", resolve_transport("auto", (0, 1, 2, 3), context) == "shared")
     pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["tensor"]
     a, b = integers((4, 6), 1), integers((6, 8), 2)
     half = pair.get_local_rank()
@@ -113,7 +113,7 @@ def default(check: Check) -> None:
     c = meshweave.matmul(local_a, local_b, [R], context=context)
     check.that("a mesh of two", torch.equal(c.to_local(), a @ b))
     ranks = tuple(pair.mesh.tolist())
-    check.that("two ranks", resolve("auto", ranks, context) == "shared")
+    check.that("two ranks", resolve_transport("auto", ranks, context) == "shared")
     generator = torch.Generator().manual_seed(context.rank or 0)
     x = DTensor.from_local(torch.randn(32, 64, generator=generator), mesh, (P, S1), run_check=False)
     y = DTensor.from_local(torch.randn(64, 48, generator=generator), mesh, (S0, P), run_check=False)

@@ -481,7 +481,7 @@ def random_machine(draw: random.Random, program: Program, cluster: Cluster | Non
                 for name in (mesh.name, *(f"{mesh.name}.{x}" for x in mesh.axes))
             ):
                 one.axis(name)
-            one.link_rate(("link", 0, 0, 1)) if isinstance(cluster.network, TorusNetwork) else None
+            one.weighted_link_rate(("link", 0, 0, 1)) if isinstance(cluster.network, TorusNetwork) else None
             return one
         except LayoutError:
             continue

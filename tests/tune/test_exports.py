@@ -25,7 +25,7 @@ from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.architecture import Architecture
 from meshweave.describe.model.hugging_face import transformer_from_config
 from meshweave.tune.exports import LAUNCHERS, TARGETS, export, launch_file
-from meshweave.tune.exports.model_words import defining
+from meshweave.tune.exports.model_words import defining_fields
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import describe
 from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
@@ -280,7 +280,7 @@ def test_megatron_arguments_read_back_are_the_model(name: str) -> None:
     model = load_model(name)
     plan = plan_of({}, model=name, sequence=2048)
     made = export(plan, "megatron-lm")
-    expected = defining(model)
+    expected = defining_fields(model)
     back = parsed(made.settings)
     scaling = expected["rotary_scaling"]
     expected["rotary_scaling"] = json.loads(scaling)["factor"] if scaling else ""

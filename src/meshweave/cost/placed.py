@@ -192,7 +192,7 @@ class PlacedMeshes:
                 yield "link", _ravel(at, shape), axis, direction
                 at[axis] = (at[axis] + direction) % size
 
-    def link_rate(self, link: Link) -> int:
+    def weighted_link_rate(self, link: Link) -> int:
         """Return the rate of one direction of a link in weighted bytes per second (`link_weight`).
 
         It is the rate in bytes, but four times that for the links that stand for all NICs of a host, where each
@@ -221,7 +221,7 @@ class PlacedMeshes:
 
     @staticmethod
     def link_weight(link: Link, route: int = 0) -> int:
-        """Return the weight of each byte of a message on a link, in the unit of `link_rate`.
+        """Return the weight of each byte of a message on a link, in the unit of `weighted_link_rate`.
 
         On the links of all NICs of a host it is 4. A collective by trees weighs less there: 2 between two hosts,
         where it sends half of what a ring sends, and 3 between three. On every other link it is 1.

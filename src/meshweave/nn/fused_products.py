@@ -19,7 +19,7 @@ from meshweave.ir.analysis.edges import exposed_buffers
 from meshweave.ir.program import Program
 from meshweave.lower import lower_one_sided, write_out_tiles
 from meshweave.nn.products import LocalProduct, copying
-from meshweave.nn.transports import Transport, memory_of, resolve
+from meshweave.nn.transports import Transport, memory_of, resolve_transport
 
 FusedKernels = Literal["auto", "library", "tracked"]
 """What computes the tiles of a fused product."""
@@ -94,7 +94,7 @@ def _program(problem: UniversalProblem, options: FusedOptions) -> Program:
 
 
 def _bind(program: Program, dtype: str, options: FusedOptions, context: TorchContext) -> BoundProgram:
-    resolved, rank = resolve(options.transport, program.ranks, context), context.rank
+    resolved, rank = resolve_transport(options.transport, program.ranks, context), context.rank
     assert rank is not None
     with torch.inference_mode(False):  # buffers outlive the call, and later ones may be ordinary
         if resolved == "messages" or not exposed_buffers(program):

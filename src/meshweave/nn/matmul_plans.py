@@ -32,7 +32,7 @@ from meshweave.nn.fused_products import FusedOptions, prepare_fused
 from meshweave.nn.in_graphs import traced_product
 from meshweave.nn.products import DTYPES, LocalProduct, Matrix, cheapest, prepare_cached, problem_of, tune
 from meshweave.nn.shard_spec import ShardSpec
-from meshweave.nn.transports import Resolved, Transport, check_transport, resolve
+from meshweave.nn.transports import Resolved, Transport, check_transport, resolve_transport
 from meshweave.tune.fused import faster_than, tune_fused
 from meshweave.tune.universal import TunedUniversal
 
@@ -295,7 +295,7 @@ def _target(
 def _measure(
     problem: UniversalProblem, options: MatmulOptions
 ) -> tuple[Resolved, RankRates | None, Operand | None, RankRates]:
-    transport = resolve(options.transport, problem.ranks, options.context)
+    transport = resolve_transport(options.transport, problem.ranks, options.context)
     return transport, options.rates, options.stationary, options.default_rates
 
 

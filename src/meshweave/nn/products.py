@@ -26,7 +26,14 @@ from meshweave.ir.analysis.replicas import ALIGNMENT_BYTES
 from meshweave.ir.program import Program
 from meshweave.ir.program.views import dense_strides
 from meshweave.lower import lower_one_sided, lower_to_shared_memory
-from meshweave.nn.transports import FENCES_S, Resolved, Transport, memory_of, resolve, shared_memory_rates
+from meshweave.nn.transports import (
+    FENCES_S,
+    Resolved,
+    Transport,
+    memory_of,
+    resolve_transport,
+    shared_memory_rates,
+)
 from meshweave.tune.universal import TunedUniversal, tune_universal
 
 DTYPES: dict[torch.dtype, str] = {
@@ -176,7 +183,7 @@ def prepare_cached(
         UnsupportedError: there is no such transport, or it is not available here.
         RankLostError, DeadlineError: other ranks are missing or late; the returned function raises them, too.
     """
-    resolved = resolve(transport, problem.ranks, context)
+    resolved = resolve_transport(transport, problem.ranks, context)
     key = problem, tuned.config, transport
     cached = context.programs.get(problem.ranks, key)
     if cached is None:

@@ -20,7 +20,7 @@ from meshweave.cost.rates import RankRates
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.execute.memory import RemoteMemory, open_memory
 from meshweave.execute.memory.base import Exposure
-from meshweave.execute.memory.shared import host_identity, lacks
+from meshweave.execute.memory.shared import host_identity, why_unavailable
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch.context import TorchContext
@@ -66,7 +66,7 @@ class _ResolvedTransports(dict[tuple[int, ...], Resolved]):
     """What "auto" was resolved to, by the ranks of the product."""
 
 
-def resolve(transport: Transport, ranks: tuple[int, ...], context: TorchContext) -> Resolved:
+def resolve_transport(transport: Transport, ranks: tuple[int, ...], context: TorchContext) -> Resolved:
     """Return the transport that `ranks` use: `transport` itself, or what "auto" is for them.
 
     That is "shared" where they are processes of one host that can share memory, on CPUs, else "messages".
@@ -134,6 +134,6 @@ def _is_shareable(ranks: tuple[int, ...], context: TorchContext) -> bool:
 
 def _host() -> str:
     """Return what is equal for ranks that may share memory; "" where this rank cannot."""
-    if lacks():
+    if why_unavailable():
         return ""
     return f"{host_identity()[0]} {Path('/proc/self/ns/net').readlink()}"

@@ -226,7 +226,7 @@ class _Routes:
         for link in path:
             if link not in self.links:
                 self.links[link] = len(self.links)
-                self.rates.append(machine.link_rate(link))
+                self.rates.append(machine.weighted_link_rate(link))
             route.append(8 * self.links[link] + machine.link_weight(link, kind))
         self.known[source, target, number] = route
         return route

@@ -171,7 +171,7 @@ class Simulation(Shown):
         """Return the load of every link that carried bytes."""
         carried = self.outputs["carried"][2 * len(self.ranks) :].tolist()
         whole_s = max(self.duration_s, 1e-12)
-        rates = [self.machine.link_rate(link) for link in self.link_names]
+        rates = [self.machine.weighted_link_rate(link) for link in self.link_names]
         return tuple(
             LinkUse(link, rate, amount, amount / (rate * whole_s))
             for link, rate, amount in zip(self.link_names, rates, carried, strict=False)

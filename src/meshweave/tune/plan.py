@@ -192,9 +192,9 @@ class Plan(Shown, Record):
 
     def __repr__(self) -> str:
         """Return a line: what is planned, and what was chosen."""
-        from meshweave.tune.plan_summary import headline, outcome
+        from meshweave.tune.plan_summary import chosen_text, headline
 
-        return f"Plan({headline(self)}: {outcome(self)})"
+        return f"Plan({headline(self)}: {chosen_text(self)})"
 
     def save(self, path: Path) -> None:
         """Write the plan as JSON to `path`. Raises DescriptionError if the file cannot be written."""

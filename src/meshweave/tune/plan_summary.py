@@ -58,7 +58,7 @@ def headline(plan: Planned) -> str:
     )
 
 
-def outcome(plan: Planned) -> str:
+def chosen_text(plan: Planned) -> str:
     """Return in words what was chosen, and how long it takes."""
     if plan.steps is None and not plan.candidates:
         return "nothing that fits"

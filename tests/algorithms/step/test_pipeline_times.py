@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes, time_schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
-from meshweave.algorithms.pipeline.one_f_one_b import ends_in_slots
+from meshweave.algorithms.pipeline.one_f_one_b import ends_of_1f1b
 from meshweave.algorithms.step.pipeline import (
     least_makespan_ps,
     num_stashes,
@@ -52,7 +52,7 @@ def test_slots_are_1f1b(ranks: int, micro_batches: int, data: st.DataObject) -> 
     times = draw_times(data, ranks)
     schedule = schedule_by_name("1f1b", ScheduleRequest(ranks, micro_batches, 1), times)
     timed = time_schedule(schedule, times)
-    assert ends_in_slots(micro_batches, times) == tuple(max(ends) for ends in timed.ends)
+    assert ends_of_1f1b(micro_batches, times) == tuple(max(ends) for ends in timed.ends)
     assert least_makespan_ps("1f1b", ranks, 1, micro_batches, times) <= timed.duration
 
 

@@ -81,7 +81,7 @@ def gathered(kept: KeptParameter, ranks: list[LayerStrategy], whole: torch.Tenso
             if at not in kept.gathered
         )
     ]
-    rows = torch.full((len(members), kept.most), -1.0)
+    rows = torch.full((len(members), kept.max_kept_elements), -1.0)
     for row, member in zip(rows, members, strict=True):
         own = kept.layout.local(whole, member).flatten()
         row[: own.numel()] = own

@@ -67,7 +67,7 @@ class NodeWriter(BlockTensors):
         summed.
         """
         like = self.stored[at.layer.home(edge)]
-        name = at.layer.gradient(edge) if at.is_first_reader(edge) else at.contribution(edge)
+        name = at.layer.gradient(edge) if at.is_first_reader(edge) else at.contribution_name(edge)
         return self.new(name, like.sides, like.dims)
 
     def sum_contributions(self, at: NodePlace[LayerNode], edge: str) -> None:
@@ -161,7 +161,7 @@ class NodeWriter(BlockTensors):
             self.writer.product_2d(self.roles.product_2d, "ls", out, arriving, self._weight_as_kept(at))
             self.sum_contributions(at, edge)
             arrived = arriving
-            self.then(lambda: self._weight_gradient_2d(weight_name, first, arrived))
+            self.write_beside(lambda: self._weight_gradient_2d(weight_name, first, arrived))
             self.end_site()
             return
         dims = gradient_dims(self.roles.product(node.reads_residual))
@@ -178,14 +178,14 @@ class NodeWriter(BlockTensors):
         landed, out = self.result_buffers(out.tensor, first.sides, natural, first.dims)
         self.writer.matmul(landed, arriving, weight, transpose_b=True)
         if self._waits(at, edge):
-            self.unmoved[at.contribution(edge)] = landed
+            self.unmoved[at.contribution_name(edge)] = landed
         else:
             for name in at.layer.contributions(edge)[:-1] if at.is_first_reader(edge) else ():
                 if name in self.unmoved:
                     self.writer.add(landed, self.unmoved[name])
             self.writer.move(landed, first.dims, "moved", into=out)
             self.sum_contributions(at, edge)
-        self.then(lambda: self._weight_gradient(weight_name, operand, arriving))
+        self.write_beside(lambda: self._weight_gradient(weight_name, operand, arriving))
         self.end_site()
 
     def _waits(self, at: NodePlace[Linear], edge: str) -> bool:
@@ -216,7 +216,7 @@ class NodeWriter(BlockTensors):
 
     # --- gradients of parameters --------------------------------------------------------------------------------
 
-    def then(self, write: Callable[[], None]) -> None:
+    def write_beside(self, write: Callable[[], None]) -> None:
         """Call `write`, which writes ops that nothing waits for, now or later.
 
         While a loop over chunks is open it is delayed: to the next call of `then` after a communication, beside
@@ -234,7 +234,7 @@ class NodeWriter(BlockTensors):
         """Pass what `postpone` has kept to `then`; call it once the products of a group of nodes are written."""
         small, self._small = self._small, []
         for write in small:
-            self.then(write)
+            self.write_beside(write)
 
     def _write_later(self) -> None:
         later, self._later = self._later, []

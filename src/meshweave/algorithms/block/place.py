@@ -78,7 +78,8 @@ class LayerPlace:
     def _contributions(self) -> dict[str, list[str]]:
         return {
             edge: [
-                NodePlace(self, reader).contribution(edge) for reader in reversed(self.graph.readers(edge))
+                NodePlace(self, reader).contribution_name(edge)
+                for reader in reversed(self.graph.readers(edge))
             ]
             for edge in self.graph.features
         }
@@ -192,7 +193,7 @@ class NodePlace(Generic[AnyNode]):
         """Return whether the node reads an edge first, and so contributes last to the gradient of the edge."""
         return self.layer.graph.readers(edge)[0] is self.node
 
-    def contribution(self, edge: str) -> str:
+    def contribution_name(self, edge: str) -> str:
         """Return the name of the tensor that the node contributes to the gradient of its input `edge`.
 
         A sum contributes the gradient of its result; the only reader of an edge, the whole gradient.

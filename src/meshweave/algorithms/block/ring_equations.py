@@ -90,4 +90,4 @@ def ring_gradient_meanings(at: NodePlace[Attention]) -> Iterator[Meaning]:
         yield Function(part, at.fn("attend_grad"), ins, reduce="sum", output=number)
     merged = (TensorPart(part.tensor, _QUERY) for part in parts)
     yield Function(TensorPart(f"D{at.operand}_units", _QUERY), at.fn("merge_heads"), (*merged, here))
-    yield Same(at.contribution(at.node.ins[0]), f"D{at.operand}_units")
+    yield Same(at.contribution_name(at.node.ins[0]), f"D{at.operand}_units")

@@ -172,10 +172,10 @@ def build_skeleton(problem: Matmul2dProblem, slices: Slices) -> Skeleton:
 
     By the chunk rule this rank has the largest shards.
     """
-    return Skeleton.of_runs(runs(problem, slices, two_d_placements(problem)))
+    return Skeleton.of_runs(task_runs(problem, slices, two_d_placements(problem)))
 
 
-def runs(
+def task_runs(
     problem: Matmul2dProblem, slices: Slices, placements: Placements
 ) -> Iterator[tuple[int, tuple[Task, ...]]]:
     """Yield (count, tasks) for all slices in order: `count` neighbouring slices that each have these tasks.

@@ -21,7 +21,7 @@ from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.extents import largest_extent
 from meshweave.algorithms.matmul2d.common.problem import MESH, Matmul2dConfig, Matmul2dProblem, Placements
 from meshweave.algorithms.matmul2d.common.slices import Slices, slices_of
-from meshweave.algorithms.matmul2d.meshslice import build, lower_bound_tasks, runs, uniform_slices
+from meshweave.algorithms.matmul2d.meshslice import build, lower_bound_tasks, task_runs, uniform_slices
 from meshweave.algorithms.matrix_views import full_matrix
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
@@ -158,7 +158,7 @@ class MeshSliceDataParallel(Matmul2d):
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
         """Return the tasks of the rank with the largest shards, the all-reduce over `depth` included."""
         slices = slices_of(problem, config)
-        counted_steps = runs(problem, slices, _placements(problem))
+        counted_steps = task_runs(problem, slices, _placements(problem))
         if not _sums_over_depth(problem):
             return Skeleton.of_runs(counted_steps)
         steps = [tasks for count, tasks in counted_steps for _ in range(count)]

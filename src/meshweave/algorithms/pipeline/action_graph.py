@@ -159,8 +159,8 @@ def _require_same_order(table: ActionTable, sends: IntArray, recvs: IntArray) ->
     sender, receiver = table.ranks[send], table.ranks[recv]
     message = int(wrong[0] - np.searchsorted(pair[by_send], pair[by_send[wrong[0]]])) + 1
     raise LayoutError(
-        f"rank {sender} sends {table.place(send)} to rank {receiver} as message {message}, and rank {receiver} "
-        f"receives {table.place(recv)} as message {message}: the messages from one rank to another are matched "
+        f"rank {sender} sends {table.describe(send)} to rank {receiver} as message {message}, and rank {receiver} "
+        f"receives {table.describe(recv)} as message {message}: the messages from one rank to another are matched "
         "in order"
     )
 

@@ -109,7 +109,7 @@ class ActionTable:
         ranks = self.schedule.stage_ranks
         return [i for i, (source, target) in enumerate(self.edges) if ranks[source] != ranks[target]]
 
-    def place(self, number: int) -> str:
+    def describe(self, number: int) -> str:
         """Return action `number` in words, with its position on its rank from 1: "2F0 (rank 1, action 3)"."""
         rank = int(self.ranks[number])
         position = int(number - self.starts[rank])
@@ -245,7 +245,7 @@ def _require_crossing(
     table: ActionTable, edge: tuple[int, int], numbers: dict[tuple[int, int], int], number: int
 ) -> None:
     """Raise LayoutError where a transfer is along no edge, or between stages of one rank."""
-    between = f"{table.place(number)} is a transfer between stages {edge[0]} and {edge[1]}, which"
+    between = f"{table.describe(number)} is a transfer between stages {edge[0]} and {edge[1]}, which"
     if edge not in numbers:
         raise LayoutError(f"{between} pass nothing on; an activation goes from a stage to the next")
     source, target = (table.schedule.stage_ranks[end] for end in edge)
@@ -255,7 +255,7 @@ def _require_crossing(
 
 def _refuse_double(table: ActionTable, first: int, second: int) -> NoReturn:
     columns = table.columns
-    here, there = (table.place(int(columns.number[row])) for row in (second, first))
+    here, there = (table.describe(int(columns.number[row])) for row in (second, first))
     if columns.code[first] == columns.code[second]:
         raise LayoutError(f"{here} is listed twice, first as {there}; leave one out")
     raise LayoutError(
@@ -287,8 +287,8 @@ def _first(wrong: NDArray[Any]) -> list[tuple[int, int]]:
 
 def _refuse_order(table: ActionTable, later: int, earlier: int) -> NoReturn:
     raise LayoutError(
-        f"{table.place(later)} does not come after {table.place(earlier)}; a stage runs a micro-batch forward, "
-        "then its input gradient, then its weight gradient"
+        f"{table.describe(later)} does not come after {table.describe(earlier)}; a stage runs a micro-batch "
+        "forward, then its input gradient, then its weight gradient"
     )
 
 
@@ -321,11 +321,15 @@ def _refuse_transfer(
     if number == ABSENT:
         raise LayoutError(
             f"rank {table.schedule.stage_ranks[stage]} lists no {stage}{kind.value}{micro_batch}{partner}, and "
-            f"other transfers are listed; it belongs {'after' if sends else 'before'} {table.place(compute)}"
+            f"other transfers are listed; it belongs {'after' if sends else 'before'} {table.describe(compute)}"
         )
     if sends:
-        raise LayoutError(f"{table.place(number)} does not come after {table.place(compute)}, which makes it")
-    raise LayoutError(f"{table.place(number)} does not come before {table.place(compute)}, which uses it")
+        raise LayoutError(
+            f"{table.describe(number)} does not come after {table.describe(compute)}, which makes it"
+        )
+    raise LayoutError(
+        f"{table.describe(number)} does not come before {table.describe(compute)}, which uses it"
+    )
 
 
 def _check_reductions(table: ActionTable) -> None:
@@ -334,12 +338,14 @@ def _check_reductions(table: ActionTable) -> None:
     for row in columns.rows(ActionKind.REDUCE_GRAD).tolist():
         stage, number = int(columns.stage[row]), int(columns.number[row])
         if stage in seen:
-            raise LayoutError(f"{table.place(number)} is listed twice, first as {table.place(seen[stage])}")
+            raise LayoutError(
+                f"{table.describe(number)} is listed twice, first as {table.describe(seen[stage])}"
+            )
         seen[stage] = number
         last = int(table.weight_grads[stage].max(initial=ABSENT))
         if number < last:
             raise LayoutError(
-                f"{table.place(number)} comes before {table.place(last)}; gradients are reduced once all "
+                f"{table.describe(number)} comes before {table.describe(last)}; gradients are reduced once all "
                 "micro-batches have added theirs"
             )
 
@@ -355,13 +361,13 @@ def _check_sharding(table: ActionTable) -> None:
         wanted = np.arange(len(rows)) % 2 == 0
         for _, at in _first((gathers != wanted)[None]):
             state = "gathered already" if gathers[at] else "not gathered"
-            raise LayoutError(f"{table.place(int(numbers[at]))} is for parameters that are {state}")
+            raise LayoutError(f"{table.describe(int(numbers[at]))} is for parameters that are {state}")
         parts = [table.forwards[stage], table.input_grads[stage], table.weight_grads[stage]]
         computes = np.unique(np.concatenate(parts))
         computes = computes[computes != ABSENT]
         inside = np.searchsorted(numbers, computes) % 2 == 1
         for _, at in _first((~inside)[None]):
             raise LayoutError(
-                f"{table.place(int(computes[at]))} computes with parameters that are not gathered; "
+                f"{table.describe(int(computes[at]))} computes with parameters that are not gathered; "
                 f"{stage}UNSHARD belongs before it"
             )

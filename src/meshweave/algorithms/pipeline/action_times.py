@@ -26,7 +26,7 @@ from meshweave.algorithms.pipeline.action_table import (
     tabulate,
 )
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
-from meshweave.algorithms.pipeline.progress import ordered
+from meshweave.algorithms.pipeline.progress import ordered_with_transfers
 from meshweave.base.errors import LayoutError
 
 
@@ -221,7 +221,7 @@ def time_schedule(
     graph = build_graph(table, runtime)
     transfer = np.array((*times.transfer, 0), np.int64)  # ABSENT is the last
     durations = _durations(graph, times)
-    node_ends = ordered(graph).ends(durations.tolist(), times.transfer)
+    node_ends = ordered_with_transfers(graph).ends(durations.tolist(), times.transfer)
     ends = np.array(node_ends[: graph.num_nodes], np.int64)[graph.node_of]
     begins = ends - durations[graph.node_of]
     cuts = table.starts[1:-1]

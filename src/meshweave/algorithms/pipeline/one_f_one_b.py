@@ -29,7 +29,7 @@ from meshweave.algorithms.pipeline.problem import PipelineProblem
 # last.
 
 
-def ends_in_slots(micro_batches: int, times: ActionTimes) -> tuple[int, ...]:
+def ends_of_1f1b(micro_batches: int, times: ActionTimes) -> tuple[int, ...]:
     """Return for each rank the tick at which it ends a step of 1F1B with one stage per rank.
 
     Ranks advance slot by slot, all at once. A whole backward takes both gradients in full: `times.saved` is not
@@ -110,7 +110,7 @@ class OneForwardOneBackward(PipelineAlgorithm):
 
         None for fewer than 16 ranks, whose graph is timed as fast.
         """
-        return ends_in_slots(micro_batches, times) if len(times.forward) >= _MANY_RANKS else None
+        return ends_of_1f1b(micro_batches, times) if len(times.forward) >= _MANY_RANKS else None
 
 
 _MANY_RANKS = 16

@@ -22,7 +22,7 @@ from meshweave.algorithms.pipeline.boundary import boundary_of
 from meshweave.algorithms.pipeline.communication import Steps, communicating_steps
 from meshweave.algorithms.pipeline.folding import Folded, StepLoop, fold
 from meshweave.algorithms.pipeline.problem import Edge, PipelineProblem
-from meshweave.algorithms.pipeline.slots import Stashes, num_slots, peer_of, stashes_of
+from meshweave.algorithms.pipeline.slots import Stashes, num_slots, peer_of, stash_slots
 from meshweave.algorithms.pipeline.stage_ops import StageOps
 from meshweave.algorithms.pipeline.tensors import meanings, tensor_layouts, tensors
 from meshweave.base.errors import LayoutError
@@ -211,7 +211,7 @@ class _PipelineWriter:
                 number,
                 self.meshes[problem.stage_ranks[number]],
                 {key: boundary for key, boundary in self.boundaries.items() if number in key[:2]},
-                Stashes() if self.is_opaque else stashes_of(problem, self.steps, number),
+                Stashes() if self.is_opaque else stash_slots(problem, self.steps, number),
             )
             for number in range(problem.num_stages)
         ]

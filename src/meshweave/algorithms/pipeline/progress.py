@@ -116,7 +116,7 @@ class OrderedActions:
         return ends
 
 
-def ordered(graph: ActionGraph) -> OrderedActions:
+def ordered_with_transfers(graph: ActionGraph) -> OrderedActions:
     """Return the nodes of a graph in order, with their waits. Raises ScheduleDeadlock where there is a cycle."""
     number, order = graph.num_nodes, np.array(in_order(graph), np.int64)
     rank_of = np.empty(number, np.int64)

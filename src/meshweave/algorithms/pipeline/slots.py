@@ -70,7 +70,7 @@ class Stashes(NamedTuple):
     between: int = 1
 
 
-def stashes_of(problem: PipelineProblem, steps: Steps, stage: int) -> Stashes:
+def stash_slots(problem: PipelineProblem, steps: Steps, stage: int) -> Stashes:
     """Return how many micro-batches a stage keeps at most between its parts, at least 1 each.
 
     `steps` are those of all ranks: a stage's parts stand in the order of its rank.

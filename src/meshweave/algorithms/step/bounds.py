@@ -74,7 +74,7 @@ class LayerBounds:
         flops = 6 * sequence * _mean_weights(self._problem) + 3 * attention
         return flops / self._most_flops_per_s / (sizes.context * sizes.tensor)
 
-    def apart(self) -> LayerBounds:
+    def with_empty_cache(self) -> LayerBounds:
         """Return bounds of the same space that share the prices of kernels with these.
 
         They start without priced layers, and `representative` chooses anew.

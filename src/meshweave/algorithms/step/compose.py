@@ -56,7 +56,7 @@ def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
         for rank, end in enumerate(pipeline.ends_ps)
     ]
     end_s, optimizer_s = max(ends)
-    before_s, makespan_s = stages.gathers_s(), to_s(pipeline.makespan_ps)
+    before_s, makespan_s = stages.gathers_s(), pipeline.makespan_s
     return Step(
         problem,
         parallelism,
@@ -157,7 +157,7 @@ def update_times_s(problem: StepProblem, parallelism: Parallelism) -> list[float
     numbers = p.schedule, p.pipeline, p.virtual_stages
     layers = rank_layers(problem.model.num_layers, *numbers, layer_costs(problem))
     for rank, count in enumerate(rank_parameters(problem, parallelism, layers)):
-        own = count.shards(parallelism, 1)
+        own = count.kept(parallelism, 1)
         tables = tables_parameters(problem, parallelism, rank) if problem.recipe else 0
         key = own, count, tables
         if key not in known:

@@ -97,7 +97,7 @@ class ShardedParameters:
         """Return the number of weights, those of experts included."""
         return self.others + self.experts
 
-    def shards(self, parallelism: Parallelism, from_level: int) -> int:
+    def kept(self, parallelism: Parallelism, from_level: int) -> int:
         """Return how many of these weights a chip keeps: its shard, or all if ZeRO does not shard them.
 
         ZeRO shards them where `parallelism.zero` is at least `from_level`: 1 to count optimizer states, 2
@@ -266,7 +266,7 @@ def state_bytes(
 
     def states(num_bytes: int, from_level: int) -> int:
         whole = ShardedParameters(parameters.others * num_bytes, parameters.experts * num_bytes)
-        return whole.shards(parallelism, from_level)
+        return whole.kept(parallelism, from_level)
 
     weight, optimizer = problem.item_bytes, problem.optimizer_bytes
     in_fp32 = problem.stack.sharding != "zero" and not problem.stack.runs_programs

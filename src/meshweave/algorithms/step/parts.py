@@ -111,11 +111,11 @@ class StepTree:
         """Return the plain layouts and all others; a good step found among the former rules out most others."""
         return LayoutsPart(self, True), LayoutsPart(self, False)
 
-    def apart(self) -> StepTree:
+    def fresh(self) -> StepTree:
         """Return another tree of the same space with counts of 0 and an empty `closest`; caches are shared."""
         other = StepTree(self.space, self.memory_bytes)
         other._bytes, other._known_steps = self._bytes, self._known_steps
-        other._bounds = self._bounds.apart()
+        other._bounds = self._bounds.with_empty_cache()
         return other
 
     def branches(self, part: StepPart, limit_s: float) -> Iterator[StepPart]:
@@ -263,9 +263,9 @@ class StepTree:
         size = self._bytes.get(key)
         if size is None:
             size = self._bytes[key] = least_memory(self._problem, choice).total
-        return self.takes(choice, size)
+        return self.fits_or_counts(choice, size)
 
-    def takes(self, choice: Parallelism, size: int) -> bool:
+    def fits_or_counts(self, choice: Parallelism, size: int) -> bool:
         """Return whether `size` bytes of a configuration fit on a chip.
 
         One that does not fit is counted in `over_memory`. If it is among the smallest such, it is also entered

@@ -23,8 +23,9 @@ from meshweave.algorithms.pipeline.action_table import tabulate
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes
 from meshweave.algorithms.pipeline.actions import ActionKind, Schedule, looped
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
-from meshweave.algorithms.pipeline.progress import OrderedActions, ordered
+from meshweave.algorithms.pipeline.progress import OrderedActions, ordered_with_transfers
 from meshweave.algorithms.table import SCHEDULES
+from meshweave.base.units import to_s
 
 _TIMED_ROUNDS = 4
 _TIMED_MICRO_BATCHES = 24
@@ -44,6 +45,11 @@ class PipelineTime:
     makespan_ps: int
     ends_ps: tuple[int, ...]
     stage_ranks: tuple[int, ...]
+
+    @property
+    def makespan_s(self) -> float:
+        """Return when the last of them ends, in seconds."""
+        return to_s(self.makespan_ps)
 
 
 @dataclass(frozen=True)
@@ -222,7 +228,7 @@ def _graph_of(schedule: Schedule) -> _Graph:
         for action in order
     ]
     stops = np.cumsum([len(actions) for actions in schedule.actions]).tolist()
-    return _Graph(schedule, ordered(graph), durations, [stop - 1 for stop in stops])
+    return _Graph(schedule, ordered_with_transfers(graph), durations, [stop - 1 for stop in stops])
 
 
 _KINDS = (ActionKind.FORWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD, ActionKind.BACKWARD)

@@ -91,5 +91,5 @@ def cast_weight_bytes(problem: StepProblem, parallelism: Parallelism, parameters
     if recipe is None:
         return 0
     is_sharded = recipe.gathered_bytes < problem.item_bytes
-    own = parameters.shards(parallelism, 1) if is_sharded else parameters.total
+    own = parameters.kept(parallelism, 1) if is_sharded else parameters.total
     return round(own * (problem.item_bytes + 2 * recipe.item_bytes))

@@ -10,7 +10,7 @@ from meshweave.algorithms.step.block_tasks import PartTime
 from meshweave.algorithms.step.ceiling import RateCeiling, rate_ceiling
 from meshweave.algorithms.step.memory import Memory
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
-from meshweave.algorithms.step.stages import Stages, makespan_s
+from meshweave.algorithms.step.stages import Stages
 from meshweave.algorithms.step.step_memory import memory_of_stages
 from meshweave.base.shown import Shown
 from meshweave.base.units import format_bytes, format_s
@@ -125,7 +125,7 @@ class Step(Shown):
         )
         own = [times[stage] for stage in busiest]
         work = sum((time.work for time in own), PartTime())
-        bare_s, software_s = makespan_s(timed), self.problem.stack.step_s
+        bare_s, software_s = timed.makespan_s, self.problem.stack.step_s
         outside_s = self.time_s - self.pipeline_s - self.optimizer_s - software_s
         return StepParts(
             compute=count * work.compute_s,

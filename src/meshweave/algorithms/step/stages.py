@@ -33,7 +33,7 @@ from meshweave.algorithms.step.pipeline import (
 from meshweave.algorithms.step.placement import boundary_s
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.stage_layers import layer_costs, stage_kinds, stage_layers
-from meshweave.base.units import to_ps, to_s
+from meshweave.base.units import to_ps
 
 
 @dataclass(frozen=True)
@@ -363,11 +363,8 @@ def _issued_s(
         return 0.0, 0.0
     gathers = zero == 3 or (zero == 2 and problem.stack.regathers)
     messages = 2 * (parallelism.pipeline > 1)
-    more = (
-        IssueCounts(0, count * gathers, messages),
-        IssueCounts(0, count * ((zero > 1) + (zero == 3)), messages),
-    )
-    forward_s, backward_s = (each.seconds(host) for each in more)
+    more = count * gathers, count * ((zero > 1) + (zero == 3))
+    forward_s, backward_s = (IssueCounts(0, each, messages).seconds(host) for each in more)
     forward_s += count * layer.issued_s[0] + sum(end.issued_s[0] for end in ends)
     backward_s += count * layer.issued_back_s + sum(end.issued_s[1] for end in ends)
     return forward_s, backward_s
@@ -401,8 +398,3 @@ def _with_host(time: StageTime, count: int, issued_s: tuple[float, float], *, po
         host_s=time.host_s + waits_s,
         bound_s=max(bound_s, time.host_s),
     )
-
-
-def makespan_s(time: PipelineTime) -> float:
-    """Return the makespan of a pipeline in seconds."""
-    return to_s(time.makespan_ps)

@@ -69,7 +69,7 @@ class UniversalConfig:
         return ", ".join([*parts, f"{self.num_slices} slices"])
 
 
-def replica_groups(problem: UniversalProblem, redundant_axes: tuple[int, ...]) -> dict[int, int]:
+def group_of_ranks(problem: UniversalProblem, redundant_axes: tuple[int, ...]) -> dict[int, int]:
     """Return for each rank the number of its group, from 0; a group's ranks together compute a replica of C.
 
     `redundant_axes` are positions of axes of C's mesh: ranks of a group have equal coordinates along them.
@@ -171,7 +171,7 @@ def _is_complete(
 ) -> bool:
     """Return whether each group has the whole of a matrix."""
     holders = owners(summed or problem.layout(operand), problem.shape(operand)).holders
-    group_of = replica_groups(problem, redundant_axes)
+    group_of = group_of_ranks(problem, redundant_axes)
     all_groups = set(group_of.values())
     return all({group_of[rank] for rank in ranks} == all_groups for ranks in holders.values())
 

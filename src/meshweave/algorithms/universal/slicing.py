@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshweave.algorithms.universal.config import UniversalConfig, replica_groups
+from meshweave.algorithms.universal.config import UniversalConfig, group_of_ranks
 from meshweave.algorithms.universal.loop_split import LoopPart, split_loop
 from meshweave.algorithms.universal.owners import (
     BlockKey,
@@ -60,7 +60,7 @@ class Slicing:
     @cached_property
     def group_of(self) -> dict[int, int]:
         """Return for each rank the number of its group; each group computes one replica of C."""
-        return replica_groups(self.problem, self.config.redundant_axes)
+        return group_of_ranks(self.problem, self.config.redundant_axes)
 
     @cached_property
     def is_recomputed(self) -> bool:

@@ -54,7 +54,7 @@ _MEMORY_FILE = f"/memfd:{_NAME}"  # what a descriptor of such a segment is a lin
 _LOOK_S = 0.02  # between two looks at whether a process still runs
 
 
-def lacks() -> str:
+def why_unavailable() -> str:
     """Return why this process cannot share memory with others of its host; "" where it can."""
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
         return f"needs Linux (memfd), this is {sys.platform}"
@@ -94,7 +94,7 @@ class SharedMemory(RemoteMemory):
             BindError: it failed on another rank.
             RankLostError, DeadlineError: another rank died, or did not come in time.
         """
-        if reason := lacks():
+        if reason := why_unavailable():
             raise UnsupportedError(f"shared memory {reason}")
         memory = cls(context, context.rank or 0, context.num_ranks, pool_bytes)
         ranks = range(memory.num_ranks) if ranks is None else sorted(ranks)

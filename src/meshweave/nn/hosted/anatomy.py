@@ -30,10 +30,10 @@ from meshweave.nn.hosted.readings import (
     buffers_of,
     heads_in,
     is_matrix,
-    kind_of,
+    is_norm_before,
+    norm_kind,
     scale_of,
     shifts_labels,
-    spans,
     wide_linear,
 )
 from meshweave.nn.hosted.trace import FlowTrace, ModuleCall, is_norm, traced
@@ -173,7 +173,7 @@ class AnatomyReader:
                 )
             self.tables.append(call.path)
         elif call.sources <= self.residual and is_norm(call.module):
-            (self.norms if layer is None else layer.norms)[name] = kind_of(call)
+            (self.norms if layer is None else layer.norms)[name] = norm_kind(call)
             if layer is None and not any(path.startswith(self.prefixes[0]) for path in self.calls):
                 self.norms_before.add(name)
         elif layer is None:
@@ -355,12 +355,12 @@ class AnatomyReader:
         operand: Any = calls[name].operand
         for each in through:
             wide = wide_linear(calls, each, into, prefix, self.residual)
-            if wide == name or (wide is None and spans(calls[each], calls[name])):
+            if wide == name or (wide is None and is_norm_before(calls[each], calls[name])):
                 operand, wide = calls[each].operand, ""
             elif wide is not None:
                 points[wide] = calls[each].result
             if wide is not None:
-                layer.inner_norms[each] = kind_of(calls[each])
+                layer.inner_norms[each] = norm_kind(calls[each])
             layer.inner.append(InnerPart(each, is_attention, wide is not None, name, wide or ""))
         layer.linears[name] = LinearPart(name, False, is_attention)
         if is_attention:

@@ -90,7 +90,7 @@ def is_experts(module: nn.Module) -> bool:
     return any(p is not None and p.ndim == 3 for p in module._parameters.values())
 
 
-def places_of(values: Sequence[Any]) -> tuple[int, int, int]:
+def operand_indices(values: Sequence[Any]) -> tuple[int, int, int]:
     """Return the indices of rows, choices and gates among the operands of a call of experts.
 
     Raises UnsupportedError where the operands are not these.
@@ -178,7 +178,7 @@ def experts_part(name: str, module: nn.Module, given: Sequence[Any], made: Tenso
     ):
         raise UnsupportedError(f"{name}: {kind} has parameters that are not one for each of {count} experts")
     try:
-        at = places_of(given)
+        at = operand_indices(given)
     except UnsupportedError as error:
         raise UnsupportedError(f"{name}: {kind}: {error}") from error
     order = tuple(word for _, word in sorted(zip(at, ("x", "index", "gates"), strict=True)))

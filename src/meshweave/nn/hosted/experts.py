@@ -19,12 +19,12 @@ from meshweave.algorithms.block.roles import TOKENS, AxisDims, Dim, Side, num_pa
 from meshweave.algorithms.step.executed import splits_rows
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.nn.experts import ExpertExchange
-from meshweave.nn.hosted.expert_parts import ExpertsPart, own_call, places_of
+from meshweave.nn.hosted.expert_parts import ExpertsPart, operand_indices, own_call
 from meshweave.nn.hosted.own_modules import without_parameters
 from meshweave.nn.hosted.residual import Tokens, as_plain
 from meshweave.nn.hosted.rows import MovedRows
 from meshweave.nn.parallel.buckets import KeptParameter
-from meshweave.nn.parallel.checksums import factors_by_place
+from meshweave.nn.parallel.checksums import checksum_factors
 from meshweave.nn.parallel.moves import PlacedMove
 from meshweave.nn.parallel.parameters import ParameterLayout
 from meshweave.nn.parallel.strategy import LayerStrategy
@@ -77,7 +77,7 @@ class HostedExperts(nn.Module):  # type: ignore[misc]
         Raises LayoutError where, on CPUs, copies of a token were sent to different experts.
         """
         values = [*given, *named.values()]
-        at = places_of(values)
+        at = operand_indices(values)
         x, chosen, gates = (as_plain(values[place]) for place in at)
         shape, tokens, index = x.shape, self._tokens, chosen
         if self._moves.are_needed:
@@ -273,7 +273,7 @@ def choice_digits(index: Tensor, dtype: torch.dtype, num_terms: int) -> Tensor:
     """
     exact = int(2 / torch.finfo(dtype).eps)  # all whole numbers up to it are of that dtype
     bits = max(1, min((exact // num_terms).bit_length() - 1, 64 // _DIGITS))
-    number = ((index.long() + 1) * factors_by_place(index.device)[: index.shape[-1]]).sum(-1, keepdim=True)
+    number = ((index.long() + 1) * checksum_factors(index.device)[: index.shape[-1]]).sum(-1, keepdim=True)
     shifts = torch.arange(64 - bits * _DIGITS, 64, bits, device=index.device)
     return ((number >> shifts) & ((1 << bits) - 1)).to(dtype)
 

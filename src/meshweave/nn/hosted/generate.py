@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.base.errors import UnsupportedError
-from meshweave.nn.hosted.inputs import HostedArguments, lacking_tokens, splits_rows
+from meshweave.nn.hosted.inputs import HostedArguments, splits_rows, why_no_generation
 from meshweave.nn.parallel.agreed import without_addresses
 from meshweave.nn.parallel.checksums import checksum
 from meshweave.nn.parallel.step_agreement import StepAgreement
@@ -66,7 +66,7 @@ class RankGenerate:
 
     def _check(self, given: Mapping[str, Any]) -> None:
         kind, strategy = type(self._module).__name__, self._arguments.strategy
-        if reason := lacking_tokens(strategy):
+        if reason := why_no_generation(strategy):
             raise UnsupportedError(f"{kind} does not generate: {reason}")
         if not self._arguments.is_whole:
             raise UnsupportedError(f"{kind} does not generate: a stage of a pipeline has some layers only")

@@ -75,7 +75,7 @@ class HostedArguments(ForwardArguments):
         if name == "use_cache":
             return name in self._taken
         if name in ("logits_to_keep", "num_logits_to_keep"):
-            return isinstance(value, int) and value > 0 and lacking_tokens(self.strategy) == ""
+            return isinstance(value, int) and value > 0 and why_no_generation(self.strategy) == ""
         if name == "num_items_in_batch":
             return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
         return name == "return_dict" and value is True
@@ -107,7 +107,7 @@ class HostedArguments(ForwardArguments):
 
     def _check_cache(self, name: str, value: Any) -> None:
         """Raise UnsupportedError where keys are not kept for later tokens."""
-        if reason := lacking_tokens(self.strategy):
+        if reason := why_no_generation(self.strategy):
             raise UnsupportedError(f"{name} is not computed: {reason}")
         if not self.is_whole:
             raise UnsupportedError(f"{name} is not computed: a stage of a pipeline has some layers only")
@@ -198,7 +198,7 @@ def taken_by(module: nn.Module) -> set[str]:
     return set(parameters)
 
 
-def lacking_tokens(strategy: LayerStrategy) -> str:
+def why_no_generation(strategy: LayerStrategy) -> str:
     """Return why a strategy cannot generate tokens, and what to use; "" where it does not split sequences."""
     roles = strategy.roles
     parts = (roles.residual, roles.core(True), roles.core(False), roles.operand(True), roles.operand(False))
@@ -215,7 +215,7 @@ def splits_rows(strategy: LayerStrategy) -> bool:
     return num_parts(strategy.roles.core(True), strategy.mesh.shape, ("batch",)) > 1
 
 
-def returned(loss: Tensor | None, logits: Tensor | None, out: Any) -> Any:
+def causal_lm_output(loss: Tensor | None, logits: Tensor | None, out: Any) -> Any:
     """Return loss, logits and the cache of keys and values in the class that transformers returns.
 
     Args:

@@ -99,7 +99,7 @@ class HostedLayer:
         if span.first == self._number and model.tokens.given is not None:
             x = model.tokens.told(model.tokens.given)
         if not span.first <= self._number < span.end:
-            return passed(model, self._number, x, self._results)
+            return skipped_layer_results(model, self._number, x, self._results)
         if torch.compiler.is_compiling():
             result = self._run(x, *given, **named)
         else:
@@ -152,7 +152,7 @@ class HostedLayer:
             )
 
 
-def passed(model: RunsLayers, number: int, x: Tensor, results: int) -> Any:
+def skipped_layer_results(model: RunsLayers, number: int, x: Tensor, results: int) -> Any:
     """Return the residual x in the form of the results of layer `number`, which is not run.
 
     For the last layer, where a span begins after it, this is the residual that the span is given.
@@ -195,7 +195,7 @@ class OtherStage(nn.Module):  # type: ignore[misc]
         x = next(iter(named.values())) if x is None else x
         if model.span.end == 0:
             raise StopError(x)
-        return passed(model, number, x, results)
+        return skipped_layer_results(model, number, x, results)
 
 
 class OtherStageModule(nn.Module):  # type: ignore[misc]

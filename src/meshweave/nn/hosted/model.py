@@ -19,7 +19,13 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.nn.autocast import autocast_operands
 from meshweave.nn.hosted.anatomy import anatomy_of
 from meshweave.nn.hosted.drops import RankDropout, sources_of
-from meshweave.nn.hosted.inputs import HostedArguments, returned, splits_rows, taken_by, with_own_signature
+from meshweave.nn.hosted.inputs import (
+    HostedArguments,
+    causal_lm_output,
+    splits_rows,
+    taken_by,
+    with_own_signature,
+)
 from meshweave.nn.hosted.last_position import share_last_position
 from meshweave.nn.hosted.layer_plan import LayerReplacements
 from meshweave.nn.hosted.layers import HostedLayer, LayerSpan, OtherStage, OtherStageModule, StopError
@@ -248,7 +254,7 @@ class HostedModel(ParallelModel):
             loss = loss if added is None else loss + added.to(loss.dtype)
         if inputs.targets is None or inputs.with_logits:
             whole = self.vocabulary.whole_logits(logits, batch, min(last or sequence, sequence))
-        return returned(loss, whole, out)
+        return causal_lm_output(loss, whole, out)
 
     def _through(self, ids: Tensor, given: Tensor | None, span: LayerSpan) -> Tensor:
         """Return what a span of the forward pass makes: the residual, or this rank's part of the logits."""

@@ -166,7 +166,7 @@ class OwnTable(OwnModule):
                 f"{self._name} has {count} rows, and a position beyond them is asked for; give shorter sequences"
             ) from error
         tokens, residual = self._tokens, self.layer_strategy.roles.residual
-        sequence = int(tokens.running().shape[1])
+        sequence = int(tokens.current_ids().shape[1])
         first, _ = tokens.core_span(sequence)
         start, stop = self.layer_strategy.span(Side("sequence", sequence), residual)
         if rows.shape[-2] > 1:
@@ -193,7 +193,7 @@ class HostedEmbedding(ParallelEmbedding):
         tokens = self._tokens
         if tokens.given is not None:
             return tokens.stand_in()
-        rows = super().forward(tokens.running())
+        rows = super().forward(tokens.current_ids())
         if self.scale != 1:
             rounded = torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
             rows = rows * (self.scale if self._by_number else rounded)

@@ -61,7 +61,7 @@ def is_matrix(module: nn.Module) -> bool:
     return isinstance(weight, Tensor) and weight.ndim == 2 and not is_norm(module)
 
 
-def kind_of(call: ModuleCall) -> NormKind | str:
+def norm_kind(call: ModuleCall) -> NormKind | str:
     """Return the `NormKind` that gives what a call of a norm has returned; if none does, the reason as text."""
     module, rows = call.module, call.operand
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
@@ -82,7 +82,7 @@ def kind_of(call: ModuleCall) -> NormKind | str:
     return f"{call.path}: {type(module).__name__} is neither layer norm nor root-mean-square norm of its rows"
 
 
-def spans(inner: ModuleCall, leaving: ModuleCall) -> bool:
+def is_norm_before(inner: ModuleCall, leaving: ModuleCall) -> bool:
     """Return whether the norm `inner` is over all inner features, just before the linear layer `leaving`.
 
     That is where `leaving` reads what it returns, and its weight has an element for each feature of the operand

@@ -138,7 +138,7 @@ class Tokens:
         """
         if self.ids is None and (torch.compiler.is_compiling() or compat.is_in_backward()):
             return self.held
-        ids = self.running()
+        ids = self.current_ids()
         return int(ids.shape[0]), int(ids.shape[1])
 
     def rows_of(self, x: Tensor, dims: AxisDims) -> Tensor:
@@ -186,7 +186,7 @@ class Tokens:
         assert self.given is not None
         return self.told(torch.zeros_like(self.given, requires_grad=False))
 
-    def running(self) -> Tensor:
+    def current_ids(self) -> Tensor:
         """Return `ids`. Raises UnsupportedError outside of a forward pass of the whole model."""
         if self.ids is None:
             raise UnsupportedError("a part of a parallelised model is called by itself: call the whole model")

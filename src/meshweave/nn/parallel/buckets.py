@@ -71,7 +71,7 @@ class KeptParameter:
         return tuple(axis for axis, dim in enumerate(self.terms) if dim == "partial")
 
     @cached_property
-    def alone(self) -> GradientSum | Mover | None:
+    def compiled_move(self) -> GradientSum | Mover | None:
         """Return its `Mover` if gathered, else its `GradientSum` if summed, else None; for compiled graphs."""
         parts, kept = self.layout.parts, self.layout.dims
         sides = tuple(
@@ -83,7 +83,7 @@ class KeptParameter:
         return GradientSum(back) if self.summed else None
 
     @cached_property
-    def most(self) -> int:
+    def max_kept_elements(self) -> int:
         """Return the greatest number of its elements that any rank keeps."""
         counts = (
             math.prod(sum(b - a for a, b in spans) for spans in self._spans(self.layout.dims, at))
@@ -145,7 +145,7 @@ class ParameterBucket:
         """Return the strategy of its parameters."""
         return self.kept[0].strategy
 
-    def only(self, places: tuple[int, ...]) -> ParameterBucket:
+    def subset(self, places: tuple[int, ...]) -> ParameterBucket:
         """Return a bucket of the parameters at the indices `places` of `kept`; one object for equal places."""
         if len(places) == len(self.kept):
             return self
@@ -154,7 +154,7 @@ class ParameterBucket:
     @cached_property
     def sizes(self) -> list[int]:
         """Return a row's element counts: per parameter the most that a rank keeps; 1 for the call's number."""
-        return [*(each.most for each in self.kept), 1]
+        return [*(each.max_kept_elements for each in self.kept), 1]
 
     @cached_property
     def _sides(self) -> tuple[Side, Side]:

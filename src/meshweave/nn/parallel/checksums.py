@@ -41,7 +41,7 @@ def bits_number(tensor: Tensor) -> Tensor | int:
         return digest_of(words.clone())
     total = torch.zeros((), dtype=torch.int64, device=own.device)
     for chunk in words.split(_CHUNK):
-        factors = factors_by_place(own.device)[: chunk.numel()]
+        factors = checksum_factors(own.device)[: chunk.numel()]
         total = total * _PER_CHUNK + torch.mul(chunk, factors).sum()
     return int(total) if own.is_cpu else total
 
@@ -52,7 +52,7 @@ def digest_of(own: Tensor) -> int:
 
 
 @lru_cache(8)
-def factors_by_place(device: torch.device) -> Tensor:
+def checksum_factors(device: torch.device) -> Tensor:
     """Return (`_CHUNK`,) odd int64 factors on `device`, one for each position in a chunk, always the same ones.
 
     They have no pattern that values would show (splitmix64: Steele et al., 2014).

@@ -61,7 +61,7 @@ def step_locally(optimizer: Optimizer, has_arguments: bool) -> None:
     optimizer.param_groups = []
 
 
-def restore(optimizer: Optimizer) -> None:
+def restore_parameter_groups(optimizer: Optimizer) -> None:
     """Give an optimizer the parameter groups back that `step_locally` took from it, if it took them."""
     groups = _set_aside.pop(optimizer, None)
     if groups is not None:

@@ -22,7 +22,7 @@ from meshweave.base.errors import LayoutError
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch import compat
 from meshweave.nn.parallel.agreed import difference, without_addresses
-from meshweave.nn.parallel.local_steps import restore, step_locally
+from meshweave.nn.parallel.local_steps import restore_parameter_groups, step_locally
 from meshweave.nn.parallel.model_words import copy_words
 from meshweave.nn.parallel.step_agreement import StepAgreement
 
@@ -70,7 +70,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    restore(optimizer)
+    restore_parameter_groups(optimizer)
 
 
 def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:

@@ -105,7 +105,7 @@ def _begun(
     made: list[Tensor | None] = [None] * len(grads)
     places = [at for at, is_needed in enumerate(needs) if is_needed]
     if any(grads[at] is not None for at in places):
-        own = bucket.only(tuple(places))
+        own = bucket.subset(tuple(places))
         summed, end = own.begin_sum([grads[at] for at in places], [shapes[at] for at in places])
         sums.append(end)
         for at, grad in zip(places, summed, strict=True):

@@ -67,7 +67,7 @@ class ParameterUse:
         self._names = [name for _, name in self.entries]
         for module, name in self.entries:
             if name in module.kept:  # else it is another module's: a tied head's
-                _ = module.kept[name].alone  # made now: a compiler does not trace how
+                _ = module.kept[name].compiled_move  # made now: a compiler does not trace how
         self._opened = [module.opened for module, _ in self.entries]
         self._meshes = [
             module.kept[n].strategy.device_mesh if n in module.kept else None for module, n in self.entries
@@ -185,7 +185,7 @@ class ParameterUse:
                 own.append([])
                 sizes[key] = 0
             own[-1].append(at)
-            sizes[key] = sizes.get(key, 0) + (each.most * dtype.itemsize if moves else 0)
+            sizes[key] = sizes.get(key, 0) + (each.max_kept_elements * dtype.itemsize if moves else 0)
         divided: list[_Divided] = []
         for (gathered, summed, dtype), own in lists.items():
             for places in own:
@@ -334,10 +334,10 @@ def _unchanged(kept: tuple[Tensor, list[int]]) -> Tensor:
 def _alone(parameter: Tensor, kept: KeptParameter) -> Tensor:
     """Return a parameter as it is used, moved by itself, by ops that a compiler knows."""
     (local,) = local_parts([parameter])
-    if isinstance(kept.alone, Mover):
-        return kept.alone(local, 1, 1)
-    if kept.alone is not None:
-        (local,) = kept.alone([local])
+    if isinstance(kept.compiled_move, Mover):
+        return kept.compiled_move(local, 1, 1)
+    if kept.compiled_move is not None:
+        (local,) = kept.compiled_move([local])
     return local
 
 

@@ -196,7 +196,7 @@ def _starts(actual: Tensor, whole: Tensor, dim: int) -> list[int]:
     return []
 
 
-def instead(local: LocalTensor, name: str, original: Mapping[str, Tensor]) -> str:
+def filled_from_text(local: LocalTensor, name: str, original: Mapping[str, Tensor]) -> str:
     """Return text on what a shard of parameter `name` was filled with instead; "" where that is not known.
 
     That is another parameter of `original`, or values rounded to a narrower type.

@@ -18,12 +18,12 @@ from meshweave.base.errors import LayoutError, ProofError, RankLostError, Unsupp
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch.call_order import require_process_group
 from meshweave.execute.torch.compat_fsdp import fsdp_ranks
-from meshweave.nn.prove.differences import Compared, Difference, ProofRanks, instead
+from meshweave.nn.prove.differences import Compared, Difference, ProofRanks, filled_from_text
 from meshweave.nn.prove.given import Given, LossOf, generated, loss_of, outputs_of, without_ignored
 from meshweave.nn.prove.rounding import EXACT, Rounding
 from meshweave.nn.prove.runs import ModelRun, context_for, free_bytes, narrowest_seen, settled_gradient
-from meshweave.nn.prove.shards import LocalTensor, lines_of, local_of, ranges_of, ranks_of
-from meshweave.nn.prove.state import WIDE, is_managed, parameters_of, plain_name, prepared, takes
+from meshweave.nn.prove.shards import LocalTensor, local_of, ranges_of, rank_groups, ranks_of
+from meshweave.nn.prove.state import WIDE, has_external_sync, parameters_of, plain_name, prepared, takes
 from meshweave.nn.prove.trail import first_module
 
 NOT_RUN = "the forward or backward pass"
@@ -157,7 +157,7 @@ class ModelPair:
         ranks = tuple(sorted({*ranks_of(tensors), *data})) or tuple(range(dist.get_world_size()))
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         context = context_for(getattr(parallelised, "strategy", None), self.device)
-        self.ranks = ProofRanks(ranks, dist.get_rank(), context, lines_of(tensors) or [list(ranks)])
+        self.ranks = ProofRanks(ranks, dist.get_rank(), context, rank_groups(tensors) or [list(ranks)])
         self.ranges = ranges_of(self.module)
         part = data.index(dist.get_rank()) if len(data) > 1 else 0
         for name, parameter in self.original.items():
@@ -190,7 +190,9 @@ class ModelPair:
         name = difference.what
         actual = self.own.get(name)
         local = None if actual is None else local_of(actual, self.ranks.rank, self.ranges.get(name))
-        said = self.ranks.say("" if local is None else instead(local, name, self.original))[difference.rank]
+        said = self.ranks.say("" if local is None else filled_from_text(local, name, self.original))[
+            difference.rank
+        ]
         return replace(difference, cause=said) if said else difference
 
     def _first(self, compared: list[Compared]) -> Difference | None:
@@ -224,7 +226,7 @@ class ModelPair:
 
     def _runs(self) -> Difference | None:
         fits = self._fits()
-        if fits and self.dtype.is_floating_point and not is_managed(self.module):
+        if fits and self.dtype.is_floating_point and not has_external_sync(self.module):
             right, _ = self._tried(lambda: self._run_original(WIDE))
             if right is not None and right.drew and self.training:
                 self.training = (

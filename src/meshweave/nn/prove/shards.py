@@ -108,7 +108,7 @@ def ranks_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(sorted({int(rank) for mesh in meshes for rank in mesh.mesh.flatten().tolist()}))
 
 
-def lines_of(tensors: Sequence[Tensor]) -> list[list[int]]:
+def rank_groups(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Return the groups of ranks along each axis of the meshes of DTensors, and each whole mesh, without groups
     of one rank.
     """

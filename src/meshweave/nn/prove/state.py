@@ -39,7 +39,7 @@ class WideCasts(TorchFunctionMode):  # type: ignore[misc]
         return func(*args, **named)
 
 
-def is_managed(module: nn.Module) -> bool:
+def has_external_sync(module: nn.Module) -> bool:
     """Return whether FSDP2, DDP or hooks of other code act on the gradients of a module.
 
     True if it or one of its submodules is an `FSDPModule` or `DistributedDataParallel`, or if one of its
@@ -123,7 +123,7 @@ def prepared(
             torch.manual_seed(20)
             yield
     finally:
-        managed = dtype is None and is_managed(module)
+        managed = dtype is None and has_external_sync(module)
         for child, attributes, parameters, buffers in states:
             vars(child).clear()
             vars(child).update(attributes)

@@ -41,7 +41,7 @@ from meshweave.nn.training.manifest import (
     checked_step,
     file_name,
 )
-from meshweave.nn.training.pieces import Saved, ShardPieces, assigned_boxes, misfit, pieces_of
+from meshweave.nn.training.pieces import Saved, ShardPieces, assigned_boxes, pieces_of, why_not_loadable
 from meshweave.nn.training.rounds import AgreementRound, Rounds
 from meshweave.nn.training.together import FolderTogether
 
@@ -366,7 +366,7 @@ class Checkpoints:
             except CheckpointError as error:
                 return {"wrong": f"{self._there.named(step)} cannot be loaded: {error}"}
             for name, own in pieces.items():
-                if wrong := misfit(name, own, manifest.tensors, casts):
+                if wrong := why_not_loadable(name, own, manifest.tensors, casts):
                     return {"wrong": f"{self._there.named(step)} {wrong}"}
             return {"unused": [at for at, name in enumerate(manifest.tensors) if not is_taken(name)]}
 

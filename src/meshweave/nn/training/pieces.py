@@ -161,7 +161,7 @@ def assigned_boxes(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, WrittenTe
     return tensors, shares
 
 
-def misfit(name: str, pieces: ShardPieces, saved: Mapping[str, WrittenTensor], casts: bool) -> str:
+def why_not_loadable(name: str, pieces: ShardPieces, saved: Mapping[str, WrittenTensor], casts: bool) -> str:
     """Return why a checkpoint's tensor cannot be loaded into `pieces`; "" if it can.
 
     The text continues a sentence whose subject is the checkpoint, such as "has no tensor 'w'". Pieces without

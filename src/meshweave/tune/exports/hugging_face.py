@@ -7,7 +7,7 @@ from typing import Any
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.model import Transformer
-from meshweave.tune.exports.model_words import defining, model_left_out, step_left_out
+from meshweave.tune.exports.model_words import defining_fields, model_left_out, step_left_out
 from meshweave.tune.exports.row import Export, PlannedRow
 
 _LAYERS = {
@@ -189,7 +189,7 @@ def config_of(model: Transformer) -> tuple[dict[str, Any], set[str]]:
     if family == "mistral":
         config["sliding_window"] = own.window
         told.add("window")
-    unknown = {name for name, value in defining(model).items() if value is None}
+    unknown = {name for name, value in defining_fields(model).items() if value is None}
     kept = {name: value for name, value in config.items() if value is not None or name == "sliding_window"}
     return kept, told - (unknown - {"window"})
 

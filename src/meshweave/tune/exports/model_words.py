@@ -18,7 +18,7 @@ _NAMES_AND_PRICES = ("name", "source", "not_priced", "architecture", "config")
 _OF_ROTARY = ("rotary_base", "rotary_share")
 
 
-def defining(model: Transformer) -> dict[str, Any]:
+def defining_fields(model: Transformer) -> dict[str, Any]:
     """Return the fields that define a model, by name: those of `Transformer` and of its `Architecture`.
 
     Name, source, config and what is not priced are left out. `layers` is in words: the types of the nodes.
@@ -40,7 +40,7 @@ def model_left_out(model: Transformer, told: Collection[str], target: str) -> li
         told: names of the fields (see `defining`) that the export holds.
         target: the other software.
     """
-    values = defining(model)
+    values = defining_fields(model)
     untold = [
         f"{name} = {printable(value)}"
         for name, value in values.items()

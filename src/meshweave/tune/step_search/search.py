@@ -147,7 +147,7 @@ class StepSearch(BestFirst):
         self._tree = StepTree(space, memory_bytes)
 
     def _admits(self, config: Parallelism) -> bool:
-        return self._tree.takes(config, memory_of(self._tree.space.problem, config).total)
+        return self._tree.fits_or_counts(config, memory_of(self._tree.space.problem, config).total)
 
     def is_preferred(self, part: StepPart) -> bool:
         """Return whether configurations of a part have a strategy of published runs, or one tensor rank."""
@@ -163,7 +163,7 @@ class StepSearch(BestFirst):
     def ranking(self) -> StepRanking:
         """Run the search and return its ranking. Ctrl-C ends it with the best so far, if there is one."""
         tree = self._tree
-        self.answer_early(tree.apart().parts)
+        self.answer_early(tree.fresh().parts)
         self.run(tree.parts)
         ranked = self.ranked()
         first = self._preferred_of(ranked) if self.is_complete else None

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.algorithms.universal import Operand, UniversalProblem
-from meshweave.algorithms.universal.config import base_configs, replica_groups
+from meshweave.algorithms.universal.config import base_configs, group_of_ranks
 from meshweave.algorithms.universal.owners import OwnerMap, common_runs, owners, split_among_replicas
 from meshweave.algorithms.universal.problem import DIMS, LOOP, OPERANDS
 from meshweave.algorithms.universal.slicing import split_counts
@@ -189,7 +189,7 @@ class LayoutBounds:
         for c in self.options["c"]:
             problem = UniversalProblem(*self.sizes, self.options["a"][0], self.options["b"][0], c, self.dtype)
             groups = [
-                replica_groups(problem, variant.redundant_axes)
+                group_of_ranks(problem, variant.redundant_axes)
                 for variant in base_configs(problem, stationary="c")
             ]
             distinct = dict.fromkeys(tuple(group_of[rank] for rank in problem.ranks) for group_of in groups)

@@ -214,7 +214,7 @@ class AttentionRecord(NodeRecord[Attention]):
         yield Same(f"D{at.out}_units", at.arriving)
         ins = tuple(TensorPart(f"{name}_units", GROUP) for name in names)
         yield Function(TensorPart(f"D{at.operand}_units", GROUP), at.fn("attention_grad"), ins)
-        yield Same(at.contribution(at.node.ins[0]), f"D{at.operand}_units")
+        yield Same(at.contribution_name(at.node.ins[0]), f"D{at.operand}_units")
 
     def functions(self, node: Attention, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
         """Return the functions of attention and its gradient by name: whole, and in steps of a ring.
@@ -233,7 +233,7 @@ class AttentionRecord(NodeRecord[Attention]):
     def compute_gradient(self, at: NodePlace[Attention], known: Known, functions: Functions) -> None:
         """Store in `known` the contribution to the gradient of the joint queries, keys and values."""
         ins = (known[name] for name in (at.arriving, at.operand, at.out, at.own(at.node.sums)))
-        known[at.contribution(at.node.ins[0])] = functions[at.fn("attention_grad")](*ins)
+        known[at.contribution_name(at.node.ins[0])] = functions[at.fn("attention_grad")](*ins)
 
     def kernels(self, at: NodePlace[Attention], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
         """Yield the first rank's kernels of attention and its gradient; each runs once per rank of a ring."""

@@ -108,7 +108,7 @@ class CallRecord(NodeRecord[AnyNode]):
         parameters = self._parameter_parts(at)
         out = self._units(f"D{at.operand}")
         yield Function(TensorPart(out, at.unit), at.fn(f"{self.fn}_grad"), (*ins, *parameters))
-        yield Same(at.contribution(at.node.ins[0]), out)
+        yield Same(at.contribution_name(at.node.ins[0]), out)
         for part in parameters:
             of = TensorPart(f"D{part.tensor}", part.dims)
             yield Function(of, at.fn(f"{self.fn}_weight_grad"), (*ins, of), reduce="sum")
@@ -122,7 +122,7 @@ class CallRecord(NodeRecord[AnyNode]):
         """Store in `known` the contribution to the input's gradient, and gradients of parameters."""
         ins, names = (known[at.arriving], known[at.operand]), self._parameters(at)
         gradient = functions[at.fn(f"{self.fn}_grad")](*ins, *(known[name] for name in names))
-        known[at.contribution(at.node.ins[0])] = gradient
+        known[at.contribution_name(at.node.ins[0])] = gradient
         for name in names:
             known[f"D{name}"] = functions[at.fn(f"{self.fn}_weight_grad")](*ins, 0 * known[name])
 

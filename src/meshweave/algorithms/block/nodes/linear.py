@@ -46,7 +46,7 @@ class LinearRecord(NodeRecord[Linear]):
     def gradient_meanings(self, at: NodePlace[Linear], roles: Roles) -> Iterator[Meaning]:
         """Yield the equations of the contribution to the operand's gradient, and of those of weight and bias."""
         weight, edge = at.own(at.node.weight), at.node.ins[0]
-        yield Product(at.contribution(edge), at.arriving, weight, transpose_b=True)
+        yield Product(at.contribution_name(edge), at.arriving, weight, transpose_b=True)
         yield Product(f"D{weight}", at.operand, at.arriving, transpose_a=True)
         if at.node.bias:
             of_bias = TensorPart(f"D{at.own(at.node.bias_name)}", ("j",))
@@ -67,7 +67,7 @@ class LinearRecord(NodeRecord[Linear]):
     def compute_gradient(self, at: NodePlace[Linear], known: Known, functions: Functions) -> None:
         """Store in `known` the contribution to the operand's gradient, and the gradients of weight and bias."""
         weight, arriving, x = at.own(at.node.weight), known[at.arriving], known[at.operand]
-        known[at.contribution(at.node.ins[0])] = arriving @ known[weight].T
+        known[at.contribution_name(at.node.ins[0])] = arriving @ known[weight].T
         known[f"D{weight}"] = x.reshape(-1, x.shape[-1]).T @ arriving.reshape(-1, arriving.shape[-1])
         if at.node.bias:
             bias = at.own(at.node.bias_name)
@@ -92,8 +92,8 @@ class LinearRecord(NodeRecord[Linear]):
     def write_gradient(self, at: NodePlace[Linear], writer: NodeWriter) -> None:
         """Write the product for the gradient of X; write those of the weight and the bias now or later.
 
-        The product for the weight goes to `NodeWriter.then`, to overlap with communication. The sum over tokens
-        for the bias goes to `NodeWriter.postpone`, until the products of the group of nodes are written.
+        The product for the weight goes to `NodeWriter.write_beside`, to overlap with communication. The sum over
+        tokens for the bias goes to `NodeWriter.postpone`, until the products of the group of nodes are written.
         """
         writer.multiply_back(at)
         if at.node.bias:

@@ -58,7 +58,7 @@ class NormRecord(NodeRecord[Norm]):
         dims = at.element if two_steps else at.row
         gain = TensorPart(at.own(at.node.gain), (None, "j" if two_steps else None))
         ins = TensorPart(at.arriving, dims), TensorPart(at.operand, dims)
-        out = TensorPart(at.contribution(at.node.ins[0]), dims)
+        out = TensorPart(at.contribution_name(at.node.ins[0]), dims)
         of_gain = TensorPart(f"D{at.own(at.node.gain)}", (None, dims[-1]))
         if not two_steps:
             yield Function(out, at.fn("norm_grad"), (*ins, gain))
@@ -80,7 +80,7 @@ class NormRecord(NodeRecord[Norm]):
     def compute_gradient(self, at: NodePlace[Norm], known: Known, functions: Functions) -> None:
         """Store in `known` the contribution to the input's gradient, and the parameters' gradient."""
         gain, ins = known[at.own(at.node.gain)], (known[at.arriving], known[at.operand])
-        known[at.contribution(at.node.ins[0])] = functions[at.fn("norm_grad")](*ins, gain)
+        known[at.contribution_name(at.node.ins[0])] = functions[at.fn("norm_grad")](*ins, gain)
         known[f"D{at.own(at.node.gain)}"] = functions[at.fn("norm_weight_grad")](*ins, 0 * gain)
 
     def kernels(self, at: NodePlace[Norm], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
@@ -118,12 +118,12 @@ class NormRecord(NodeRecord[Norm]):
             name = at.own(at.node.statistics)
             read, of_gain = (*read, writer.stored[name]), "normalize_weight_grad"  # type: ignore[assignment]
             sums = writer.row_sums(f"D{name}", at.node.rows, at.fn("norm_grad_sums"), (*read, gain))
-            writer.then(gain_gradient)
+            writer.write_beside(gain_gradient)
             fn, ins = "normalize_grad", (*read, sums, gain)  # type: ignore[assignment]
         writer.writer.call(at.fn(fn), (out,), ins, "norm", shape, "input_grad")
         writer.sum_contributions(at, edge)
         if not writer.roles.two_step_norms:
-            writer.then(gain_gradient)
+            writer.write_beside(gain_gradient)
 
 
 class NormFunctions(ABC):
