@@ -35,7 +35,7 @@ _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, 
 
 
 @dataclass(frozen=True)
-class _Call:
+class _LayerCall:
     """A call of a layer: its number, its arguments, which are copies, and the residual that it returned."""
 
     number: int
@@ -47,10 +47,10 @@ class _Call:
     def at(self) -> int:
         """The position of the residual among the arguments: of the tensor that is shaped as what is returned."""
         given = [*self.args, *self.kwargs.values()]
-        found = (
+        places = (
             at for at, own in enumerate(given) if isinstance(own, Tensor) and own.shape == self.out.shape
         )
-        if (at := next(found, None)) is None:
+        if (at := next(places, None)) is None:
             raise ProofError("a layer is given no residual of the shape that it returns")
         return at
 
@@ -76,7 +76,7 @@ def check_whole(
         kinds: for each layer the first layer that is of its kind.
         longest: the most tokens that a row may have.
     """
-    checked = _Checked(made, names, kinds, type(module).__name__)
+    checked = _WatchedCopy(made, names, kinds, type(module).__name__)
     tokens = min(_TOKENS, longest)
     for parameter in made.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
@@ -99,7 +99,7 @@ def check_whole(
         ) from error
 
 
-class _Checked:
+class _WatchedCopy:
     """A copy of a model, whose forward passes are looked at."""
 
     def __init__(self, made: nn.Module, names: ModelMap, kinds: Sequence[int], title: str) -> None:
@@ -128,11 +128,11 @@ class _Checked:
                 "forward draws random numbers beside dropout, as noise, or layers or paths that are left out, "
                 "which are not computed; turn that off"
             )
-        if seen.found != expected:
+        if seen.probabilities != expected:
             self.refuse(
-                f"forward drops out with probabilities {seen.found or 'of none'}, in this order, and computed are "
-                f"{expected or 'none'}: after the embedding, of attention weights, after attention and after the "
-                "feed-forward part; set others to 0"
+                f"forward drops out with probabilities {seen.probabilities or 'of none'}, in this order, and "
+                f"computed are {expected or 'none'}: after the embedding, of attention weights, after attention "
+                "and after the feed-forward part; set others to 0"
             )
 
     # --- what calls leave -------------------------------------------------------------------------------------
@@ -140,14 +140,14 @@ class _Checked:
     def state(self) -> dict[str, Any]:
         """Return numbers and copies of buffers of modules that are replaced, by name."""
         copies = {id(own): own.clone() for own in self.made.buffers()}
-        found: dict[str, Any] = {}
+        kept: dict[str, Any] = {}
         rotary = f"{self.names.rotary or self.names.head}."
         for path, child in self.made.named_modules():
             if not f"{path}.".startswith(rotary) and not path.endswith(f".{self.names.layer.activation}"):
                 numbers = {name: own for name, own in vars(child).items() if isinstance(own, int | float)}
                 buffers = {name: copies[id(own)] for name, own in child._buffers.items() if own is not None}
-                found |= {f"{path}.{name}".lstrip("."): own for name, own in {**numbers, **buffers}.items()}
-        return found
+                kept |= {f"{path}.{name}".lstrip("."): own for name, own in {**numbers, **buffers}.items()}
+        return kept
 
     def memory(self, before: dict[str, Any], sequence: int) -> None:
         """Compare the state with that before a call; where it differs, once more, with that before an equal call.
@@ -166,15 +166,15 @@ class _Checked:
 
     # --- layers -----------------------------------------------------------------------------------------------
 
-    def calls(self, sequence: int, end: int | None = None) -> list[_Call]:
+    def calls(self, sequence: int, end: int | None = None) -> list[_LayerCall]:
         """Return the calls of layers in a forward pass, of the first `end` layers, and last that of the norm."""
-        found: list[_Call] = []
+        calls: list[_LayerCall] = []
 
         def noted(number: int, own: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 given = tuple(map(_copied, args)), {key: _copied(value) for key, value in kwargs.items()}
                 out = own(*args, **kwargs)
-                found.append(_Call(number, *given, _residual((out,)).detach().clone()))
+                calls.append(_LayerCall(number, *given, _residual((out,)).detach().clone()))
                 if number == end:
                     raise _Stop
                 return out
@@ -193,9 +193,9 @@ class _Checked:
         finally:
             for layer, forward in zip(watched, own, strict=True):
                 layer.forward = forward
-        return found
+        return calls
 
-    def layers(self, calls: list[_Call]) -> None:
+    def layers(self, calls: list[_LayerCall]) -> None:
         """Check that each layer is called once, on the result of that before, and computes what its kind does."""
         path, count, numbers = self.names.layers, len(self.kinds), [call.number for call in calls]
         if numbers != list(range(count + 1)):
@@ -221,7 +221,7 @@ class _Checked:
                     "input, by its number or by what it is given; layers of other attributes are known to differ"
                 )
 
-    def _of_layer(self, call: _Call, x: Tensor) -> Tensor:
+    def _of_layer(self, call: _LayerCall, x: Tensor) -> Tensor:
         """Return what a layer makes of a residual `x`, and else of the arguments of a call."""
         given = [*call.args, *call.kwargs.values()]
         given[call.at] = x
@@ -237,7 +237,7 @@ class _Checked:
         size = max(sum(p.numel() for p in layer.parameters()) for layer in self.layers_of)
         flops = 2 * size * (first[-1] + 1 + 2 * len(first))
         most = _MOST_FLOPS * (1 if self.device.type == "cpu" else 100)
-        calls: list[_Call] = []
+        calls: list[_LayerCall] = []
         sequence = 2 * min(longest, _MOST_TOKENS, int(most / flops))
         while not calls and (sequence := sequence // 2) >= 2 * _TOKENS:
             with suppress(Exception), warnings.catch_warnings(action="ignore"):  # it may take fewer tokens
@@ -256,11 +256,11 @@ class _Checked:
 
 
 class _Dropouts(TorchFunctionMode):  # type: ignore[misc]
-    """A context that notes the probabilities of dropout, where some are dropped, as `found`."""
+    """A context that notes the probabilities of dropout, where some are dropped, as `probabilities`."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.found: list[float] = []
+        self.probabilities: list[float] = []
         self.device = device
 
     def __torch_function__(
@@ -279,7 +279,7 @@ class _Dropouts(TorchFunctionMode):  # type: ignore[misc]
             p = float(named.get("dropout_p", args[4] if len(args) > 4 else 0.0))
         if not p:
             return func(*args, **named)
-        self.found.append(p)
+        self.probabilities.append(p)
         with keep_generators(self.device):  # so that other random numbers show
             return func(*args, **named)
 
@@ -305,14 +305,14 @@ def _bits(value: Any) -> object:
 
 def _dropout_of(module: nn.Module, names: ModelMap) -> list[float]:
     """Return the probabilities of dropout of what replaces the layers of a model, in order, without 0."""
-    found = [float(module.get_submodule(names.dropout).p)] if names.dropout else []
+    drops = [float(module.get_submodule(names.dropout).p)] if names.dropout else []
     for number, layer in enumerate(module.get_submodule(names.layers)):
         heads = names.heads or heads_of(module, number, names)
-        found += [
+        drops += [
             heads.dropout,
             *(dropout_after(layer, path) for path in (names.layer.out, names.layer.down)),
         ]
-    return [p for p in found if p]
+    return [p for p in drops if p]
 
 
 def _residual(values: Any) -> Tensor:
