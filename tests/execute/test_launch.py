@@ -48,6 +48,11 @@ def test_a_thread_that_comes_back_as_its_process_ends_does_not_abort_a_rank_that
     assert run("left_behind", 1) == [None]
 
 
+def test_a_rank_that_is_done_stays_until_all_have_joined():
+    """One that leaves before closes connections that others still make."""
+    assert launch("late_rank_functions:is_there", 2, {}, timeout_s=60.0, env=ENV) == [None, True]
+
+
 def test_all_survivors_name_the_killed_rank_and_no_other():
     with pytest.raises(RankLostError, match=r"^rank 2 was killed by SIGKILL$") as caught:
         run("ring", 4, {"victim": 2, "unguarded": 1})

@@ -96,7 +96,7 @@ def _run(job: LaunchJob, folder: Path, rank: int) -> None:
     function = resolve(job.target)
     import torch.distributed as dist
 
-    from meshweave.execute.torch.world import form_world
+    from meshweave.execute.torch.world import await_joined, form_world
 
     num_ranks, patience = int(os.environ["WORLD_SIZE"]), timedelta(seconds=job.deadline_s)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -125,6 +125,7 @@ def _run(job: LaunchJob, folder: Path, rank: int) -> None:
             write_json(result_path(folder, rank), result)
         except (TypeError, ValueError) as error:
             raise BindError(f"the result of {job.target} is not JSON: {error}") from None
+        await_joined(liveness, store, num_ranks)
         dist.destroy_process_group()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -152,6 +153,29 @@ def form_world(liveness: Liveness, store: Any, num_ranks: int, backend: str, **o
     with liveness.guard("all ranks to join", peers=others) as wait:
         call_within(wait.timeout.total_seconds(), form, partial(wait.check_peers, others.copy))
     adopt(liveness)
+    store.set(_joined(liveness.rank), "1")
+
+
+def _joined(rank: int) -> str:
+    return f"meshweave: {rank} has joined"
+
+
+def await_joined(liveness: Liveness, store: Any, num_ranks: int) -> None:
+    """Wait until all ranks are through `form_world`: one that leaves before closes what others connect to.
+
+    Raises RankLostError or DeadlineError where ranks do not come.
+    """
+
+    def missing() -> list[int]:
+        return [rank for rank in range(num_ranks) if not store.check([_joined(rank)])]
+
+    with liveness.guard("all ranks to join", peers=range(num_ranks)) as wait:
+        end_s = time.monotonic() + wait.timeout.total_seconds()
+        while missing():
+            if time.monotonic() > end_s:
+                raise TimeoutError
+            wait.check_peers(missing)
+            time.sleep(0.01)
 
 
 def _is_default(reference: weakref.ref[Any]) -> bool:
