@@ -140,6 +140,21 @@ def test_the_estimate_knows_that_chains_follow_each_other(seed: int) -> None:
     assert SUMMA.estimate(problem, chosen, machine).total_s == pytest.approx(simulated, rel=0.01)
 
 
+@pytest.mark.parametrize("members", [2, 3, 4, 8])
+@pytest.mark.parametrize("packets", [1, 16])
+def test_the_period_of_chains_is_that_which_is_followed(members: int, packets: int) -> None:
+    machine = mesh_machine(load_cluster("tpu-v4-pod:8"), (1, members), ("row", "col"))
+    work = Transfer("broadcast", "tp.col", members, 1 << 20, packets)
+    launch_ps, packet_ps = hop_ps(work, lambda one: price(one, machine).total_ps)
+
+    def total(count: int) -> int:
+        roots = tuple(number % members for number in range(count))
+        chain = Task("b", "col", work, times=count, roots=roots)
+        return skeleton_ps(Skeleton((Phase(1, (chain,)),)), lambda one: price(one, machine).total_ps)
+
+    assert total(6) - total(5) == launch_ps + chain_period(members, packets, False) * packet_ps
+
+
 @pytest.mark.parametrize(("packets", "roots"), [(1, "same"), (16, "same"), (1, "turn"), (16, "turn")])
 def test_chains_from_one_root_follow_each_other_sooner_than_those_from_roots_in_turn(
     packets: int, roots: str

@@ -58,7 +58,10 @@ class Verification:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether a result differs from the reference, or the program could not be proved or run."""
+        """Return whether a result differs at all from the reference, or `failed` is not "".
+
+        There is no tolerance. `unproved`, and checks that have not run (None), do not make a program wrong.
+        """
         return bool(self.failed or self.error_in_process or self.error_on_processes)
 
     def to_json(self) -> dict[str, Any]:

@@ -75,11 +75,10 @@ def link_burst_ps(work: Transfer, machine: Machine) -> int:
 def chain_period(members: int, packets: int, buffered: bool) -> int:
     """Return after how many packet times the next chain begins, in a loop whose chains have roots in turn.
 
-    It is `packets` for one or two members, else `packets` + 2, or `packets` + 1 if a send buffer takes them.
+    It is `packets` for two members, `packets` + 1 for three or where a send buffer takes the packets, else
+    `packets` + 2.
     """
-    if members <= 2:
-        return packets
-    return packets + (1 if buffered else 2)
+    return packets + min(1 if buffered else 2, max(members - 2, 0))
 
 
 def grid_of(skeleton: Skeleton) -> dict[str, int]:

@@ -52,7 +52,7 @@ class Volume:
 
     @property
     def total_received_bytes(self) -> int:
-        """Return the logical bytes that all ranks together receive."""
+        """Return the bytes that all ranks together receive in all three phases: elements times the size of one."""
         return sum(load.received_bytes for phase in self.phases for load in phase.values())
 
     @property

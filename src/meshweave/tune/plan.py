@@ -157,10 +157,15 @@ class Plan(Shown, Record):
         raise DescriptionError(f"the plan has no algorithm '{algorithm}'; it has {known}")
 
     def summary(self, price: float | None = None) -> str:
-        """Return some lines of text: the best choice, the runner-up and why it is slower, and what to do next.
+        """Return the plan in some lines of text.
+
+        For a plan of a step: the best choice, the runner-up and why it is slower, and what to do next. For a
+        plan of products: each algorithm at its best, with its time for a block and its share of the peak, the
+        fastest first.
 
         Args:
-            price: of a chip-hour, in dollars, which adds the price of tokens.
+            price: of a chip-hour, in dollars, which adds the price of tokens to a plan of a step; None leaves it
+                out. A plan of products takes no notice of it.
         """
         from meshweave.tune.plan_summary import product_lines, step_lines
 

@@ -65,7 +65,7 @@ class DegreesRecord(Record):
 
     @property
     def num_chips(self) -> int:
-        """Return the number of chips: the product of the degrees."""
+        """Return the number of chips: data x pipeline x context x tensor ranks; experts take no more."""
         return self.data * self.pipeline * self.context * self.tensor_ranks
 
     @property

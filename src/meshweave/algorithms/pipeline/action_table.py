@@ -122,13 +122,20 @@ def chain_edges(num_stages: int) -> tuple[tuple[int, int], ...]:
 
 
 def tabulate(schedule: Schedule, edges: Sequence[tuple[int, int]] | None = None) -> ActionTable:
-    """Return the table of a schedule over `edges` (default: each stage to the next).
+    """Return the table of a schedule, once the actions of each rank are checked.
+
+    A schedule may leave out all backwards, all transfers, reductions, or UNSHARD and RESHARD. Where it lists one
+    backward it must list all, and so with the transfers between ranks. That the ranks do not wait for each other
+    in a circle is not checked.
+
+    Args:
+        edges: (source stage, target stage) of what is passed on; None: each stage to the next.
 
     Raises:
         LayoutError: an action is missing, doubled or out of order on its rank; a transfer is along no edge or
             between stages of one rank; gradients are reduced before the last weight gradient; or a stage that
-            lists UNSHARD or RESHARD computes while its parameters are not gathered, gathers them twice or frees
-            them twice.
+            lists UNSHARD or RESHARD computes while its parameters are not gathered, or gathers or frees them
+            twice.
     """
     pairs = chain_edges(schedule.num_stages) if edges is None else tuple(edges)
     lengths = [len(order) for order in schedule.actions]

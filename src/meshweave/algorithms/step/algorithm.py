@@ -164,11 +164,16 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     def branches(
         self, problem: StepProblem, part: StepPart | None = None, limit_s: float = math.inf
     ) -> Iterator[StepPart] | None:
-        """Return the parts (`parts.StepPart`) of which a part consists; None for a single configuration.
+        """Return the smaller parts into which a search divides a part; None for a `Parallelism`.
+
+        All configurations are two `LayoutsPart`; one of these gives each `LayoutPart`, which gives each
+        `ChoicePart`, which gives each `Parallelism`. Layouts and configurations that surely do not fit the
+        memory are left out, and counted in `part.tree`.
 
         Args:
-            part: a part, or None for all configurations.
-            limit_s: layouts whose steps surely take this many seconds or more are left out.
+            part: a part that this method gave, or None for all configurations.
+            limit_s: of a `LayoutsPart`, degrees whose FLOPs alone take this many seconds or more are left out.
+                Other parts ignore it.
         """
         if isinstance(part, Parallelism):
             return None

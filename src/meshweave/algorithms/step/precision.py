@@ -145,10 +145,12 @@ of a whole tensor above NVFP4's blocks follows from its greatest element."""
 
 
 def precision_named(name: str) -> Precision:
-    """Return a recipe by its name, or by the dtype of measured kernels that is its own.
+    """Return the recipe of this name in `PRECISIONS`, or else the first whose `own` dtype it is.
+
+    So "fp8_tensor", the own dtype of fp8-delayed and fp8-current, gives fp8-delayed.
 
     Raises:
-        DescriptionError: there is no such recipe.
+        DescriptionError: it is neither.
     """
     if name in PRECISIONS:
         return PRECISIONS[name]

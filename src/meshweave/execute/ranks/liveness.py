@@ -300,11 +300,10 @@ class Liveness:
         return late
 
     def signal_line(self, signum: signal.Signals, ignored: bool) -> tuple[str, tuple[int, ...]]:
-        """Return the line to report on a signal, and the lost ranks.
+        """Return (the line to report on `signum`, the lost ranks), after listening for up to about 2 `stale_s`.
 
-        The other ranks are told of the lost ranks. If there are none they are told that this rank was stopped,
-        unless `ignored`: the process ignores the signal. Ranks that leave, as others do that were sent a signal,
-        are named in the line, and not among the lost ones.
+        Then tells the others of the lost ranks (up to 1.5 `stale_s` more), or that this rank was stopped, unless
+        it has `ignored` the signal and goes on. Ranks that leave are named in the line, and are not lost.
         """
         waiting = self._while_waiting
         finding = self._look(patient=False, overdue=True, peers=None)

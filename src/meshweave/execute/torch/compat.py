@@ -163,10 +163,11 @@ def make_spec(
 
 
 def from_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Return the DTensor of this rank's part `local`, laid out as `spec` says; nothing is checked or communicated.
+    """Return the DTensor of this rank's part `local`, laid out as `spec` says; nothing is checked or sent.
 
-    Relies on `DTensor.__new__(DTensor, local, spec, requires_grad=)` (torch 2.9 and 2.13); the public
-    `DTensor.from_local` knows no shard order. `DTensor.__init__` does nothing, and takes as long again.
+    It shares the memory of `local` and requires no gradient: autograd does not go on to `local`, as it does with
+    `DTensor.from_local`, which knows no shard order. Relies on `DTensor.__new__(DTensor, local, spec,
+    requires_grad=)` (torch 2.9 and 2.13). `DTensor.__init__` does nothing, and takes as long again.
 
     Raises:
         UnsupportedError: DTensor takes other arguments.

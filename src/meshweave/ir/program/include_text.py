@@ -54,7 +54,11 @@ class ProgramReader(Protocol):
     defining: tuple[str, ...]
 
     def read_view(self, node: ast.expr) -> View:
-        """Return the view of a buffer that a node describes."""
+        """Return the view that a syntax node of a program's text says: `x`, `x(slot)[0:4, :]` or `at(rank, x)`.
+
+        Raises ProgramError, with line and column, where it is no view, names no declared buffer, or selects
+        another number of dims than the buffer has.
+        """
 
 
 def read_include(call: ast.Call, reader: ProgramReader) -> Include:

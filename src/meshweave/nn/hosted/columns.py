@@ -90,16 +90,20 @@ def feature_parts(
 ) -> dict[str, tuple[int, int]]:
     """Return how the inner features of a feed-forward part lie in the columns of the linear layers before it.
 
+    It is read from derivatives of some features of `operand`, whose graph is kept.
+
     Args:
-        operand: (..., inner features), what the linear layer after them is given.
-        points: per linear layer its result, or what a norm of whole rows makes of it, in the graph of `operand`.
+        operand: (..., inner features), what the linear layer after them is given, with its autograd graph.
+        points: per linear layer its result (..., columns), or what a norm of whole rows makes of it, in the graph
+            of `operand`. None of them may be None.
         where: the name of the feed-forward part, for errors.
 
     Returns:
-        Per linear layer (parts, unit): how many matrices lie side by side, and how many columns a feature has
-            in each.
+        Per linear layer (parts, unit): its columns are `parts` matrices side by side, in each of which a feature
+            has `unit` neighbouring columns. (1, 1) is one matrix, (2, 1) two side by side, (1, 2) two whose
+            columns alternate. {} where all derivatives are 0 and there are fewer than 63 features.
 
-    Raises UnsupportedError where they lie otherwise.
+    Raises UnsupportedError where columns lie otherwise, or 64 features in a row were tried without a derivative.
     """
     features = operand.shape[-1]
     of_points: dict[str, set[tuple[int, int]]] = {}

@@ -175,20 +175,25 @@ def profile_all(
     trains: bool,
     outputs: Mapping[int, Sequence[torch.Tensor]],
 ) -> tuple[list[StageProfile], int]:
-    """Return (profiles by stage, rows): the rows are those of a micro-batch over all ranks of a stage.
+    """Return (profiles by stage, rows of a micro-batch over all data-parallel ranks of a stage).
 
+    Each rank runs copies of its own stages on the meta device, and tells the others what they cost and pass on.
     Collective among the ranks of `places`.
 
     Args:
         modules: those of this rank, by stage.
-        data: on ranks of the first stage with the batch, on those of the last with the target; else None.
-        outputs: by stage, examples of what stages of this rank return for a micro-batch, for those that do not
-            run on the meta device. Their profiles have no FLOPs and no bytes.
+        data: shapes for one micro-batch over all ranks of a stage: on ranks of the first stage with the batch, on
+            those of the last with the target; else None.
+        loss_fn: the loss, (output, target) -> scalar, run with the last stage; None for none.
+        trains: whether backwards are profiled too; else only the forward.
+        outputs: by stage of this rank that does not run on the meta device, examples of what it passes on: one
+            tensor for each stage that reads it, with this rank's part of the rows of a micro-batch as dim 0. Such
+            profiles have no FLOPs and no bytes.
 
     Raises:
-        LayoutError: a stage does not run on what those before it make, rows are not dim 0 of what it passes on,
-            or its data-parallel ranks do not divide the rows.
-        BindError: ranks of one stage differ; another rank is in another call, or refuses this one.
+        LayoutError: a stage does not run on what those before it make, rows are not dim 0 of what it passes on, or
+            its data-parallel ranks do not divide the rows.
+        BindError: ranks of one stage differ; another rank is in another call, or refuses this.
         RankLostError, DeadlineError: another rank died, or did not come in time.
     """
     profiles: list[StageProfile] = []
