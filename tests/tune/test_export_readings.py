@@ -71,6 +71,10 @@ def test_unequal_shares_of_ranks_are_refused(target: str) -> None:
     with pytest.raises(UnsupportedError, match="10 heads of keys and values do not divide among 4 ranks"):
         export(plan_of({"tensor": 4}, model=odd), target)
     assert export(plan_of({"tensor": 2}, model=odd), target).settings
+    odd = replace(load_model("llama-3-8b"), ffn_hidden=14337)
+    with pytest.raises(UnsupportedError, match="14337 of a feed-forward part do not divide among 4 ranks"):
+        export(plan_of({"tensor": 4}, model=odd), target)
+    assert export(plan_of({"tensor": 1}, model=odd), target).settings
     degrees: dict[str, Any] = {"tensor": 2, "context": 4, "pipeline": 1}
     with pytest.raises(UnsupportedError, match=r"a multiple of 16 tokens .* and not of 1000"):
         export(plan_of(degrees, sequence=1000), target)

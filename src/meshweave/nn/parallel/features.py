@@ -16,6 +16,7 @@ from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.execute.torch import compat
 from meshweave.nn.parallel.call_facts import CallInputs
 from meshweave.nn.parallel.loss import IGNORED
+from meshweave.nn.parallel.takeable import HOOKS
 
 _SAVE = "mw.save_weights(module, folder) writes whole weights that from_pretrained reads"
 _EARLIER = "do it before parallelize"
@@ -102,9 +103,10 @@ class PlacedModules:
 
     Args:
         layers: the name of its list of layers, each of which may be wrapped later: the list is what is called.
+        called: the modules that are called, so that hooks on them run; None for all.
     """
 
-    def __init__(self, module: nn.Module, layers: str) -> None:
+    def __init__(self, module: nn.Module, layers: str, called: Iterable[Any] | None = None) -> None:
         placed = [
             (owner._modules, name, child, f"{path}.{name}" if path else name)
             for path, owner in module.named_modules()
@@ -120,11 +122,25 @@ class PlacedModules:
         ]
         self._placed, self._owners = list(zip(*placed, strict=True)), list(zip(*owners, strict=True))
         self._passed: tuple[list[int], list[Callable[[], Tensor | None]]] = [], []
+        are_called = None if called is None else {id(module), *map(id, called)}
+        uncalled = [
+            (getattr(child, kind), path)
+            for path, child in module.named_modules()
+            if are_called is not None and id(child) not in are_called
+            for kind in HOOKS
+        ]
+        self._unused_hooks, self._uncalled = [hooks for hooks, _ in uncalled], [path for _, path in uncalled]
 
     def check(self) -> None:
-        """Raise UnsupportedError, naming it, where a module was replaced, or a parameter is on the meta device or
-        had its `.data` assigned.
+        """Raise UnsupportedError, naming it, where a module was replaced, or has hooks that would not run, or a
+        parameter is on the meta device or had its `.data` assigned.
         """
+        if any(self._unused_hooks):
+            name = next(p for p, hooks in zip(self._uncalled, self._unused_hooks, strict=True) if hooks)
+            raise UnsupportedError(
+                f"{name} has a hook, which would not run: its layer computes with its weights, and does not call "
+                "it; hooks on whole layers, norms, activations, the embedding and the model run"
+            )
         modules, names, children, _ = self._placed
         if not all(map(is_, map(dict.get, modules, names), children)):
             self._check_modules()
@@ -166,6 +182,15 @@ class PlacedModules:
                 "parameter.copy_(values) does under torch.no_grad()"
             )
         self._memory[name] = now
+
+
+def check_transforms() -> None:
+    """Raise UnsupportedError inside of transforms of `torch.func`, which do not see what ranks exchange."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(
+            "torch.func.grad, vmap and the like do not transform what ranks exchange: call the model outside of "
+            "them, and take gradients by loss.backward() or torch.autograd.grad"
+        )
 
 
 def check_anomaly_mode() -> None:

@@ -12,6 +12,8 @@ from meshweave.algorithms.step.stage_layers import model_costs, stage_layers
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.model import Transformer
+from meshweave.describe.model.experts import Experts
+from meshweave.describe.model.nodes import Linear
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import planned_stack
 from meshweave.tune.plan_records import DegreesRecord
@@ -131,9 +133,10 @@ class PlannedRow:
             )
 
     def require_even_shares(self, target: str) -> None:
-        """Raise UnsupportedError if ranks get unequal shares of heads of keys and values, or of a sequence.
+        """Raise UnsupportedError if ranks get unequal shares of heads, inner features, or a sequence.
 
-        A sequence is cut into 2 parts for each context-parallel rank, which takes one from either end; with one
+        Heads are those of keys and values, inner features those of each feed-forward part, or of an expert on
+        `expert_tensor` ranks. A sequence is cut into 2 parts for each context-parallel rank, which takes one from either end; with one
         such rank it is whole. With sequence parallelism tensor ranks divide each part. `target` is the software
         that is exported to, for the error.
         """
@@ -143,6 +146,12 @@ class PlannedRow:
                 f"{target} gives each tensor rank as many heads, and {min(uneven)} heads of keys and values do "
                 f"not divide among {self.tensor} ranks"
             )
+        for part, ranks in self._inner_features:
+            if part % ranks:
+                raise UnsupportedError(
+                    f"{target} gives each tensor rank as many inner features, and {part} of a feed-forward part do "
+                    f"not divide among {ranks} ranks"
+                )
         context = self.degrees.context
         parts = (self.tensor if self.is_sequence_parallel else 1) * (2 * context if context > 1 else 1)
         if self.plan.sequence % parts:
@@ -150,6 +159,15 @@ class PlannedRow:
                 f"{target} takes sequences of a multiple of {parts} tokens by {self.degrees.strategy} on context "
                 f"{context} x tensor {self.tensor}, and not of {self.plan.sequence}"
             )
+
+    @property
+    def _inner_features(self) -> set[tuple[int, int]]:
+        """Return (inner features, ranks among which they are divided) of feed-forward parts and of experts."""
+        nodes = [node for _, graph in self.model.runs for node in graph.nodes]
+        last = [node for node in nodes if isinstance(node, Linear) and node.operand.dim == "inner"]
+        of_parts = {(node.operand.size, self.tensor) for node in last if node.group == "feed_forward"}
+        of_experts = {(node.inner, self.degrees.expert_tensor) for node in nodes if isinstance(node, Experts)}
+        return of_parts | of_experts
 
     def require_no_pipeline(self, target: str) -> None:
         """Raise UnsupportedError if layers are divided into stages, for software `target` without pipelines."""
