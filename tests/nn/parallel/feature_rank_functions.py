@@ -14,6 +14,7 @@ from plain_models import HIDDEN, WORDS, PlainGpt, PlainLlama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from meshweave.algorithms.step import Parallelism, StepProblem, step_of
@@ -222,6 +223,11 @@ def _unheard(mesh: DeviceMesh) -> dict[str, str]:
         made.module.get_submodule(path).register_forward_hook(lambda *given: None)
         made.loss(*_batch())
 
+    def pruned() -> None:
+        made = parallelize(small_models.make_model("llama"), "data_parallel", mesh, check=False)
+        prune.l1_unstructured(made.module.lm_head, "weight", 0.5)
+        made.loss(*_batch())
+
     def transformed() -> None:
         made = parallelize(_model(), "megatron_sp", mesh, check=False)
         torch.func.grad(lambda scale: scale * made.loss(*_batch()))(torch.ones((), dtype=torch.float64))
@@ -245,6 +251,7 @@ def _unheard(mesh: DeviceMesh) -> dict[str, str]:
         "head": lambda: hooked("lm_head"),
         "part": lambda: hooked("model.layers.0.mlp"),
         "norm": lambda: hooked("model.norm"),
+        "pruned": pruned,
         "transform": transformed,
         "states": lambda: stepped(True),
         "no states": lambda: stepped(False),
@@ -310,7 +317,7 @@ def _compiled_step(mesh: DeviceMesh) -> float:
         optimizer = torch.optim.SGD(made.module.parameters(), lr=0.1)
         made.step(*_batch())
         step: Any = optimizer.step
-        (torch.compile(lambda: step(), backend="eager") if is_compiled else step)()
+        (torch.compile(lambda step=step: step(), backend="eager") if is_compiled else step)()
         found.append({name: p.full_tensor().detach() for name, p in made.module.named_parameters()})
     return _worst(*found)
 

@@ -49,6 +49,7 @@ def test_features_of_torch() -> None:
         assert said["part"].startswith("UnsupportedError: model.layers.0.mlp has a hook")
         assert "torch.func.grad, vmap and the like do not transform" in said["transform"]
         assert said["states"].startswith("LayoutError: exp_avg of this AdamW is of a whole parameter")
+        assert said["pruned"].startswith("UnsupportedError: lm_head.weight is no parameter any more")
         assert said["norm"] == said["no states"] == ""
     first, second = (answer["dropout"] for answer in ranks)
     assert first["copied"] == second["copied"]
@@ -68,7 +69,9 @@ def test_features_of_torch() -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_compile_fsdp_and_optimizers() -> None:
-    for answer in _answers(("optimizer", "compiled", "compiled_whole", "compiled_step", "fsdp"), 4, timeout_s=300):
+    for answer in _answers(
+        ("optimizer", "compiled", "compiled_whole", "compiled_step", "fsdp"), 4, timeout_s=300
+    ):
         assert answer["optimizer"] < 1e-8
         assert answer["compiled"]["difference"] < 1e-12
         assert answer["compiled"]["graph_breaks"] == 0

@@ -102,6 +102,8 @@ def test_settings_of_an_optimizer_that_are_none_are_refused(tmp_path: Path) -> N
         )
     ):
         checkpoints.save(number, {f"model.{name}": each for name, each in model.state_dict().items()}, notes)
-        with pytest.raises(CheckpointError, match=r"not saved by a TrainingState|no settings|no lists of names"):
+        with pytest.raises(
+            CheckpointError, match=r"not saved by a TrainingState|no settings|no lists of names"
+        ):
             state.load(checkpoints, number)
         assert optimizer.param_groups[0]["params"]

@@ -193,7 +193,9 @@ def test_groups_of_an_optimizer_are_found_by_the_names_of_their_parameters(tmp_p
     state.load(checkpoints, 1)
     assert [group["lr"] for group in state._optimizer.param_groups] == [7.0, 0.2]
     other = grouped(model, ("0.weight 0.bias", 7.0), ("1.bias", 8.0))
-    with pytest.raises(CheckpointError, match=r"has '0.bias' and '0.weight' in groups .* with different settings"):
+    with pytest.raises(
+        CheckpointError, match=r"has '0.bias' and '0.weight' in groups .* with different settings"
+    ):
         other.load(checkpoints, 1)
     assert [group["lr"] for group in other._optimizer.param_groups] == [7.0, 8.0]
 

@@ -116,7 +116,7 @@ class PlacedModules:
         named = module.named_parameters()
         self._memory = {name: _memory(each) for name, each in named if isinstance(each, DTensor)}
         owners = [
-            (owner._parameters, key, f"{path}.{key}" if path else key)
+            (owner._parameters, key, f"{path}.{key}" if path else key, owner)
             for path, owner in module.named_modules()
             for key in owner._parameters
         ]
@@ -133,7 +133,7 @@ class PlacedModules:
 
     def check(self) -> None:
         """Raise UnsupportedError, naming it, where a module was replaced, or has hooks that would not run, or a
-        parameter is on the meta device or had its `.data` assigned.
+        parameter was removed, is on the meta device or had its `.data` assigned.
         """
         if any(self._unused_hooks):
             name = next(p for p, hooks in zip(self._uncalled, self._unused_hooks, strict=True) if hooks)
@@ -144,7 +144,7 @@ class PlacedModules:
         modules, names, children, _ = self._placed
         if not all(map(is_, map(dict.get, modules, names), children)):
             self._check_modules()
-        tables, keys, _ = self._owners
+        tables, keys, *_ = self._owners
         parameters = [each for each in map(dict.get, tables, keys) if isinstance(each, DTensor)]
         numbers, held = _numbers(parameters), compat.local_tensors(parameters)
         before, own = self._passed
@@ -162,8 +162,13 @@ class PlacedModules:
                 )
 
     def _check_memory(self) -> None:
-        for parameters, key, name in zip(*self._owners, strict=True):
+        for parameters, key, name, owner in zip(*self._owners, strict=True):
             parameter = parameters.get(key)
+            if key not in parameters and not hasattr(type(owner), key):  # which is computed at each use
+                raise UnsupportedError(
+                    f"{name} is no parameter any more, as after pruning, and ranks would use the one of the last "
+                    "call: do it before parallelize, and make it permanent"
+                )
             if isinstance(parameter, DTensor):
                 if compat.local_tensor(parameter).is_meta:
                     raise UnsupportedError(

@@ -132,7 +132,11 @@ def _whose_state(optimizer: Optimizer) -> str:
     """
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and _is_whole(value, parameter):
+            if (
+                isinstance(parameter, DTensor)
+                and not isinstance(value, DTensor)
+                and _is_whole(value, parameter)
+            ):
                 raise LayoutError(
                     f"{key} of this {type(optimizer).__name__} is of a whole parameter, as another optimizer has "
                     "saved it, and ranks have parts: torch.distributed.checkpoint.state_dict."

@@ -136,9 +136,9 @@ class PlannedRow:
         """Raise UnsupportedError if ranks get unequal shares of heads, inner features, or a sequence.
 
         Heads are those of keys and values, inner features those of each feed-forward part, or of an expert on
-        `expert_tensor` ranks. A sequence is cut into 2 parts for each context-parallel rank, which takes one from either end; with one
-        such rank it is whole. With sequence parallelism tensor ranks divide each part. `target` is the software
-        that is exported to, for the error.
+        `expert_tensor` ranks. A sequence is cut into 2 parts for each context-parallel rank, which takes one from
+        either end; with one such rank it is whole. With sequence parallelism tensor ranks divide each part.
+        `target` is the software that is exported to, for the error.
         """
         attentions = [node for _, graph in self.model.runs for node in graph.attentions]
         if uneven := {node.groups for node in attentions if node.groups % self.tensor}:
@@ -149,8 +149,8 @@ class PlannedRow:
         for part, ranks in self._inner_features:
             if part % ranks:
                 raise UnsupportedError(
-                    f"{target} gives each tensor rank as many inner features, and {part} of a feed-forward part do "
-                    f"not divide among {ranks} ranks"
+                    f"{target} gives each tensor rank as many inner features, and {part} of a feed-forward part "
+                    f"do not divide among {ranks} ranks"
                 )
         context = self.degrees.context
         parts = (self.tensor if self.is_sequence_parallel else 1) * (2 * context if context > 1 else 1)
