@@ -77,8 +77,8 @@ def test_paths_take_direct_links() -> None:
     assert machine.path(2, 3) == (("direct", 2, 0, 3),)
     assert machine.path(3, 2) == (("direct", 3, 0, 2),)
     assert machine.path(1, 2) == (("up", 1, 0, 0), ("up", 0, 1, 0), ("down", 1, 1, 0), ("down", 2, 0, 0))
-    assert [machine.link_rate(link) for link in machine.path(1, 2)] == [10e6, 3e6, 3e6, 10e6]
-    assert machine.link_rate(("direct", 2, 0, 3)) == 40e6
+    assert [machine.weighted_link_rate(link) for link in machine.path(1, 2)] == [10e6, 3e6, 3e6, 10e6]
+    assert machine.weighted_link_rate(("direct", 2, 0, 3)) == 40e6
     assert machine.axis_between(6, 7) == BRIDGE
 
 

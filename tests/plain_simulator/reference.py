@@ -148,7 +148,7 @@ class _ContendedSimulator(TraceRecorder):
             return int(chip.effective_flops_per_s)
         if resource[0] == "memory":
             return int(chip.memory_bytes_per_s)
-        return self.machine.link_rate(resource)
+        return self.machine.weighted_link_rate(resource)
 
     # --- ops ------------------------------------------------------------------------------------------
 
