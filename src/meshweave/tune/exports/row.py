@@ -133,12 +133,11 @@ class PlannedRow:
             )
 
     def require_even_shares(self, target: str) -> None:
-        """Raise UnsupportedError if ranks get unequal shares of heads, inner features, or a sequence.
+        """Raise UnsupportedError if ranks get unequal shares of heads of keys and values, or of a sequence.
 
-        Heads are those of keys and values, inner features those of each feed-forward part, or of an expert on
-        `expert_tensor` ranks. A sequence is cut into 2 parts for each context-parallel rank, which takes one from
-        either end; with one such rank it is whole. With sequence parallelism tensor ranks divide each part.
-        `target` is the software that is exported to, for the error.
+        A sequence is cut into 2 parts for each context-parallel rank, which takes one from either end; with one
+        such rank it is whole. With sequence parallelism tensor ranks divide each part. `target` is the software
+        that is exported to, for the error.
         """
         attentions = [node for _, graph in self.model.runs for node in graph.attentions]
         if uneven := {node.groups for node in attentions if node.groups % self.tensor}:
@@ -146,12 +145,6 @@ class PlannedRow:
                 f"{target} gives each tensor rank as many heads, and {min(uneven)} heads of keys and values do "
                 f"not divide among {self.tensor} ranks"
             )
-        for part, ranks in self._inner_features:
-            if part % ranks:
-                raise UnsupportedError(
-                    f"{target} gives each tensor rank as many inner features, and {part} of a feed-forward part "
-                    f"do not divide among {ranks} ranks"
-                )
         context = self.degrees.context
         parts = (self.tensor if self.is_sequence_parallel else 1) * (2 * context if context > 1 else 1)
         if self.plan.sequence % parts:
@@ -160,14 +153,22 @@ class PlannedRow:
                 f"{context} x tensor {self.tensor}, and not of {self.plan.sequence}"
             )
 
-    @property
-    def _inner_features(self) -> set[tuple[int, int]]:
-        """Return (inner features, ranks among which they are divided) of feed-forward parts and of experts."""
+    def require_even_features(self, target: str) -> None:
+        """Raise UnsupportedError if ranks get unequal shares of the inner features of feed-forward parts.
+
+        Tensor ranks share those of dense parts, and `expert_tensor` ranks those of an expert. `target` is the
+        software that is exported to, for the error.
+        """
         nodes = [node for _, graph in self.model.runs for node in graph.nodes]
-        last = [node for node in nodes if isinstance(node, Linear) and node.operand.dim == "inner"]
-        of_parts = {(node.operand.size, self.tensor) for node in last if node.group == "feed_forward"}
-        of_experts = {(node.inner, self.degrees.expert_tensor) for node in nodes if isinstance(node, Experts)}
-        return of_parts | of_experts
+        dense = [node.operand for node in nodes if isinstance(node, Linear) and node.group == "feed_forward"]
+        shared = {(features.size, self.tensor) for features in dense if features.dim == "inner"}
+        shared |= {(node.inner, self.degrees.expert_tensor) for node in nodes if isinstance(node, Experts)}
+        for size, ranks in sorted(shared):
+            if size % ranks:
+                raise UnsupportedError(
+                    f"{target} gives each rank as many inner features, and {size} of a feed-forward part do not "
+                    f"divide among {ranks} ranks; mw.parallelize runs that"
+                )
 
     def require_no_pipeline(self, target: str) -> None:
         """Raise UnsupportedError if layers are divided into stages, for software `target` without pipelines."""
