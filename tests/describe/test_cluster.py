@@ -117,6 +117,16 @@ def test_hosts_use_the_nic_only_where_a_group_leaves_the_host(
         hosts.with_chips(13)
 
 
+def test_a_ring_has_one_direction_where_chips_have_one_port() -> None:
+    both = replace(FAST, num_directions=2)
+    for make in (lambda: SwitchNetwork(both, 4), lambda: HostsNetwork(2, 4, both, 1, SLOW)):
+        with pytest.raises(
+            DescriptionError, match=r"axis fast has ways = 2, .* share the one port of a chip; give 1"
+        ):
+            make()
+    assert HostsNetwork(2, 4, FAST, 1, both).nic.num_directions == 2
+
+
 @pytest.mark.parametrize(
     "network", [RingNetwork(FAST, 8), SwitchNetwork(FAST, 8), TorusNetwork((FAST, FAST), (2, 4), 8)]
 )

@@ -396,10 +396,11 @@ def _network(draw: random.Random, chips: int) -> Network:
         case "ring":
             return RingNetwork(_axis(draw), chips)
         case "switch":
-            return SwitchNetwork(_axis(draw), chips)
+            return SwitchNetwork(replace(_axis(draw), num_directions=1), chips)
         case "hosts":
             per_host = draw.randint(1, 4)
-            return HostsNetwork(-(-chips // per_host), per_host, _axis(draw), draw.randint(1, 3), _axis(draw))
+            intra = replace(_axis(draw), num_directions=1)
+            return HostsNetwork(-(-chips // per_host), per_host, intra, draw.randint(1, 3), _axis(draw))
         case "full_mesh":
             per_package = draw.randint(1, 3)
             return FullMeshNetwork(-(-chips // per_package), per_package, _axis(draw), _axis(draw))

@@ -78,6 +78,26 @@ def test_unequal_shares_of_ranks_are_refused(target: str) -> None:
     assert export(plan_of(degrees, sequence=1008), target).settings
 
 
+@pytest.mark.parametrize("target", [*CORE, "maxtext"])
+def test_unequal_shares_of_inner_features_are_refused(target: str) -> None:
+    """Megatron Core divides them by an assertion; XLA shards no weight unevenly."""
+    odd = replace(load_model("llama-3-8b"), ffn_hidden=14337)
+    degrees: dict[str, Any] = {"tensor": 4, "pipeline": 1}
+    with pytest.raises(UnsupportedError, match="14337 of a feed-forward part do not divide among 4 ranks"):
+        export(plan_of(degrees, model=odd), target)
+    assert export(plan_of(degrees | {"tensor": 1}, model=odd), target).settings
+
+
+def test_maxtext_shares_heads_and_words_evenly() -> None:
+    degrees: dict[str, Any] = {"tensor": 4, "pipeline": 1}
+    odd = replace(load_model("llama-3-8b"), hidden=40 * 128, num_heads=40, num_kv_heads=10)
+    with pytest.raises(UnsupportedError, match="10 heads of keys and values do not divide among 4 ranks"):
+        export(plan_of(degrees, model=odd), "maxtext")
+    words = replace(load_model("llama-3-8b"), vocab_size=128257)
+    with pytest.raises(UnsupportedError, match="128257 words do not divide among 4 ranks"):
+        export(plan_of(degrees, model=words), "maxtext")
+
+
 def test_a_recipe_of_bridge_keeps_nothing_that_the_plan_has_otherwise() -> None:
     """Recipes shard optimizer states and overlap; Bridge turns both switches on where one is."""
     settings = export(plan_of({"zero": 0}), "megatron-bridge").settings

@@ -76,13 +76,14 @@ def random_axis(draw: random.Random, name: str) -> NetworkAxis:
 
 def random_network(draw: random.Random) -> Network:
     one, two = random_axis(draw, "one"), random_axis(draw, "two")
+    port = replace(one, num_directions=1)
     return draw.choice(
         [
             RingNetwork(one, draw.randint(1, 9)),
-            SwitchNetwork(one, draw.randint(1, 9)),
+            SwitchNetwork(port, draw.randint(1, 9)),
             TorusNetwork((one, two), (2, 3), 6),
             TorusNetwork((one, two), None, 8, True, 2, 64),
-            HostsNetwork(draw.randint(1, 5), 8, one, 4, two),
+            HostsNetwork(draw.randint(1, 5), 8, port, 4, two),
             FullMeshNetwork(2, 3, one, two),
             TreeNetwork((TreeLevel(4, one, 2, two), TreeLevel(2, two))),
         ]

@@ -141,7 +141,7 @@ def sized_price(
     if kind not in SIZED_KINDS or count < 2 or not part_bytes or not isinstance(network, HostsNetwork):
         return None
     span, kernels = machine.lies(axis) if shared else machine.host_span(axis), machine.cluster.chip.kernels
-    if span is None or network.intra.num_directions == 2:
+    if span is None:
         return None
     if -(-count // span.num_hosts) != span.per_host or (not span.fewest and count % span.num_hosts):
         return None  # a part of the axis

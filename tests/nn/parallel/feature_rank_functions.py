@@ -14,6 +14,7 @@ from plain_models import HIDDEN, WORDS, PlainGpt, PlainLlama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from meshweave.algorithms.step import Parallelism, StepProblem, step_of
@@ -214,6 +215,55 @@ def _refusals(mesh: DeviceMesh) -> list[str]:
     return said
 
 
+def _unheard(mesh: DeviceMesh) -> dict[str, str]:
+    """What is said of hooks that do and do not run, of transforms, and of states of whole parameters."""
+
+    def hooked(path: str) -> None:
+        made = parallelize(_model(), "megatron_sp", mesh, check=False)
+        made.module.get_submodule(path).register_forward_hook(lambda *given: None)
+        made.loss(*_batch())
+
+    def pruned() -> None:
+        made = parallelize(small_models.make_model("llama"), "data_parallel", mesh, check=False)
+        prune.l1_unstructured(made.module.lm_head, "weight", 0.5)
+        made.loss(*_batch())
+
+    def transformed() -> None:
+        made = parallelize(_model(), "megatron_sp", mesh, check=False)
+        torch.func.grad(lambda scale: scale * made.loss(*_batch()))(torch.ones((), dtype=torch.float64))
+
+    def stepped(is_loaded: bool) -> None:
+        model = _model()
+        whole = copy.deepcopy(model)
+        made = parallelize(model, "megatron_sp", mesh, check=False)
+        theirs, own = (torch.optim.AdamW(each.parameters()) for each in (whole, made.module))
+        if is_loaded:
+            for parameter in whole.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            theirs.step()
+            own.load_state_dict(theirs.state_dict())
+        made.step(*_batch())
+        with torch.inference_mode():
+            own.step()
+
+    said = {}
+    for name, call in {
+        "head": lambda: hooked("lm_head"),
+        "part": lambda: hooked("model.layers.0.mlp"),
+        "norm": lambda: hooked("model.norm"),
+        "pruned": pruned,
+        "transform": transformed,
+        "states": lambda: stepped(True),
+        "no states": lambda: stepped(False),
+    }.items():
+        try:
+            call()
+            said[name] = ""
+        except MeshweaveError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
 def _overlap(mesh: DeviceMesh) -> list[str]:
     """What is said of steps by the overlap that they were priced with, and of the first where less is accepted."""
     said = []
@@ -257,6 +307,19 @@ def _compiled_whole(mesh: DeviceMesh) -> dict[str, Any]:
     except MeshweaveError as error:
         return {"difference": _worst(*found), "said": str(error)}
     return {"difference": _worst(*found), "said": ""}
+
+
+def _compiled_step(mesh: DeviceMesh) -> float:
+    """A compiled step of an optimizer of copies: the largest difference of a weight, relative."""
+    found = []
+    for is_compiled in (False, True):
+        made = parallelize(_model(), "data_parallel", mesh, check=False)
+        optimizer = torch.optim.SGD(made.module.parameters(), lr=0.1)
+        made.step(*_batch())
+        step: Any = optimizer.step
+        (torch.compile(lambda step=step: step(), backend="eager") if is_compiled else step)()
+        found.append({name: p.full_tensor().detach() for name, p in made.module.named_parameters()})
+    return _worst(*found)
 
 
 def _fsdp(mesh: DeviceMesh) -> float:

@@ -31,6 +31,7 @@ def test_features_of_torch() -> None:
         "meta",
         "overlap",
         "norms",
+        "unheard",
     )
     ranks = _answers(names, 2)
     for answer in ranks:
@@ -43,6 +44,13 @@ def test_features_of_torch() -> None:
         assert max(answer["norms"]) < 0.01, answer["norms"]
         assert answer["meta"]["is_meta"]
         assert answer["meta"]["difference"] < 1e-5
+        said = answer["unheard"]
+        assert said["head"].startswith("UnsupportedError: lm_head has a hook, which would not run")
+        assert said["part"].startswith("UnsupportedError: model.layers.0.mlp has a hook")
+        assert "torch.func.grad, vmap and the like do not transform" in said["transform"]
+        assert said["states"].startswith("LayoutError: exp_avg of this AdamW is of a whole parameter")
+        assert said["pruned"].startswith("UnsupportedError: lm_head.weight is no parameter any more")
+        assert said["norm"] == said["no states"] == ""
     first, second = (answer["dropout"] for answer in ranks)
     assert first["copied"] == second["copied"]
     assert first["split"] != second["split"]
@@ -61,12 +69,15 @@ def test_features_of_torch() -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_compile_fsdp_and_optimizers() -> None:
-    for answer in _answers(("optimizer", "compiled", "compiled_whole", "fsdp"), 4, timeout_s=300):
+    for answer in _answers(
+        ("optimizer", "compiled", "compiled_whole", "compiled_step", "fsdp"), 4, timeout_s=300
+    ):
         assert answer["optimizer"] < 1e-8
         assert answer["compiled"]["difference"] < 1e-12
         assert answer["compiled"]["graph_breaks"] == 0
         assert answer["compiled_whole"]["difference"] < 1e-12
         assert "have other tokens than" in answer["compiled_whole"]["said"]
+        assert answer["compiled_step"] < 1e-12
         assert answer["fsdp"] < 1e-10
 
 

@@ -98,9 +98,12 @@ def test_settings_of_an_optimizer_that_are_none_are_refused(tmp_path: Path) -> N
             {"training": {"groups": [{"params": []}]}, "notes": {}},
             {"training": {"groups": [{"lr": {}}]}, "notes": {}},
             {"training": {"groups": 1}, "notes": {}},
+            *({"training": {"groups": [{}], "members": each}, "notes": {}} for each in (1, [], [1], [[1]])),
         )
     ):
         checkpoints.save(number, {f"model.{name}": each for name, each in model.state_dict().items()}, notes)
-        with pytest.raises(CheckpointError, match=r"not saved by a TrainingState|no settings"):
+        with pytest.raises(
+            CheckpointError, match=r"not saved by a TrainingState|no settings|no lists of names"
+        ):
             state.load(checkpoints, number)
         assert optimizer.param_groups[0]["params"]

@@ -176,6 +176,42 @@ def test_names_that_an_optimizer_has_of_parameters_stay_its_own(tmp_path: Path) 
     assert state._optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
 
 
+def grouped(model: nn.Module, *groups: tuple[str, float]) -> TrainingState:
+    """Return the state of a training by AdamW of groups: names of parameters, and their rate."""
+    own = dict(model.named_parameters())
+    given = [{"params": [own[name] for name in names.split()], "lr": lr} for names, lr in groups]
+    return TrainingState([model], torch.optim.AdamW(given), rank=0)
+
+
+def test_groups_of_an_optimizer_are_found_by_the_names_of_their_parameters(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    checkpoints = saved(grouped(model, ("0.weight", 0.1), ("0.bias 1.bias", 0.2)), tmp_path)
+    state = grouped(model, ("1.bias 0.bias", 7.0), ("0.weight", 8.0))
+    state.load(checkpoints, 1)
+    assert [group["lr"] for group in state._optimizer.param_groups] == [0.2, 0.1]
+    state = grouped(model, ("1.weight", 7.0), ("0.bias", 8.0))  # the first is new
+    state.load(checkpoints, 1)
+    assert [group["lr"] for group in state._optimizer.param_groups] == [7.0, 0.2]
+    other = grouped(model, ("0.weight 0.bias", 7.0), ("1.bias", 8.0))
+    with pytest.raises(
+        CheckpointError, match=r"has '0.bias' and '0.weight' in groups .* with different settings"
+    ):
+        other.load(checkpoints, 1)
+    assert [group["lr"] for group in other._optimizer.param_groups] == [7.0, 8.0]
+
+
+def test_groups_of_earlier_checkpoints_have_the_order_of_those_here(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    notes = saved(grouped(model, ("weight", 0.1), ("bias", 0.2)), tmp_path / "now").notes(1)
+    del notes["training"]["members"]
+    earlier = Checkpoints(tmp_path / "earlier")
+    tensors = {f"model.{name}": each for name, each in model.state_dict().items()}
+    earlier.save(1, {**tensors, "random.0": torch.get_rng_state()}, notes)
+    state = grouped(model, ("weight", 7.0), ("bias", 8.0))
+    state.load(earlier, 1)
+    assert [group["lr"] for group in state._optimizer.param_groups] == [0.1, 0.2]
+
+
 def test_a_later_checkpoint_of_a_lower_step_is_not_passed_over_in_silence(tmp_path: Path) -> None:
     checkpoints, value = Checkpoints(tmp_path, keep=9), {"x": torch.ones(2)}
     for step in (10, 20):

@@ -33,8 +33,9 @@ class UniversalConfig:
             axes. None leaves it as it is: each rank multiplies its own term, and the sum is left to C.
         split: how ranks with the same tile of the stationary matrix share its work: "even" gives each the same
             amount, "local" gives each what it has in its own memory.
-        num_slices: the least number of steps per rank, as even as the tiles allow; fewer only where the dim that
-            a rank loops over has fewer elements. More steps hide more communication and cost more launches.
+        num_slices: about how many steps a rank has, as even as the tiles allow: none is longer than its share of
+            the dim that the rank loops over, rounded up (`slicing.split_counts`). More steps hide more
+            communication and cost more launches.
         prefetch: scratch slots per matrix beyond those that the order needs: panels are fetched so far ahead.
         schedule: the order of a rank's steps: "direct" is the order in which they are listed, others are those
             of `schedule` and `schedule_search`.

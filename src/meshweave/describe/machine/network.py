@@ -224,6 +224,19 @@ class RingNetwork(_OneLinkNetwork):
 class SwitchNetwork(_OneLinkNetwork):
     """`size` chips, each with one full-duplex port into a switch that never blocks."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_one_way("switch", self.link)
+
+
+def _require_one_way(where: str, axis: NetworkAxis) -> None:
+    """Raise DescriptionError for links by one port of a chip, if rings are to run in two directions at once."""
+    if axis.num_directions > 1:
+        raise DescriptionError(
+            f"{where}: axis {axis.name} has ways = 2, and both directions of a ring share the one port of a chip; "
+            "give 1"
+        )
+
 
 @dataclass(frozen=True)
 class HostsNetwork(AnyShapeNetwork):
@@ -242,6 +255,7 @@ class HostsNetwork(AnyShapeNetwork):
     def __post_init__(self) -> None:
         if min(self.num_hosts, self.chips_per_host, self.nics_per_host) < 1:
             raise DescriptionError("hosts: num_hosts, chips_per_host and nics_per_host are each at least 1")
+        _require_one_way("hosts: intra", self.intra)
 
     @property
     def num_chips(self) -> int:

@@ -16,6 +16,7 @@ from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.execute.torch import compat
 from meshweave.nn.parallel.call_facts import CallInputs
 from meshweave.nn.parallel.loss import IGNORED
+from meshweave.nn.parallel.takeable import HOOKS
 
 _SAVE = "mw.save_weights(module, folder) writes whole weights that from_pretrained reads"
 _EARLIER = "do it before parallelize"
@@ -102,9 +103,10 @@ class PlacedModules:
 
     Args:
         layers: the name of its list of layers, each of which may be wrapped later: the list is what is called.
+        called: the modules that are called, so that hooks on them run; None for all.
     """
 
-    def __init__(self, module: nn.Module, layers: str) -> None:
+    def __init__(self, module: nn.Module, layers: str, called: Iterable[Any] | None = None) -> None:
         placed = [
             (owner._modules, name, child, f"{path}.{name}" if path else name)
             for path, owner in module.named_modules()
@@ -114,21 +116,35 @@ class PlacedModules:
         named = module.named_parameters()
         self._memory = {name: _memory(each) for name, each in named if isinstance(each, DTensor)}
         owners = [
-            (owner._parameters, key, f"{path}.{key}" if path else key)
+            (owner._parameters, key, f"{path}.{key}" if path else key, owner)
             for path, owner in module.named_modules()
             for key in owner._parameters
         ]
         self._placed, self._owners = list(zip(*placed, strict=True)), list(zip(*owners, strict=True))
         self._passed: tuple[list[int], list[Callable[[], Tensor | None]]] = [], []
+        are_called = None if called is None else {id(module), *map(id, called)}
+        uncalled = [
+            (getattr(child, kind), path)
+            for path, child in module.named_modules()
+            if are_called is not None and id(child) not in are_called
+            for kind in HOOKS
+        ]
+        self._unused_hooks, self._uncalled = [hooks for hooks, _ in uncalled], [path for _, path in uncalled]
 
     def check(self) -> None:
-        """Raise UnsupportedError, naming it, where a module was replaced, or a parameter is on the meta device or
-        had its `.data` assigned.
+        """Raise UnsupportedError, naming it, where a module was replaced, or has hooks that would not run, or a
+        parameter was removed, is on the meta device or had its `.data` assigned.
         """
+        if any(self._unused_hooks):
+            name = next(p for p, hooks in zip(self._uncalled, self._unused_hooks, strict=True) if hooks)
+            raise UnsupportedError(
+                f"{name} has a hook, which would not run: its layer computes with its weights, and does not call "
+                "it; hooks on whole layers, norms, activations, the embedding and the model run"
+            )
         modules, names, children, _ = self._placed
         if not all(map(is_, map(dict.get, modules, names), children)):
             self._check_modules()
-        tables, keys, _ = self._owners
+        tables, keys, *_ = self._owners
         parameters = [each for each in map(dict.get, tables, keys) if isinstance(each, DTensor)]
         numbers, held = _numbers(parameters), compat.local_tensors(parameters)
         before, own = self._passed
@@ -146,8 +162,13 @@ class PlacedModules:
                 )
 
     def _check_memory(self) -> None:
-        for parameters, key, name in zip(*self._owners, strict=True):
+        for parameters, key, name, owner in zip(*self._owners, strict=True):
             parameter = parameters.get(key)
+            if key not in parameters and not hasattr(type(owner), key):  # which is computed at each use
+                raise UnsupportedError(
+                    f"{name} is no parameter any more, as after pruning, and ranks would use the one of the last "
+                    "call: do it before parallelize, and make it permanent"
+                )
             if isinstance(parameter, DTensor):
                 if compat.local_tensor(parameter).is_meta:
                     raise UnsupportedError(
@@ -166,6 +187,15 @@ class PlacedModules:
                 "parameter.copy_(values) does under torch.no_grad()"
             )
         self._memory[name] = now
+
+
+def check_transforms() -> None:
+    """Raise UnsupportedError inside of transforms of `torch.func`, which do not see what ranks exchange."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(
+            "torch.func.grad, vmap and the like do not transform what ranks exchange: call the model outside of "
+            "them, and take gradients by loss.backward() or torch.autograd.grad"
+        )
 
 
 def check_anomaly_mode() -> None:

@@ -22,6 +22,7 @@ from meshweave.nn.parallel.features import (
     ForwardArguments,
     PlacedModules,
     check_anomaly_mode,
+    check_transforms,
 )
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.loss import VocabularyLoss
@@ -103,7 +104,9 @@ class ParallelModel(AroundModule):
         )
         layers = [block.use for block in reversed(self.blocks)]
         self.throughout = used_throughout(strategy, [self.head, self.norm], layers, first)
-        self._placed = PlacedModules(module, names.layers)
+        called = [[b, b.attention_norm, b.feed_forward_norm, b.activation] for b in self.blocks]
+        ends = self.embedding, self.positions, self.norm
+        self._placed = PlacedModules(module, names.layers, [*ends, *chain.from_iterable(called)])
         module.forward = self.forward
 
     # --- replacing: all is planned, and may be refused, before the first module is replaced -----------------
@@ -274,8 +277,9 @@ class ParallelModel(AroundModule):
             LayoutError: ranks give other arguments, tokens or arguments do not fit the model, or labels and
                 targets are both given.
             UnsupportedError: an argument would change the result, and is not computed; since `parallelize` a
-                module or the loss function was replaced, or `.data` of a parameter assigned; a parameter is on
-                the meta device; or `detect_anomaly` looks for nan.
+                module or the loss function was replaced, `.data` of a parameter assigned, or a hook added that
+                would not run; a parameter is on the meta device; `detect_anomaly` looks for nan; or `torch.func`
+                transforms the call.
             RankLostError, DeadlineError, BindError: other ranks are missing, late, or in another call.
         """
         if torch.compiler.is_compiling():
@@ -288,6 +292,7 @@ class ParallelModel(AroundModule):
     ) -> tuple[Tensor | None, CallInputs, MeshweaveError | None]:
         """Return tokens and inputs of a call, and why this rank refuses them; None if it takes them."""
         tokens = input_ids if isinstance(input_ids, Tensor) else None
+        check_transforms()  # nothing is compared inside of these
         try:
             inputs = self._arguments.inputs(input_ids, args, given, targets)
             self._placed.check()

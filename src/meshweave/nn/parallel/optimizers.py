@@ -73,6 +73,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     restore_parameter_groups(optimizer)
 
 
+@torch.compiler.disable(reason="ranks compare outside of graphs")  # type: ignore[untyped-decorator]
 def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
     """Return the models whose parameters an optimizer holds, once their ranks have compared it.
 
@@ -125,9 +126,22 @@ def option_words(optimizer: Optimizer) -> dict[str, str]:
 
 
 def _whose_state(optimizer: Optimizer) -> str:
-    """Return in words which rank's part the state of an optimizer is, which may come from a file."""
+    """Return in words which rank's part the state of an optimizer is, which may come from a file.
+
+    Raises LayoutError where it is of whole parameters, of which ranks have parts.
+    """
     for parameter, state in optimizer.state.items():
-        for value in state.values():
+        for key, value in state.items():
+            if (
+                isinstance(parameter, DTensor)
+                and not isinstance(value, DTensor)
+                and _is_whole(value, parameter)
+            ):
+                raise LayoutError(
+                    f"{key} of this {type(optimizer).__name__} is of a whole parameter, as another optimizer has "
+                    "saved it, and ranks have parts: torch.distributed.checkpoint.state_dict."
+                    "set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True)) divides it"
+                )
             if isinstance(parameter, DTensor) and isinstance(value, DTensor):
                 place = value.device_mesh.get_coordinate()
                 is_own = place == parameter.device_mesh.get_coordinate()
@@ -137,6 +151,13 @@ def _whose_state(optimizer: Optimizer) -> str:
                     else f"of the rank at {place}, which saved it: each saves its own"
                 )
     return "none"
+
+
+def _is_whole(value: Any, parameter: DTensor) -> bool:
+    """Return whether a state that is no DTensor has the shape of all of a parameter that ranks have in parts."""
+    if not isinstance(value, Tensor) or not value.ndim or value.shape != parameter.shape:
+        return False
+    return not all(each.is_replicate() for each in parameter.placements)
 
 
 class GradientProbe:
@@ -162,7 +183,7 @@ class GradientProbe:
 
     @classmethod
     def _own(cls, tensor: Tensor) -> Tensor:
-        return compat.local_tensor(tensor.detach()).reshape(-1)[: cls._COUNT]
+        return compat.local_tensor(tensor).detach().reshape(-1)[: cls._COUNT]
 
     def _keep(self, parameter: Tensor) -> None:
         if parameter.grad is not None:

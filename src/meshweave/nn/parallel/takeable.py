@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from meshweave.base.errors import UnsupportedError
 
 _EMBEDDING_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WRAPPERS = {
     "peft": "give get_base_model() of PEFT's model, with LoRA of linear layers; merge others (merge_and_unload())",
     "accelerate": "accelerate moves weights of its own; load the model without device_map",
@@ -66,7 +66,7 @@ def forget_recorders(module: nn.Module) -> None:
 
 
 def _check_hooks(child: nn.Module, name: str) -> None:
-    for kind in _HOOKS:
+    for kind in HOOKS:
         hooks = getattr(child, kind, None) or {}
         # transformers' own, for checkpoints that enter anew: it does nothing where these do not.
         kept = [

@@ -389,12 +389,12 @@ class Checkpoints:
         self._parent = manifest.serial
         return dict(manifest.notes)
 
-    def refuse_together(self, step: int, wrong: str) -> None:
-        """Raise CheckpointError on all ranks where any rank gives a `wrong` that is not "".
+    def refuse_together(self, step: int, wrong: str, told: Any = None) -> list[Any]:
+        """Return what each rank tells, by rank, or raise CheckpointError on all of them where any has a `wrong`.
 
         Collective. The message is "the checkpoint of step N in FOLDER", then `wrong`, as "cannot be saved: ...".
         """
         wrong = f"{self._there.named(step)} {wrong}" if wrong else ""
-        self._rounds.agree(
-            self._rounds.begin(f"all ranks to take step {step}"), f"take step {step}", {"wrong": wrong}
-        )
+        round_ = self._rounds.begin(f"all ranks to take step {step}")
+        said = self._rounds.agree(round_, f"take step {step}", {"wrong": wrong, "told": told})
+        return [each["told"] for each in said]

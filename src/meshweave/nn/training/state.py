@@ -12,7 +12,8 @@ Names do not depend on the mesh or the stages, so that others load them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -86,8 +87,8 @@ class TrainingState:
             tensors |= self._optimized()
         except LayoutError as error:
             wrong = str(error)
-        checkpoints.refuse_together(step, wrong and f"cannot be saved: {wrong}")
-        own = {"places": self._places, "groups": self._groups()}
+        told = checkpoints.refuse_together(step, wrong and f"cannot be saved: {wrong}", self._members())
+        own = {"places": self._places, "groups": self._groups(), "members": _of_all_ranks(told)}
         checkpoints.save(step, tensors, {"training": own, "notes": dict(notes or {})})
 
     def load(
@@ -101,7 +102,8 @@ class TrainingState:
         """Load the state after `step` steps in place; return the notes that were saved with it. Collective.
 
         Parameters of which the checkpoint has no state of an optimizer, as before the first step, have none
-        here afterwards.
+        here afterwards. Groups of parameters get the settings that their parameters were saved with, in whichever
+        order they are.
 
         Args:
             casts: whether a tensor of one floating-point dtype may be loaded into another.
@@ -129,7 +131,10 @@ class TrainingState:
             except Exception as error:
                 wrong = f"cannot be loaded: the optimizer makes no state ({type(error).__name__}: {error})"
         try:
-            checkpoints.refuse_together(step, wrong)
+            here = _of_all_ranks(checkpoints.refuse_together(step, wrong, self._members()))
+            settings, wrong = _settings_here(own["groups"], own.get("members"), here)
+            if wrong:  # on all ranks
+                checkpoints.refuse_together(step, wrong)
             random = self._load(checkpoints, manifest, stateful, is_same, casts, extra)
         except BaseException:
             for parameter in made:
@@ -137,7 +142,7 @@ class TrainingState:
             raise
         for parameter in [each for each in self._optimizer.state if self._names.get(each) not in stateful]:
             del self._optimizer.state[parameter]
-        for group, saved in zip(self._optimizer.param_groups, own["groups"], strict=True):
+        for group, saved in zip(self._optimizer.param_groups, settings, strict=True):
             for key, value in saved.items():
                 if key in _NOT_SAVED:  # of earlier versions
                     continue
@@ -218,6 +223,11 @@ class TrainingState:
         for group in groups:
             if not isinstance(group, dict) or "params" in group or not all(map(_is_setting, group.values())):
                 return own, given, "has settings of an optimizer that are no settings"
+        members = own.get("members", [[]] * len(groups))  # earlier versions kept none
+        if not isinstance(members, list) or [type(names) for names in members] != [list] * len(groups):
+            return own, given, "has groups of an optimizer that are no lists of names"
+        if not all(isinstance(name, str) for name in chain(*members)):
+            return own, given, "has groups of an optimizer that are no lists of names"
         return own, given, ""
 
     def _saved(self, name: str, value: Tensor) -> Saved:
@@ -276,6 +286,11 @@ class TrainingState:
         ]
         return [{k: v for k, v in each.items() if k not in _NOT_SAVED and _is_setting(v)} for each in groups]
 
+    def _members(self) -> list[list[str]]:
+        """Return for each of the optimizer's groups the names of its parameters on this rank."""
+        groups = self._optimizer.param_groups
+        return [[self._names[each] for each in group["params"] if each in self._names] for group in groups]
+
     def _fill_optimizer(self, stateful: Collection[str]) -> list[Tensor]:
         """Let the optimizer make state of the parameters named that have none. Return these.
 
@@ -308,7 +323,38 @@ class TrainingState:
 
 
 _NOT_SAVED = ("params", "param_names")
-"""Of an optimizer's groups: which parameters are in them, which differs between stages of a pipeline."""
+"""Of an optimizer's groups: which parameters are in them on one rank; `members` of the notes has those of all."""
+
+
+def _of_all_ranks(members: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+    """Return for each group of an optimizer the names of its parameters on any rank, of those on each rank."""
+    return [sorted({*chain.from_iterable(names)}) for names in zip_longest(*members, fillvalue=())]
+
+
+def _settings_here(
+    groups: Sequence[dict[str, Any]], members: Sequence[Sequence[str]] | None, here: Sequence[Sequence[str]]
+) -> tuple[Sequence[dict[str, Any]], str]:
+    """Return for each group here the settings that its parameters were saved with, or in words why not.
+
+    Args:
+        groups: the settings that were saved.
+        members: the names of the parameters of each of these groups; None where they were not saved, and groups
+            have the order of those here.
+        here: the names of the parameters of each group here. One of which none was saved keeps its settings.
+    """
+    if members is None:
+        return groups, ""
+    was_in = {name: at for at, names in enumerate(members) for name in names}
+    found: list[dict[str, Any]] = []
+    for names in here:
+        first, *others = [name for name in names if name in was_in] or [""]
+        found.append(groups[was_in[first]] if first else {})
+        if other := next((name for name in others if groups[was_in[name]] != found[-1]), ""):
+            return [], (
+                f"has '{first}' and '{other}' in groups of an optimizer with different settings, and here they "
+                "are in one; put parameters into groups as they were saved"
+            )
+    return found, ""
 
 
 def _of_optimizer(manifest: Manifest) -> list[str]:

@@ -15,11 +15,19 @@ _REMAT = {"none": "minimal_with_context", "selective": "minimal", "full": "full"
 def to_maxtext(row: PlannedRow) -> Export:
     """Return the MaxText settings of a row.
 
-    Raises UnsupportedError for what they have not: strategies but Megatron-LM's, degrees of experts, pipelines.
+    Raises UnsupportedError for what they have not: strategies but Megatron-LM's, degrees of experts, pipelines,
+    unequal shares of heads, inner features, words or a sequence.
     """
     plan, degrees = row.plan, row.degrees
     row.require_megatron("MaxText")
     row.require_dense("MaxText")
+    row.require_even_shares("MaxText")
+    row.require_even_features("MaxText")
+    if row.model.vocab_size is not None and row.model.vocab_size % row.tensor:
+        raise UnsupportedError(
+            f"MaxText gives each tensor rank as many words, and {row.model.vocab_size} words do not divide among "
+            f"{row.tensor} ranks; pad the vocabulary"
+        )
     if degrees.pipeline > 1:
         raise UnsupportedError(
             f"MaxText's pipelines are circular, all forward passes first, and not "

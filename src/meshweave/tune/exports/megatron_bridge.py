@@ -58,7 +58,7 @@ def to_megatron_bridge(row: PlannedRow) -> Export:
     """Return the Megatron Bridge overrides of a row.
 
     Raises UnsupportedError where it has no such strategy, schedule, dispatcher of tokens or sharded optimizer,
-    or ranks would get unequal shares of heads or of a sequence.
+    or ranks would get unequal shares of heads, inner features or a sequence.
     """
     arguments: dict[str, Any] = {}
     flags: list[str] = []

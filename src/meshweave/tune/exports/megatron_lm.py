@@ -25,8 +25,8 @@ def to_megatron_lm(row: PlannedRow) -> Export:
 
     Raises:
         UnsupportedError: Megatron-LM has no such strategy, schedule, dispatcher of tokens or sharded optimizer,
-            or no argument for what the model computes; or ranks would get unequal shares of heads or of a
-            sequence.
+            or no argument for what the model computes; or ranks would get unequal shares of heads, inner
+            features or a sequence.
     """
     left_out: list[str] = []
     flags: list[str] = []
@@ -71,6 +71,7 @@ def add_degrees(
     plan, degrees = row.plan, row.degrees
     row.require_megatron(target)
     row.require_even_shares(target)
+    row.require_even_features(target)
     settings |= {
         "--seq-length": plan.sequence,
         "--micro-batch-size": degrees.micro_batch,

@@ -12,6 +12,8 @@ from meshweave.algorithms.step.stage_layers import model_costs, stage_layers
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.model import Transformer
+from meshweave.describe.model.experts import Experts
+from meshweave.describe.model.nodes import Linear
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import planned_stack
 from meshweave.tune.plan_records import DegreesRecord
@@ -150,6 +152,23 @@ class PlannedRow:
                 f"{target} takes sequences of a multiple of {parts} tokens by {self.degrees.strategy} on context "
                 f"{context} x tensor {self.tensor}, and not of {self.plan.sequence}"
             )
+
+    def require_even_features(self, target: str) -> None:
+        """Raise UnsupportedError if ranks get unequal shares of the inner features of feed-forward parts.
+
+        Tensor ranks share those of dense parts, and `expert_tensor` ranks those of an expert. `target` is the
+        software that is exported to, for the error.
+        """
+        nodes = [node for _, graph in self.model.runs for node in graph.nodes]
+        dense = [node.operand for node in nodes if isinstance(node, Linear) and node.group == "feed_forward"]
+        shared = {(features.size, self.tensor) for features in dense if features.dim == "inner"}
+        shared |= {(node.inner, self.degrees.expert_tensor) for node in nodes if isinstance(node, Experts)}
+        for size, ranks in sorted(shared):
+            if size % ranks:
+                raise UnsupportedError(
+                    f"{target} gives each rank as many inner features, and {size} of a feed-forward part do not "
+                    f"divide among {ranks} ranks; mw.parallelize runs that"
+                )
 
     def require_no_pipeline(self, target: str) -> None:
         """Raise UnsupportedError if layers are divided into stages, for software `target` without pipelines."""
