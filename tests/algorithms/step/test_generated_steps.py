@@ -112,6 +112,47 @@ def test_collectives_are_hidden_by_what_runs_beside_them(
     assert step.time_s == pytest.approx(simulate_step(step).time_s, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "pipeline", "stages", "inside", "across"),
+    [("1f1b", 16, 1, 14, 1), ("interleaved-1f1b", 8, 2, 12, 3), ("zbv", 8, 2, 12, 2)],
+)
+def test_messages_take_the_links_between_their_stages(
+    schedule: str, pipeline: int, stages: int, inside: int, across: int
+) -> None:
+    """Of the messages along pipelines on two hosts few leave a host, and those to the own rank take no time."""
+    options: Any = {"pp": pipeline, "vp": stages, "schedule": schedule, "micro_batch": 1}
+    step = mw.step(LLAMA, "dgx-a100:16", batch=32, sequence=2048, **options, stack="ideal")
+    sent = step.stages.transfers_s
+    assert (sent.count(min(filter(None, sent))), sent.count(max(sent))) == (inside, across)
+    assert sent.count(0.0) == 15 - inside - across
+    assert step.time_s == pytest.approx(simulate_step(step).time_s, rel=0.01)
+
+
+ACROSS_HOSTS = ("tensor", "context", "pipeline", "data")
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_collectives_of_all_stages_of_a_rank_run_one_after_the_other(stages: int, zero: int) -> None:
+    options: Any = {"pp": 2, "vp": stages, "order": ACROSS_HOSTS, "zero": zero}
+    model, stack = replace(LLAMA, vocab_size=None), SoftwareStack()
+    step = mw.step(model, "dgx-a100:16", batch=32, sequence=2048, micro_batch=1, **options, stack=stack)
+    assert step.time_s == pytest.approx(simulate_step(step).time_s, rel=0.02)
+    of, (first, last) = step.stages, step.stages.stages_of(0)[:: stages - 1]
+    ends_s = [-1e6 for _ in of.times]
+    ends_s[first] = 0.0
+    alone_s, ends_s[last] = of.reductions_s(0, ends_s), 0.0
+    queued_s = of.layers[last] * of.times[last].data_parallel.reduce_s
+    assert of.reductions_s(0, ends_s) == pytest.approx(alone_s + queued_s)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gathers_that_a_stack_waits_for_are_hidden_by_nothing(zero: int) -> None:
+    stack = SoftwareStack(waits_for_gathers=True, regathers=True)
+    step = mw.step(GPT, "dgx-a100:16", batch=32, sequence=2048, zero=zero, micro_batch=1, stack=stack)
+    assert step.time_s == pytest.approx(simulate_step(step).time_s, rel=0.03)
+
+
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-1p"])
 def test_one_rank_splits_no_backward_part(schedule: str) -> None:
     """It has no bubble to fill, and reductions run beside whole backward parts."""

@@ -16,6 +16,7 @@ from meshweave.algorithms.step.pipeline import (
     schedule_of,
     time_pipeline,
 )
+from meshweave.base.units import to_s
 from sampling import examples
 
 SCHEDULES = [
@@ -29,7 +30,8 @@ def draw_times(data: st.DataObject, stages: int, most: int = 60) -> ActionTimes:
     lists = [st.lists(st.integers(0, most), min_size=stages, max_size=stages)] * 3
     forward, inputs, weights = (tuple(data.draw(each)) for each in lists)
     edges = st.lists(st.integers(0, 20), min_size=stages - 1, max_size=stages - 1)
-    return ActionTimes(forward, inputs, weights, tuple(data.draw(edges)))
+    earliest = data.draw(st.sampled_from([(), (7,) * stages, tuple(range(0, 13 * stages, 13))]))
+    return ActionTimes(forward, inputs, weights, tuple(data.draw(edges)), earliest=earliest)
 
 
 @pytest.mark.parametrize(("name", "per_rank"), SCHEDULES)
@@ -42,7 +44,11 @@ def test_the_time_is_that_of_the_actions(name: str, per_rank: int, data: st.Data
     timed = time_schedule(schedule_of(name, ranks, per_rank, micro_batches, times), times)
     ours = time_pipeline(name, ranks, per_rank, micro_batches, times)
     assert ours.makespan_ps == timed.duration
-    assert ours.ends_ps == tuple(max(ends) for ends in timed.ends)
+    assert ours.rank_ends_s == tuple(to_s(max(ends)) for ends in timed.ends)
+    for stage, end in enumerate(ours.stage_ends_ps):
+        rank = timed.schedule.stage_ranks[stage]
+        own = (place for place, each in enumerate(timed.schedule.actions[rank]) if each.stage == stage)
+        assert end == timed.ends[rank][max(own)]
     assert least_makespan_ps(name, ranks, per_rank, micro_batches, times) <= timed.duration
 
 

@@ -42,10 +42,11 @@ class ActionTimes:
             rank.
         saved: for each stage the ticks by which a whole backward is shorter than the sum of both gradients; () for
             0.
+        earliest: for each stage the tick before which its first micro-batch does not begin; () for 0.
 
     Raises:
-        LayoutError: `forward`, `input_grad`, `weight_grad` and `saved` differ in length, one of their times or of
-            `transfer` is negative, or a whole backward would be.
+        LayoutError: `forward`, `input_grad`, `weight_grad`, `saved` and `earliest` differ in length, one of their
+            times or of `transfer` is negative, or a whole backward would be.
     """
 
     forward: tuple[int, ...]
@@ -53,13 +54,15 @@ class ActionTimes:
     weight_grad: tuple[int, ...]
     transfer: tuple[int, ...]
     saved: tuple[int, ...] = ()
+    earliest: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.forward) == len(self.input_grad) == len(self.weight_grad):
             raise LayoutError("forward, input and weight gradients need one time for each stage")
-        if self.saved and len(self.saved) != len(self.forward):
-            raise LayoutError(f"saved has {len(self.saved)} times for {len(self.forward)} stages")
-        each = *self.forward, *self.input_grad, *self.weight_grad, *self.transfer, *self.saved
+        for name, optional in (("saved", self.saved), ("earliest", self.earliest)):
+            if optional and len(optional) != len(self.forward):
+                raise LayoutError(f"{name} has {len(optional)} times for {len(self.forward)} stages")
+        each = *self.forward, *self.input_grad, *self.weight_grad, *self.transfer, *self.saved, *self.earliest
         if min((*each, *self.backward), default=0) < 0:
             raise LayoutError("times of actions must not be negative")
 
@@ -72,7 +75,7 @@ class ActionTimes:
 
     @property
     def joined(self) -> ActionTimes:
-        """Return times without `saved`, which is subtracted from the weight gradients; these stay at least 0.
+        """Return times without `earliest`, with `saved` taken from the weight gradients; these stay at least 0.
 
         Where no stage saves more than its weight gradient takes, no schedule takes longer with these times than
         with the given ones.
@@ -221,7 +224,7 @@ def time_schedule(
     graph = build_graph(table, runtime)
     transfer = np.array((*times.transfer, 0), np.int64)  # ABSENT is the last
     durations = _durations(graph, times)
-    node_ends = ordered_with_transfers(graph).ends(durations.tolist(), times.transfer)
+    node_ends = ordered_with_transfers(graph).ends(durations.tolist(), times.transfer, times.earliest)
     ends = np.array(node_ends[: graph.num_nodes], np.int64)[graph.node_of]
     begins = ends - durations[graph.node_of]
     cuts = table.starts[1:-1]

@@ -41,6 +41,7 @@ def ends_of_1f1b(micro_batches: int, times: ActionTimes) -> tuple[int, ...]:
     )
     backward, delay = input_grad + weight_grad, np.array((*times.transfer, 0), np.int64)
     ends = np.zeros(size + 2, np.int64)  # of each rank, between two that are always done
+    ends[1:-1] = times.earliest or 0
     sends = np.zeros(size + 1, np.int64)  # what each rank waits for a value from the one before
     sends[1:-1] = delay[:-1]
     for slot in range(most + 2 * size):

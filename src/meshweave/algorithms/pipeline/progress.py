@@ -97,23 +97,28 @@ class OrderedActions:
             `ActionGraph.num_nodes`.
         waits: for each entry of `places` the numbers that it waits for.
         carried: for each transfer, by number, the index of its edge in `ActionTable.edges`.
+        num_stages: of the schedule; the forward of micro-batch 0 waits for a place of its stage behind all others.
     """
 
     places: list[int]
     waits: list[tuple[int, ...]]
     carried: list[int]
+    num_stages: int
 
-    def ends(self, durations: Sequence[int], delays: Sequence[int]) -> list[int]:
+    def ends(
+        self, durations: Sequence[int], delays: Sequence[int], earliest: Sequence[int] = ()
+    ) -> list[int]:
         """Return the ticks at which each node ends, by number, followed by those at which each transfer ends.
 
         Args:
             durations: the ticks of each node.
             delays: the ticks of a transfer, for each edge of the table.
+            earliest: for each stage the tick before which its first micro-batch does not begin; () for 0.
         """
         ticks = [*durations, *(delays[edge] for edge in self.carried)]
-        ends = [0] * len(ticks)
+        ends = [*[0] * len(ticks), *(earliest or [0] * self.num_stages)]
         follow(zip(self.places, [ticks[place] for place in self.places], self.waits, strict=True), ends)
-        return ends
+        return ends[: len(ticks)]
 
 
 def ordered_with_transfers(graph: ActionGraph) -> OrderedActions:
@@ -130,11 +135,14 @@ def ordered_with_transfers(graph: ActionGraph) -> OrderedActions:
     stops = np.cumsum(np.bincount(targets, minlength=number)).tolist()
     waits = [tuple(listed[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]
     waits += [(source,) for source in before]
+    for stage, forwards in enumerate(graph.table.forwards):
+        waits[forwards[0]] += (len(waits) + stage,)
     places = np.lexsort(
         (np.repeat([1, 0], [number, len(carried)]), np.append(rank_of, rank_of[targets[carried]]))
     )
     in_turn = places.tolist()
-    return OrderedActions(in_turn, [waits[place] for place in in_turn], edges[carried].tolist())
+    in_waits = [waits[place] for place in in_turn]
+    return OrderedActions(in_turn, in_waits, edges[carried].tolist(), len(graph.table.forwards))
 
 
 def _deadlock(graph: ActionGraph, stuck: set[int]) -> ScheduleDeadlock:

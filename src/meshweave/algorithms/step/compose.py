@@ -11,6 +11,7 @@ priced one by one.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Unpack
 
 from meshweave.algorithms.step.checks import check_step
@@ -52,15 +53,15 @@ def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
     pipeline = stages.pipeline()
     update_s = update_times_s(problem, parallelism)
     ends = [
-        (to_s(end) + stages.reductions_s(rank) + update_s[rank], update_s[rank])
-        for rank, end in enumerate(pipeline.ends_ps)
+        (end_s + stages.reductions_s(rank, pipeline.ends_s) + each, each)
+        for rank, (end_s, each) in enumerate(zip(pipeline.rank_ends_s, update_s, strict=True))
     ]
     end_s, optimizer_s = max(ends)
-    before_s, makespan_s = stages.gathers_s(), pipeline.makespan_s
+    makespan_s = pipeline.makespan_s
     return Step(
         problem,
         parallelism,
-        before_s + end_s + problem.stack.step_s,
+        end_s + problem.stack.step_s,
         stages,
         makespan_s,
         min(optimizer_s, end_s - makespan_s),
@@ -77,8 +78,11 @@ def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
     check_step(problem, parallelism)
     stages = stages_of(problem, parallelism)
     update_s = update_times_s(problem, parallelism)
-    after_s = min(stages.reductions_s(rank) + each for rank, each in enumerate(update_s))
-    return stages.gathers_s() + to_s(stages.least_pipeline_ps()) + after_s + problem.stack.step_s
+    first = {stages.stages_of(rank)[0] for rank in range(parallelism.pipeline)}  # the others end long before
+    ends_s = [0.0 if stage in first else -math.inf for stage in range(parallelism.num_stages)]
+    after_s = (stages.reductions_s(rank, ends_s) + each for rank, each in enumerate(update_s))
+    before_s = max(stages.gathered_s()[:1], default=0.0)
+    return before_s + to_s(stages.least_pipeline_ps()) + min(after_s) + problem.stack.step_s
 
 
 @renamed_keyword("seq", "sequence", "mw.step", product_dtype="precision")

@@ -174,3 +174,25 @@ def exposed_s(
     if layers:
         tail = max(tail, hidden, compute_s + layers * (hidden - compute_s))
     return max(tail, 0.0) + waits_s
+
+
+def exposed_both_s(
+    layers: int, compute_s: float, moved_s: tuple[float, float], overlap: float, queued_s: float = 0.0
+) -> float:
+    """Return the seconds by which gathers and reductions lengthen the backward part of `layers` layers.
+
+    The weights of a layer are gathered before the gradients of the one after it are reduced. So of n layers the
+    first computes beside the second gather, the last beside the last reduction but one, and those between beside
+    a gather and a reduction each.
+
+    Args:
+        layers, compute_s, overlap, queued_s: as of `exposed_s`.
+        moved_s: seconds of the gather and of the reduction of one layer.
+    """
+    if layers < 2 or not all(moved_s):
+        return exposed_s(layers, compute_s, sum(moved_s), overlap, queued_s)
+    gather_s, reduce_s = (overlap * each for each in moved_s)
+    moving_s = max(compute_s, overlap * queued_s + gather_s) + max(compute_s, reduce_s)
+    moving_s += (layers - 2) * (gather_s + reduce_s)
+    waits_s = (1 - overlap) * (layers * sum(moved_s) + queued_s)
+    return gather_s + reduce_s + max(moving_s - layers * compute_s, 0.0) + waits_s

@@ -16,8 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import numpy as np
-
 from meshweave.algorithms.pipeline.action_graph import TransferRuntime, build_graph
 from meshweave.algorithms.pipeline.action_table import tabulate
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes
@@ -34,22 +32,36 @@ _TIMED_MICRO_BATCHES = 24
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """When the ranks of a pipeline end their last actions, in picoseconds from the begin of the first action.
+    """When the stages of a pipeline end their last backward parts, in picoseconds from the begin of the step.
 
     Attributes:
-        makespan_ps: when the last of them ends.
-        ends_ps: when each of them ends.
+        stage_ends_ps: when each stage ends.
         stage_ranks: for each stage its pipeline rank.
     """
 
-    makespan_ps: int
-    ends_ps: tuple[int, ...]
+    stage_ends_ps: tuple[int, ...]
     stage_ranks: tuple[int, ...]
+
+    @property
+    def makespan_ps(self) -> int:
+        """Return when the last of them ends, in picoseconds."""
+        return max(self.stage_ends_ps)
 
     @property
     def makespan_s(self) -> float:
         """Return when the last of them ends, in seconds."""
         return to_s(self.makespan_ps)
+
+    @property
+    def ends_s(self) -> tuple[float, ...]:
+        """Return when each stage ends, in seconds."""
+        return tuple(map(to_s, self.stage_ends_ps))
+
+    @property
+    def rank_ends_s(self) -> tuple[float, ...]:
+        """Return when each pipeline rank ends its last backward part, in seconds."""
+        ends = sorted(zip(self.stage_ranks, self.ends_s, strict=True))
+        return tuple(dict(ends).values())
 
 
 @dataclass(frozen=True)
@@ -61,7 +73,7 @@ class _Graph:
         actions: their order, and what they wait for.
         durations: for each action the index of its duration in a list: forward, input_grad, weight_grad and whole
             backward of all stages, kind by kind.
-        last: for each rank the number of its last action.
+        last: for each stage the number of its last action.
     """
 
     schedule: Schedule
@@ -70,17 +82,17 @@ class _Graph:
     last: list[int]
 
     def time(self, times: ActionTimes) -> PipelineTime:
-        """Return when the ranks end, in the ticks of `times`."""
+        """Return when the stages end, in the ticks of `times`."""
         values = [*times.forward, *times.input_grad, *times.weight_grad, *times.backward]
-        ends = self.actions.ends([values[number] for number in self.durations], times.transfer)
-        of_ranks = tuple(ends[place] for place in self.last)
-        return PipelineTime(max(of_ranks), of_ranks, self.schedule.stage_ranks)
+        ticks = [values[number] for number in self.durations]
+        ends = self.actions.ends(ticks, times.transfer, times.earliest)
+        return PipelineTime(tuple(ends[place] for place in self.last), self.schedule.stage_ranks)
 
 
 def time_pipeline(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> PipelineTime:
-    """Return when the ranks of a schedule end; times of stages and transfers are in picoseconds.
+    """Return when the stages of a schedule end; times of stages and transfers are in picoseconds.
 
     Of many micro-batches the rounds that repeat are counted, each as long as the one before, and not timed.
     Each rank has `virtual_stages` stages.
@@ -100,15 +112,8 @@ def time_pipeline(
         return _time(*request, micro_batches, times)
     shorter = _time(*request, timed * num_ranks + rest, times)
     longer = _time(*request, (timed + 1) * num_ranks + rest, times)
-    more = rounds - timed
-    round_ps = longer.makespan_ps - shorter.makespan_ps
-    return PipelineTime(
-        shorter.makespan_ps + more * round_ps,
-        tuple(
-            early + more * (late - early) for early, late in zip(shorter.ends_ps, longer.ends_ps, strict=True)
-        ),
-        shorter.stage_ranks,
-    )
+    more, pairs = rounds - timed, zip(shorter.stage_ends_ps, longer.stage_ends_ps, strict=True)
+    return PipelineTime(tuple(early + more * (late - early) for early, late in pairs), shorter.stage_ranks)
 
 
 def _time(
@@ -116,7 +121,7 @@ def _time(
 ) -> PipelineTime:
     ends = SCHEDULES[name].ends(micro_batches, times)
     if ends is not None:
-        return PipelineTime(max(ends), ends, tuple(range(num_ranks)))
+        return PipelineTime(ends, tuple(range(num_ranks)))
     return _graph(name, num_ranks, virtual_stages, micro_batches).time(times)
 
 
@@ -227,8 +232,9 @@ def _graph_of(schedule: Schedule) -> _Graph:
         for order in schedule.actions
         for action in order
     ]
-    stops = np.cumsum([len(actions) for actions in schedule.actions]).tolist()
-    return _Graph(schedule, ordered_with_transfers(graph), durations, [stop - 1 for stop in stops])
+    leaves = enumerate(action for order in schedule.actions for action in order)
+    last = dict(sorted((action.stage, number) for number, action in leaves))
+    return _Graph(schedule, ordered_with_transfers(graph), durations, list(last.values()))
 
 
 _KINDS = (ActionKind.FORWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD, ActionKind.BACKWARD)

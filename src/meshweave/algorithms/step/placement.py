@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 from meshweave.algorithms.block.nodes.experts import MESH_OF_EXPERTS
 from meshweave.algorithms.block.problem import MESH
@@ -22,6 +23,7 @@ from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.machine.network import HostsNetwork
 from meshweave.ir.work import Transfer
 
@@ -206,23 +208,46 @@ def _divided(groups: Groups, count: int) -> tuple[Groups, Groups]:
     return tuple(taken), tuple(others)
 
 
-def boundary_s(
-    problem: StepProblem, parallelism: Parallelism, num_bytes: int, is_whole: bool
-) -> tuple[float, bool]:
-    """Return the seconds of sending a micro-batch's residual to the next pipeline rank, and whether in parts.
+def boundaries_s(
+    problem: StepProblem, parallelism: Parallelism, ranks: Sequence[int], num_bytes: int, is_whole: bool
+) -> tuple[tuple[float, ...], bool]:
+    """Return the seconds of sending a micro-batch's residual from each stage to the next, and whether in parts.
 
     A residual that every tensor-parallel rank has whole (`is_whole`) is sent in one part by each and
-    all-gathered by the receivers, if that is faster (Narayanan et al., SC '21, section 4.1). `num_bytes` are those
-    of the residual on one rank.
+    all-gathered by the receivers, if that is faster across all pipeline ranks (Narayanan et al., SC '21, section
+    4.1). Stages of one rank send nothing.
+
+    Args:
+        ranks: for each stage its pipeline rank.
+        num_bytes: those of the residual on one rank.
     """
-    size, stride = parallelism.pipeline, parallelism.stride("pipeline")
-    sent_s = message_s(problem, size, stride, num_bytes)
-    tensor = parallelism.tensor_size
-    if not is_whole or tensor == 1:
-        return sent_s, False
-    gathered_s = collective_s(problem, "all_gather", ((tensor, parallelism.stride("tensor")),), num_bytes)
-    in_parts_s = message_s(problem, size, stride, -(-num_bytes // tensor)) + gathered_s
-    return min(sent_s, in_parts_s), in_parts_s < sent_s
+    p, tensor = parallelism, parallelism.tensor_size
+    gathered_s, part = 0.0, num_bytes
+    if is_whole and tensor > 1:
+        part = -(-num_bytes // tensor)
+        gathered_s = collective_s(problem, "all_gather", ((tensor, p.stride("tensor")),), num_bytes)
+    axis = p.pipeline, p.stride("pipeline")
+    in_parts = part < num_bytes and message_s(problem, *axis, part) + gathered_s < message_s(
+        problem, *axis, num_bytes
+    )
+    if not in_parts:
+        gathered_s, part = 0.0, num_bytes
+    sent_s = []
+    for one, other in pairwise(ranks):
+        size = 2 if _is_inside(problem, p, *sorted((one, other))) else p.pipeline
+        sent_s.append(message_s(problem, size, axis[1], part) + gathered_s if one != other else 0.0)
+    return tuple(sent_s), in_parts
+
+
+def _is_inside(problem: StepProblem, parallelism: Parallelism, first: int, last: int) -> bool:
+    """Return whether pipeline ranks `first` to `last` of every pipeline lie in one innermost block of chips.
+
+    That is a host, a package or the innermost subtree; False on a torus.
+    """
+    (level, *_), stride = level_sizes(problem.cluster.network) or (1,), parallelism.stride("pipeline")
+    block = parallelism.pipeline * stride
+    begins = range(first * stride, parallelism.num_ranks, block)[: level // math.gcd(level, block)]
+    return all(begin % level + (last + 1 - first) * stride <= level for begin in begins)
 
 
 def collective_s(problem: StepProblem, kind: str, groups: Sequence[tuple[int, int]], num_bytes: int) -> float:

@@ -68,7 +68,7 @@ class Step(Shown):
     Attributes:
         time_s: seconds of a step.
         stages: the time of a micro-batch on each stage.
-        pipeline_s: seconds from the begin of the first micro-batch to the end of the last.
+        pipeline_s: seconds from the begin of the step to the end of its last micro-batch.
         optimizer_s: seconds of the update of weights after the pipeline, on the rank that ends last.
     """
 
@@ -118,15 +118,16 @@ class Step(Shown):
 
         They add up to `time_s`.
         """
-        timed = self.stages.pipeline(with_transfers=False)
+        bare_s = self.stages.pipeline(with_transfers=False, with_gathers=False).makespan_s
+        sent_s = self.stages.pipeline(with_gathers=False).makespan_s
         times, count = self.stages.times, self.num_micro_batches
         busiest = max(
             self._stages_of_ranks(), key=lambda stages: sum(times[stage].total_s for stage in stages)
         )
         own = [times[stage] for stage in busiest]
         work = sum((time.work for time in own), PartTime())
-        bare_s, software_s = timed.makespan_s, self.problem.stack.step_s
-        outside_s = self.time_s - self.pipeline_s - self.optimizer_s - software_s
+        software_s = self.problem.stack.step_s
+        outside_s = self.time_s - sent_s - self.optimizer_s - software_s
         return StepParts(
             compute=count * work.compute_s,
             recompute=count * sum(time.recompute_s for time in own),
@@ -134,7 +135,7 @@ class Step(Shown):
             tensor=count * work.tensor_s,
             context=count * work.context_s,
             bubble=bare_s - count * sum(time.total_s for time in own),
-            transfers=self.pipeline_s - bare_s,
+            transfers=sent_s - bare_s,
             data=count * sum(time.data_s for time in own) + outside_s,
             optimizer=self.optimizer_s,
             host=count * sum(time.host_s for time in own),

@@ -84,7 +84,7 @@ class SoftwareStack:
         waits_for_tensor: whether nothing overlaps with the collectives of a layer.
         hides_tensor: whether a product multiplies the parts of an operand as tensor ranks send them, and sends
             those of a result as it has them, in layers without experts and in 8 bits or more.
-        waits_for_gathers: whether nothing overlaps with ZeRO-1's gathers of weights, which the optimizer issues.
+        waits_for_gathers: whether nothing overlaps with gathers of weights, as where an optimizer issues them.
         sums_after: whether ZeRO-1 sums whole gradients after the last backward part, beside nothing, and takes the
             norm of all of them and scales them, not of a shard.
         keeps_gathered: whether a layer's operands that tensor ranks gathered are kept for the backward part as

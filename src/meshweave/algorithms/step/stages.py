@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.step.block_tasks import PartTime
@@ -30,8 +31,9 @@ from meshweave.algorithms.step.pipeline import (
     splits_backward,
     time_pipeline,
 )
-from meshweave.algorithms.step.placement import boundary_s
+from meshweave.algorithms.step.placement import boundaries_s
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.sharded_stage import ShardedStage
 from meshweave.algorithms.step.stage_layers import layer_costs, stage_kinds, stage_layers
 from meshweave.base.units import to_ps
 
@@ -88,7 +90,7 @@ class Stages:
         times: the time of each stage.
         layer: the time of one layer for one micro-batch, the mean over kinds.
         data_parallel: collectives of one layer's weights, the mean over kinds.
-        transfer_s: seconds of the transfer of a micro-batch from one stage to the next; 0 without a pipeline.
+        transfers_s: seconds of the transfer of a micro-batch from each stage to the next, 0 within a rank.
         sends_parts: whether a residual that all tensor-parallel ranks have is sent in parts and gathered.
     """
 
@@ -98,7 +100,7 @@ class Stages:
     times: tuple[StageTime, ...]
     layer: LayerTime
     data_parallel: DataParallelTime
-    transfer_s: float
+    transfers_s: tuple[float, ...]
     sends_parts: bool
 
     @property
@@ -106,7 +108,7 @@ class Stages:
         """Return the number of micro-batches that go through each pipeline."""
         return self.problem.batch // (self.parallelism.data * self.parallelism.micro_batch)
 
-    def action_times(self, with_transfers: bool = True) -> ActionTimes:
+    def action_times(self, with_transfers: bool = True, with_gathers: bool = True) -> ActionTimes:
         """Return the times of stages and of transfers between them, for one micro-batch, in picoseconds.
 
         Where the two gradients are not timed apart, the input gradient has recomputation and half of the rest,
@@ -115,6 +117,7 @@ class Stages:
 
         Args:
             with_transfers: whether transfers take time.
+            with_gathers: whether the first micro-batch waits for weights that are gathered once a step.
         """
         ticks: dict[int, tuple[int, int, int, int]] = {}  # of each time, which many stages share
         for time in self.times:
@@ -127,32 +130,34 @@ class Stages:
                 ticks[id(time)] = to_ps(time.forward_s), soon, late, max(soon + late - whole, 0)
         of_stages = [ticks[id(time)] for time in self.times]
         forward, inputs, weights, saved = (list(each) for each in zip(*of_stages, strict=True))
-        hop = to_ps(self.transfer_s)
-        if with_transfers and self.problem.stack.blocks_transfers:
-            sent = [hop * (one != other) for one, other in pairwise(self.stage_ranks)]
+        sent = [to_ps(each) if with_transfers else 0 for each in self.transfers_s]
+        if self.problem.stack.blocks_transfers:
             forward = [ticks + more for ticks, more in zip(forward, (*sent, 0), strict=True)]
             inputs = [ticks + more for ticks, more in zip(inputs, (0, *sent), strict=True)]
-        waits = with_transfers and not self.problem.stack.blocks_transfers
-        transfers = (hop if waits else 0,) * (len(self.times) - 1)
-        return ActionTimes(tuple(forward), tuple(inputs), tuple(weights), transfers, tuple(saved))
+            sent = [0] * len(sent)
+        earliest = tuple(map(to_ps, self.gathered_s())) if with_gathers else ()
+        edges = tuple(sent)
+        return ActionTimes(tuple(forward), tuple(inputs), tuple(weights), edges, tuple(saved), earliest)
 
-    def pipeline(self, with_transfers: bool = True) -> PipelineTime:
-        """Return when each pipeline rank ends its last action, in picoseconds from the first one's begin.
+    def pipeline(self, with_transfers: bool = True, with_gathers: bool = True) -> PipelineTime:
+        """Return when each stage ends its last action, in picoseconds from the begin of the step.
 
-        Without `with_transfers`, sending a micro-batch between stages takes no time.
+        The arguments are those of `action_times`.
         """
-        times, p = self.action_times(with_transfers), self.parallelism
+        times, p = self.action_times(with_transfers, with_gathers), self.parallelism
         if p.pipeline == 1:
-            total = self.micro_batches * sum(times.forward)
-            total += self.micro_batches * sum(times.backward)
-            return PipelineTime(total, (total,), (0,) * len(self.times))
+            total = self.micro_batches * (sum(times.forward) + sum(times.backward))
+            return PipelineTime((total + sum(times.earliest),), (0,))
         return time_pipeline(p.schedule, p.pipeline, p.virtual_stages, self.micro_batches, times)
 
     def least_pipeline_ps(self) -> int:
-        """Return a lower bound of the pipeline's makespan in picoseconds, much cheaper than `pipeline`."""
+        """Return a lower bound of the pipeline's makespan in picoseconds, much cheaper than `pipeline`.
+
+        Waits for weights that are gathered once a step are left out.
+        """
         p = self.parallelism
         if p.pipeline == 1:
-            return self.pipeline().makespan_ps
+            return self.pipeline(with_gathers=False).makespan_ps
         numbers = p.schedule, p.pipeline, p.virtual_stages, self.micro_batches
         return least_makespan_ps(*numbers, self.action_times().joined)
 
@@ -166,51 +171,60 @@ class Stages:
         """Return the stages of a pipeline rank in the model's order; the first one's backward part runs last."""
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
 
-    def gathers_s(self) -> float:
-        """Return the seconds by which gathers of weights delay a step at its begin: the most of any rank.
+    def gathered_s(self) -> tuple[float, ...]:
+        """Return for each stage the seconds of a step before which its first micro-batch cannot begin.
 
-        A rank waits from when the first micro-batch reaches it. 0 but for ZeRO-1, and for ZeRO-2 where the stack
-        gathers weights once a step.
+        Its weights are gathered until then, but for those that it computes beside. A rank gathers the weights of
+        its stages one after the other, and of all of them first where nothing runs beside. () but for ZeRO-1, and
+        for ZeRO-2 where the stack gathers weights once a step.
         """
-        p, stack = self.parallelism, self.problem.stack
+        p, stack, table_s = self.parallelism, self.problem.stack, self.data_parallel.table_gather_s
+        if p.zero not in (1, 2) or (p.zero == 2 and stack.regathers):
+            return ()
         overlap = 0.0 if stack.waits_for_gathers else stack.overlap
-        once = p.zero == 1 or (p.zero == 2 and not stack.regathers)
-        if not once:
-            return 0.0
-        waits_s = []
+        out = [0.0] * len(self.times)
         for rank in range(p.pipeline):
-            (first, *others), table_s = self.stages_of(rank), self.data_parallel.table_gather_s
-            of = self.times[first]
-            others_s = sum(self.layers[stage] * self.times[stage].data_parallel.gather_s for stage in others)
-            queued_s = table_s if self._has_own_head(rank) else 0.0
-            ahead_s = exposed_s(
-                self.layers[first], of.layer_s[0], of.data_parallel.gather_s, overlap, queued_s
-            )
-            reached_s = sum(time.forward_s + self.transfer_s for time in self.times[:first])
-            before_s = table_s if rank == 0 else 0.0
-            waits_s.append(before_s + ahead_s + others_s * (1 - overlap) - reached_s)
-        return max(waits_s)
+            own, lane_s = self.stages_of(rank), 0.0
+            for stage in own:
+                count, of = self.layers[stage], self.times[stage]
+                lane_s += table_s if stage == 0 else 0.0
+                queued_s = table_s if self._has_own_head(stage) else 0.0
+                gather_s = of.data_parallel.gather_s
+                out[stage] = lane_s + exposed_s(count, of.layer_s[0], gather_s, overlap, queued_s)
+                lane_s += count * gather_s + queued_s
+            for stage in own if overlap == 0 else ():
+                out[stage] = lane_s
+        return tuple(out)
 
-    def _has_own_head(self, rank: int) -> bool:
-        """Return whether a pipeline rank has a table of the head that is not the one of the embedding."""
-        head = self.stage_ranks[-1]
-        return rank == head and (head > 0 or not self.problem.model.tied_embeddings)
+    def _has_own_head(self, stage: int) -> bool:
+        """Return whether a stage has a table of the head that is not the one of its rank's embedding."""
+        rank = self.stage_ranks[-1]
+        return stage == len(self.layers) - 1 and (rank > 0 or not self.problem.model.tied_embeddings)
 
-    def reductions_s(self, rank: int) -> float:
-        """Return the seconds that reductions of gradients add after a pipeline rank's last backward part."""
+    def reductions_s(self, rank: int, ends_s: Sequence[float]) -> float:
+        """Return the seconds that reductions of gradients add after a pipeline rank's last backward part.
+
+        They run one after the other, beside the backward parts of the last micro-batch.
+
+        Args:
+            rank: the pipeline rank.
+            ends_s: when each stage ends its last backward part, in seconds.
+        """
         p = self.parallelism
-        overlap = 0.0 if sums_after(self.problem, p) else self.problem.stack.overlap
-        head = self.stage_ranks[-1]
-        head_s = self.data_parallel.table_s if self._has_own_head(rank) else 0.0
-        after_all_s = self.data_parallel.tied_s if rank in (0, head) else 0.0
+        after_all_s = self.data_parallel.tied_s if rank in (0, self.stage_ranks[-1]) else 0.0
         if p.zero >= 2:
             return after_all_s  # each micro-batch has its own
-        after_all_s += self.data_parallel.table_s if rank == 0 else 0.0
-        last, *others = self.stages_of(rank)
-        of = self.times[last]
-        others_s = sum(self.layers[stage] * self.times[stage].data_parallel.reduce_s for stage in others)
-        after_s = exposed_s(self.layers[last], of.layer_s[1], of.data_parallel.reduce_s, overlap, head_s)
-        return after_s + others_s * (1 - overlap) + after_all_s
+        overlap = 0.0 if sums_after(self.problem, p) else self.problem.stack.overlap
+        own, lane_s = sorted(self.stages_of(rank), key=lambda stage: ends_s[stage]), -math.inf
+        for stage in own:
+            count, of, table_s = self.layers[stage], self.times[stage], self.data_parallel.table_s
+            compute_s, reduce_s = of.layer_s[1], of.data_parallel.reduce_s
+            head_s, first_s = (table_s if has else 0.0 for has in (self._has_own_head(stage), stage == 0))
+            shown_s = exposed_s(count, compute_s, overlap * reduce_s, 1.0, overlap * head_s)
+            lane_s = max(lane_s + overlap * (head_s + count * reduce_s), ends_s[stage] + shown_s)
+            lane_s += overlap * first_s
+            after_all_s += (1 - overlap) * (head_s + count * reduce_s + first_s)
+        return max(lane_s - ends_s[own[-1]], 0.0) + after_all_s
 
 
 def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
@@ -233,7 +247,7 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
             own = mean_layer_time(problem, parallelism, counts) if counts else layer
             of_replicas = data_parallel_time(problem, parallelism, counts) if counts else data_parallel
             at_ends = [end for end, is_here in zip(ends, key[1:], strict=True) if is_here]
-            sharded = _Sharded(problem, parallelism, key, of_replicas, ends)
+            sharded = ShardedStage(problem, parallelism, key, of_replicas, ends)
             back_s = own.backward.total_s + own.recompute.total_s
             exposed = sharded.gathers_s(own.forward.total_s), sharded.reduces_s(back_s)
             time = _stage_time(count, own, at_ends, of_replicas, *exposed)
@@ -241,74 +255,15 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
             time = _with_host(time, count, issued_s, pools=not problem.stack.blocks_transfers)
             known[key, counts] = _with_split(sharded, time, counts)
         times.append(known[key, counts])
-    transfer_s, sends_parts = 0.0, False
+    transfers: tuple[tuple[float, ...], bool] = (), False
     if parallelism.pipeline > 1:
-        sent = boundary_bytes(problem, parallelism)
-        is_whole = residual_is_whole(parallelism)
-        transfer_s, sends_parts = boundary_s(problem, parallelism, sent, is_whole)
-    return Stages(problem, parallelism, layers, tuple(times), layer, data_parallel, transfer_s, sends_parts)
+        ranks = ranks_of_stages(parallelism.schedule, parallelism.pipeline, parallelism.virtual_stages)
+        sent, is_whole = boundary_bytes(problem, parallelism), residual_is_whole(parallelism)
+        transfers = boundaries_s(problem, parallelism, ranks, sent, is_whole)
+    return Stages(problem, parallelism, layers, tuple(times), layer, data_parallel, *transfers)
 
 
-@dataclass(frozen=True)
-class _Sharded:
-    """What collectives of the weights of each micro-batch add to the parts of a stage.
-
-    Attributes:
-        key: the stage's number of layers, and whether it is the first and the last.
-        of: the collectives of a layer and of a table.
-        ends: the times of embedding and head, of which the stage has those that `key` says. Beside them the first
-            layer's weights are gathered, and the last one's gradients reduced.
-    """
-
-    problem: StepProblem
-    parallelism: Parallelism
-    key: tuple[int, bool, bool]
-    of: DataParallelTime
-    ends: tuple[LayerTime, LayerTime]
-
-    def _added_s(
-        self, compute_s: float, moved_s: float, table_s: float, *beside: tuple[bool, float, float]
-    ) -> float:
-        """Return the seconds by which a part is longer whose layers compute and move so long each.
-
-        Args:
-            table_s: seconds of a table's collective.
-            beside: (whether the stage has an end of the model, seconds of a collective before or after all layers,
-                seconds of that end, which hide it).
-        """
-        count, is_first, is_last = self.key
-        overlap = self.problem.stack.overlap
-        head = int(is_last and not (is_first and self.problem.model.tied_embeddings))
-        alone, queued = (
-            (is_first + head, 0) if self.problem.stack.sharding != "zero" else (int(is_first), head)
-        )
-        exposed = exposed_s(count, compute_s, moved_s, overlap, queued * table_s)
-        hidden = sum(min(overlap * move_s, end_s) for is_here, move_s, end_s in beside if is_here and count)
-        return alone * table_s + max(exposed - hidden, 0.0)
-
-    def gathers_s(self, compute_s: float) -> float:
-        """Return the seconds that gathers add to the forward part, of `compute_s` a layer."""
-        zero, stack = self.parallelism.zero, self.problem.stack
-        if zero < 2 or (zero == 2 and not stack.regathers):
-            return 0.0
-        gather_s, end_s = self.of.gather_s, self.ends[0].forward.total_s
-        return self._added_s(compute_s, gather_s, self.of.table_gather_s, (self.key[1], gather_s, end_s))
-
-    def reduces_s(self, compute_s: float, parts: tuple[bool, bool] = (True, True)) -> float:
-        """Return the seconds that gathers and reductions add to a backward part, of `compute_s` a layer.
-
-        `parts` says whether it has the gradients of the residual, which gathers precede, and of weights.
-        """
-        if self.parallelism.zero < 2:
-            return 0.0
-        again_s = self.of.gather_s if self.parallelism.zero == 3 and parts[0] else 0.0
-        reduce_s, table_s = (self.of.reduce_s, self.of.table_s) if parts[1] else (0.0, 0.0)
-        backs_s = [end.backward.total_s for end in self.ends]
-        beside = (self.key[1], reduce_s, backs_s[0]), (self.key[2], again_s, backs_s[1])
-        return self._added_s(compute_s, again_s + reduce_s, table_s, *beside)
-
-
-def _with_split(sharded: _Sharded, time: StageTime, counts: tuple[float, ...]) -> StageTime:
+def _with_split(sharded: ShardedStage, time: StageTime, counts: tuple[float, ...]) -> StageTime:
     """Return the time of a stage with its backward part in two, where its schedule runs them apart.
 
     Exposed reductions follow the gradients of weights, and gathers precede those of the residual. `counts` are the

@@ -1,8 +1,7 @@
 """When the parts of a step run, for pictures: actions of pipeline ranks, and tasks of a layer.
 
-The times are those of `step_of`: what it adds up is laid out here one after the other. Gathers of weights come
-first, then the pipeline by its schedule, with reductions of gradients beside the last backward parts, then the
-optimizer.
+The times are those of `step_of`: the pipeline by its schedule, whose first micro-batch waits for gathers of
+weights, reductions of gradients beside the last backward parts, then the optimizer.
 """
 
 from __future__ import annotations
@@ -84,27 +83,27 @@ def step_timeline(step: Step) -> StepTimeline:
     """
     timed, count = _timed(step)
     p = step.parallelism
-    shift_s = step.stages.gathers_s()
     updates_s = update_times_s(step.problem, p)
     software_s = step.problem.stack.step_s
     per_rank = max(len(order) for order in timed.schedule.actions)
     ranks = _spread(p.pipeline, max(1, min(MAX_RANKS, MAX_SPANS // (3 * per_rank))))
-    ends_s = [shift_s + to_s(max(ends)) + step.stages.reductions_s(i) for i, ends in enumerate(timed.ends)]
+    last_s = _last_s(timed)
+    ends_s = [to_s(max(ends)) + step.stages.reductions_s(i, last_s) for i, ends in enumerate(timed.ends)]
     done_s = max(end + update for end, update in zip(ends_s, updates_s, strict=True))
     lanes: list[TimelineLane] = []
     for rank in ranks:
         group = f"pipeline rank {rank}"
-        spans = [*_actions(timed, rank, shift_s)]
+        spans = [*_actions(timed, rank)]
         if updates_s[rank]:
             spans.append(StepSpan(ends_s[rank], ends_s[rank] + updates_s[rank], "optimizer"))
         if software_s:
             spans.append(StepSpan(done_s, done_s + software_s, "software"))
         lanes.append(TimelineLane(group, "computing", tuple(spans)))
-        if issued := _issued(step, timed, rank, shift_s):
+        if issued := _issued(step, timed, rank):
             lanes.append(TimelineLane(group, "host", tuple(issued)))
-        if messages := _messages(timed, rank, shift_s):
+        if messages := _messages(timed, rank):
             lanes.append(TimelineLane(group, "messages", tuple(messages)))
-        if data := _replica_spans(step, timed, rank, shift_s):
+        if data := _replica_spans(step, timed, rank):
             lanes.append(TimelineLane(group, "replicas", tuple(data)))
     remarks = []
     if count < step.num_micro_batches:
@@ -130,6 +129,16 @@ def _timed(step: Step) -> tuple[TimedSchedule, int]:
     return time_schedule(schedule, times, TransferRuntime.BUFFERED), count
 
 
+def _last_s(timed: TimedSchedule) -> list[float]:
+    """Return when each stage ends its last action, in seconds."""
+    last: dict[int, float] = {}
+    for order, ends in zip(timed.schedule.actions, timed.ends, strict=True):
+        last |= {
+            leaf.stage: to_s(end) for action, end in zip(order, ends, strict=True) for leaf in action.leaves
+        }
+    return [last[stage] for stage in range(timed.schedule.num_stages)]
+
+
 def _spread(count: int, shown: int) -> tuple[int, ...]:
     """Return so many of `count` numbers, evenly, with the first and the last."""
     if shown >= count:
@@ -139,20 +148,20 @@ def _spread(count: int, shown: int) -> tuple[int, ...]:
     return tuple(round(place * (count - 1) / (shown - 1)) for place in range(shown))
 
 
-def _actions(timed: TimedSchedule, rank: int, shift_s: float) -> list[StepSpan]:
+def _actions(timed: TimedSchedule, rank: int) -> list[StepSpan]:
     spans = []
     ticks = zip(timed.schedule.actions[rank], timed.begins[rank], timed.ends[rank], strict=True)
     for action, begin, end in ticks:
         kind, name = _KINDS.get(action.leaves[-1].kind, "backward"), str(action) if action.parts else ""
-        times_s = shift_s + to_s(begin), shift_s + to_s(end)
+        times_s = to_s(begin), to_s(end)
         spans.append(StepSpan(*times_s, kind, name, action.leaves[0].micro_batch, action.leaves[0].stage))
     return spans
 
 
-def _issued(step: Step, timed: TimedSchedule, rank: int, shift_s: float) -> list[StepSpan]:
+def _issued(step: Step, timed: TimedSchedule, rank: int) -> list[StepSpan]:
     """Return when the host of a pipeline rank issues its actions: each from when the chip begins it on."""
     spans: list[StepSpan] = []
-    for span in _actions(timed, rank, shift_s):
+    for span in _actions(timed, rank):
         assert span.stage is not None
         forward_s, backward_s = step.stages.times[span.stage].issued_s
         taken_s = forward_s if span.kind == "forward" else backward_s
@@ -164,11 +173,11 @@ def _issued(step: Step, timed: TimedSchedule, rank: int, shift_s: float) -> list
     return spans
 
 
-def _messages(timed: TimedSchedule, rank: int, shift_s: float) -> list[StepSpan]:
+def _messages(timed: TimedSchedule, rank: int) -> list[StepSpan]:
     """Return the messages that a pipeline rank receives; the parts of them that it waits for are exposed."""
     ranks = timed.schedule.stage_ranks
-    hop = timed.times.transfer[0] if timed.times.transfer else 0
-    if not hop:
+    hops = timed.times.transfer
+    if not any(hops):
         return []
     wanted: dict[tuple[str, int], int] = {}
     for stage, own in enumerate(ranks):
@@ -185,18 +194,17 @@ def _messages(timed: TimedSchedule, rank: int, shift_s: float) -> list[StepSpan]
                     continue
                 what = "activations" if forth == "forward" else "gradients"
                 name = f"{what} of stage {leaf.stage} from rank {other}"
-                times_s = shift_s + to_s(end), shift_s + to_s(end + hop)
+                hop = hops[leaf.stage - (forth == "backward")]
+                times_s = to_s(end), to_s(end + hop)
                 spans.append(StepSpan(*times_s, "hidden", name, leaf.micro_batch, wanted[forth, leaf.stage]))
     for each in timed.exposed:
         if each.rank == rank:
             name = f"waits for {each.transfer}"
-            spans.append(
-                StepSpan(shift_s + to_s(each.begin), shift_s + to_s(each.begin + each.ticks), "exposed", name)
-            )
+            spans.append(StepSpan(to_s(each.begin), to_s(each.begin + each.ticks), "exposed", name))
     return sorted(spans, key=lambda span: span.begin_s)
 
 
-def _replica_spans(step: Step, timed: TimedSchedule, rank: int, shift_s: float) -> list[StepSpan]:
+def _replica_spans(step: Step, timed: TimedSchedule, rank: int) -> list[StepSpan]:
     """Return the gathers of weights and reductions of gradients of a pipeline rank.
 
     Layers of one stage are done one after the other at the end of its last backward part. Where each micro-batch
@@ -211,23 +219,25 @@ def _replica_spans(step: Step, timed: TimedSchedule, rank: int, shift_s: float) 
     gathers_s = sum(layers * costs.gather_s for layers, costs in of_stages)
     if p.zero and gathers_s and not each_time:
         layers = sum(layers for layers, _ in of_stages)
-        spans += _split(0.0, gathers_s, shift_s, f"gather the weights of {layers} layers")
+        first = timed.begins[rank][0]
+        waited_s = to_s(first) if first == timed.times.earliest[own[0]] else 0.0
+        spans += _split(0.0, gathers_s, waited_s, f"gather the weights of {layers} layers")
     if p.zero >= 2:
         for action, begin, end in order:
-            spans += _beside(step, action, shift_s + to_s(begin), shift_s + to_s(end), each_time)
+            spans += _beside(step, action, to_s(begin), to_s(end), each_time)
     elif any(costs.reduce_s for _, costs in of_stages):
-        last = {leaf.stage: shift_s + to_s(end) for action, _, end in order for leaf in action.leaves}
-        rank_end_s, free_s = max(last.values()), 0.0
-        for stage in sorted(own, key=lambda stage: last[stage]):
+        last_s = _last_s(timed)
+        rank_end_s, free_s = max(last_s[stage] for stage in own), 0.0
+        for stage in sorted(own, key=lambda stage: last_s[stage]):
             time = stages.times[stage]
             for left in reversed(range(stages.layers[stage])):
                 name = f"reduce the gradients of a layer of stage {stage}"
                 hides = stack.overlap and not sums_after(step.problem, p)
-                ready_s = last[stage] - left * time.layer_s[1] if hides else rank_end_s
+                ready_s = last_s[stage] - left * time.layer_s[1] if hides else rank_end_s
                 begin_s = max(ready_s, free_s)
                 free_s = begin_s + time.data_parallel.reduce_s
                 spans += _split(begin_s, free_s, rank_end_s, name, exposed_after=True)
-        end_s = rank_end_s + stages.reductions_s(rank)
+        end_s = rank_end_s + stages.reductions_s(rank, last_s)
         if end_s > max(free_s, rank_end_s) * (1 + 1e-9):  # tables, and what the stack does not overlap
             begin_s = max(free_s, rank_end_s)
             spans.append(StepSpan(begin_s, end_s, "exposed", "reduce other gradients"))
