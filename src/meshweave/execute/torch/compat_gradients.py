@@ -22,6 +22,16 @@ def is_autograd_compiled() -> bool:
     return compiled is not None and any(getattr(compiled, name, True) for name in names)
 
 
+def is_transformed() -> bool:
+    """Return whether this runs inside of a transform of `torch.func`, as grad or vmap.
+
+    Relies on `torch._C._functorch.peek_interpreter_stack` (torch 2.9 and 2.13); where it is gone the answer is no.
+    """
+    functions = getattr(torch._C, "_functorch", None)
+    peek: Callable[[], Any] | None = getattr(functions, "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None
+
+
 def gradient_dtype(parameter: Tensor) -> torch.dtype | None:
     """Return the dtype that the gradient of a parameter must have; None for any.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshweave.base.errors import LayoutError, UnsupportedError
-from meshweave.execute.torch import compat
+from meshweave.execute.torch import compat, compat_gradients
 from meshweave.nn.parallel.call_facts import CallInputs
 from meshweave.nn.parallel.loss import IGNORED
 from meshweave.nn.parallel.takeable import HOOKS
@@ -191,7 +191,7 @@ class PlacedModules:
 
 def check_transforms() -> None:
     """Raise UnsupportedError inside of transforms of `torch.func`, which do not see what ranks exchange."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if compat_gradients.is_transformed():
         raise UnsupportedError(
             "torch.func.grad, vmap and the like do not transform what ranks exchange: call the model outside of "
             "them, and take gradients by loss.backward() or torch.autograd.grad"

@@ -345,16 +345,16 @@ def _settings_here(
     if members is None:
         return groups, ""
     was_in = {name: at for at, names in enumerate(members) for name in names}
-    found: list[dict[str, Any]] = []
+    settings: list[dict[str, Any]] = []
     for names in here:
         first, *others = [name for name in names if name in was_in] or [""]
-        found.append(groups[was_in[first]] if first else {})
-        if other := next((name for name in others if groups[was_in[name]] != found[-1]), ""):
+        settings.append(groups[was_in[first]] if first else {})
+        if other := next((name for name in others if groups[was_in[name]] != settings[-1]), ""):
             return [], (
                 f"has '{first}' and '{other}' in groups of an optimizer with different settings, and here they "
                 "are in one; put parameters into groups as they were saved"
             )
-    return found, ""
+    return settings, ""
 
 
 def _of_optimizer(manifest: Manifest) -> list[str]:
