@@ -1,4 +1,4 @@
-"""What ranks must have alike in a call of a parallelised model, but for the values of tensors.
+"""What a call of a parallelised model must not be in, and what ranks must have alike in it but values of tensors.
 
 It is taken in every call, and seldom becomes words: a number stands for it, which is kept for later calls.
 """
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshweave.base.errors import UnsupportedError
+from meshweave.execute.torch import compat_gradients
 from meshweave.nn.parallel.agreed import digest
 
 Facts = tuple[tuple[str, Any], ...]
@@ -22,6 +24,24 @@ _CALL, _STEP = (
     0x9E3779B97F4A7C15,
     0xBF58476D1CE4E5B9,
 )  # odd: counts that differ by one show in the lowest bits
+
+
+def check_transforms() -> None:
+    """Raise UnsupportedError inside of transforms of `torch.func`, which do not see what ranks exchange."""
+    if compat_gradients.is_transformed():
+        raise UnsupportedError(
+            "torch.func.grad, vmap and the like do not transform what ranks exchange: call the model outside of "
+            "them, and take gradients by loss.backward() or torch.autograd.grad"
+        )
+
+
+def check_anomaly_mode() -> None:
+    """Raise UnsupportedError where `detect_anomaly` looks for nan in gradients, which fails for DTensors."""
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "detect_anomaly looks for nan in DTensors, which torch has no means for: give check_nan=False, or "
+            "look at parameter.grad.to_local()"
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshweave.base.errors import LayoutError, UnsupportedError
-from meshweave.execute.torch import compat, compat_gradients
+from meshweave.execute.torch import compat
 from meshweave.nn.parallel.call_facts import CallInputs
 from meshweave.nn.parallel.loss import IGNORED
 from meshweave.nn.parallel.takeable import HOOKS
@@ -135,8 +135,8 @@ class PlacedModules:
         """Raise UnsupportedError, naming it, where a module was replaced, or has hooks that would not run, or a
         parameter was removed, is on the meta device or had its `.data` assigned.
         """
-        if any(self._unused_hooks):
-            name = next(p for p, hooks in zip(self._uncalled, self._unused_hooks, strict=True) if hooks)
+        unused = zip(self._uncalled, self._unused_hooks, strict=True) if any(self._unused_hooks) else ()
+        if name := next((path for path, hooks in unused if any(map(_is_of_user, hooks.values()))), None):
             raise UnsupportedError(
                 f"{name} has a hook, which would not run: its layer computes with its weights, and does not call "
                 "it; hooks on whole layers, norms, activations, the embedding and the model run"
@@ -189,22 +189,9 @@ class PlacedModules:
         self._memory[name] = now
 
 
-def check_transforms() -> None:
-    """Raise UnsupportedError inside of transforms of `torch.func`, which do not see what ranks exchange."""
-    if compat_gradients.is_transformed():
-        raise UnsupportedError(
-            "torch.func.grad, vmap and the like do not transform what ranks exchange: call the model outside of "
-            "them, and take gradients by loss.backward() or torch.autograd.grad"
-        )
-
-
-def check_anomaly_mode() -> None:
-    """Raise UnsupportedError where `detect_anomaly` looks for nan in gradients, which fails for DTensors."""
-    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and torch.is_grad_enabled():
-        raise UnsupportedError(
-            "detect_anomaly looks for nan in DTensors, which torch has no means for: give check_nan=False, or "
-            "look at parameter.grad.to_local()"
-        )
+def _is_of_user(hook: Any) -> bool:
+    """Return whether a hook is none of those by which `mw.prove` looks at modules."""
+    return not str(getattr(hook, "__module__", "")).startswith("meshweave.")
 
 
 def _memory(parameter: DTensor) -> tuple[int, Callable[[], Tensor | None]]:

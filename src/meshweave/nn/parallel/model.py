@@ -14,15 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.block import ParallelBlock
-from meshweave.nn.parallel.call_facts import CallInputs
+from meshweave.nn.parallel.call_facts import CallInputs, check_anomaly_mode, check_transforms
 from meshweave.nn.parallel.dropout import ShardDropout
 from meshweave.nn.parallel.embedding import ParallelEmbedding, ParallelPositions
 from meshweave.nn.parallel.features import (
     AroundModule,
     ForwardArguments,
     PlacedModules,
-    check_anomaly_mode,
-    check_transforms,
 )
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.loss import VocabularyLoss
