@@ -110,9 +110,11 @@ class _WatchedCopy:
         self.dtype, self.device = table.dtype, table.device
 
     def refuse(self, words: str) -> None:
+        """Raise ProofError, which says in `words` what the model does that its layers alone do not."""
         raise ProofError(f"{self.title} is another model than its layers make: {words}")
 
     def run(self, sequence: int) -> None:
+        """Run a forward pass on one row of `sequence` generated tokens, with targets where the copy takes them."""
         given = generated(self.made, 1, self.device, (1, sequence))
         self.made(*given.inputs, **arguments_of(self.made, given))
 
