@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.table import PRODUCTS_2D
+from meshweave.base.errors import BindError
 from meshweave.execute.ranks import guard
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch.call_order import call_order
@@ -74,6 +75,16 @@ def faulty(context, payload):
         raise KeyError("colour")
     with context.liveness.guard("rank 1"):
         dist.recv(box, 1)
+
+
+def heard_before_it_is_said(context, payload):
+    """Rank 0 ends with what it has heard of rank 1's failure, before rank 1 has ended with the failure."""
+    if context.rank == 1:
+        time.sleep(0.5)
+        raise KeyError("colour")
+    error = BindError("rank 1 failed in ring (call 1): KeyError: 'colour'")
+    error.is_echo = True
+    raise error
 
 
 def unprintable(context, payload):

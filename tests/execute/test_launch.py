@@ -82,6 +82,12 @@ def test_any_other_exception_brings_its_traceback():
     }
 
 
+def test_an_echo_of_a_failure_is_not_its_cause():
+    with pytest.raises(RankError, match=r"^rank 1: KeyError: 'colour'") as caught:
+        run("heard_before_it_is_said", 2)
+    assert caught.value.reports[0] == "rank 1 failed in ring (call 1): KeyError: 'colour'"
+
+
 def test_a_hanging_rank_is_a_missed_deadline_and_not_a_lost_rank():
     with pytest.raises(
         DeadlineError, match=r"rank 0: gave up waiting for word from rank 1 after \d+\."

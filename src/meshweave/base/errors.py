@@ -109,7 +109,13 @@ class ProgramError(MeshweaveError):
 
 
 class BindError(MeshweaveError):
-    """What a call is given (tensors, dtypes, ranks, functions) does not fit, or differs between ranks."""
+    """What a call is given (tensors, dtypes, ranks, functions) does not fit, or differs between ranks.
+
+    `is_echo` says that the call is out of order with that of another rank, or that this one failed in it, which
+    raises the cause itself.
+    """
+
+    is_echo = False
 
 
 class UnsupportedError(MeshweaveError):

@@ -67,6 +67,7 @@ class Report:
         kind: the name of the error's class, or STOPPED.
         ours: whether the error is a MeshweaveError or the report of a signal, which need no traceback.
         missing: the ranks that a RankLostError names, or that a signal's report does.
+        is_echo: whether the cause is what another rank has raised, see `BindError`.
     """
 
     kind: str
@@ -74,6 +75,7 @@ class Report:
     ours: bool = False
     missing: tuple[int, ...] = ()
     traceback: str = ""
+    is_echo: bool = False
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> Report | None:

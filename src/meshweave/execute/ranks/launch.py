@@ -303,7 +303,10 @@ class _LaunchedRanks:
             if rank in dead:
                 causes = ", ".join(f"rank {r} {_cause(self.ended[r])}" for r in sorted(dead))
                 return RankLostError(causes, sorted(dead))
-            if report is not None and report.kind not in victims:
+            if report is not None and report.kind not in victims and not report.is_echo:
+                return _revive(rank, report)
+        for rank, report in unasked.items():
+            if report is not None and report.is_echo:
                 return _revive(rank, report)
         spoke = {rank: report for rank, report in said.items() if report is not None and report.ours}
         lost = sorted({rank for report in spoke.values() for rank in report.missing})

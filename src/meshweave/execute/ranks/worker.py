@@ -155,7 +155,9 @@ def _fail(folder: Path, rank: int, error: BaseException) -> NoReturn:
     missing = error.missing if isinstance(error, RankLostError) else ()
     message = " ".join(str(error).split())
     ours = isinstance(error, MeshweaveError)
-    report = Report(type(error).__name__, message, ours, missing, "".join(traceback.format_exception(error)))
+    said = "".join(traceback.format_exception(error))
+    is_echo = isinstance(error, BindError) and error.is_echo
+    report = Report(type(error).__name__, message, ours, missing, said, is_echo)
     write_json(report_path(folder, rank), asdict(report))
     # No orderly end: taking a process group down with operations under way may hang or abort, and would hide
     # the error.

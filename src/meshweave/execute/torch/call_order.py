@@ -291,9 +291,11 @@ class CallOrder(ContextCalls):
             )
 
     def check_verdict(self) -> None:
-        """Raise BindError where the call under way has turned out to be out of order."""
+        """Raise BindError, an echo, where the call under way is out of order, or another rank failed in it."""
         if self.verdict:
-            raise BindError(self.verdict)
+            error = BindError(self.verdict)
+            error.is_echo = True
+            raise error
 
     def explain_failure(self) -> None:
         """Raise BindError if a wait failed because calls are out of order; looks again first, 1 s at most."""
