@@ -145,8 +145,8 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     def peak_bytes(self, problem: StepProblem, config: Parallelism, rank: int = 0) -> int:
         """Return the peak bytes of weights, gradients and buffers on a chip of a pipeline rank.
 
-        Leaves out optimizer states, fragmentation, context and communicators, which `step_memory.memory_of`
-        adds.
+        Buffers include kept activations. Optimizer states, fragmentation, context and communicators are left
+        out; `step_memory.memory_of` adds them.
 
         Args:
             rank: a global rank, whose pipeline rank is meant.
@@ -166,9 +166,9 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     ) -> Iterator[StepPart] | None:
         """Return the smaller parts into which a search divides a part; None for a `Parallelism`.
 
-        All configurations are two `LayoutsPart`; one of these gives each `LayoutPart`, which gives each
-        `ChoicePart`, which gives each `Parallelism`. Layouts and configurations that surely do not fit the
-        memory are left out, and counted in `part.tree`.
+        All configurations are two `LayoutsPart`. Each is divided into `LayoutPart`, these into `ChoicePart`, and
+        these into `Parallelism`. Layouts and configurations that surely do not fit the memory are left out, and
+        counted in `part.tree`.
 
         Args:
             part: a part that this method gave, or None for all configurations.
@@ -218,7 +218,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     # --- meaning ----------------------------------------------------------------------------------------
 
     def random_inputs(self, problem: StepProblem, seed: int = 0) -> dict[str, Array]:
-        """Return random integers from -4 to 4 for the weights of the model, by name, in its dtype."""
+        """Return random integers from -4 to 4 for the weights of the model, by name, in the problem's dtype."""
         return random_weights(problem, seed)
 
     def reference(self, problem: StepProblem, inputs: Arrays) -> dict[str, Array]:

@@ -56,7 +56,7 @@ def lay_step(step: Stages, *, folds: bool = True) -> LaidStep:
     """Return the program of a step with the programs of its layers inside, and its machine.
 
     Args:
-        folds: whether one replica is simulated for all, if they are alike and each is in hosts of its own.
+        folds: whether a few replicas are simulated and stand for all, where they are alike (`replica_copies`).
 
     Raises:
         UnsupportedError: the step has products in a precision of their own, tensor-parallel collectives inside

@@ -185,12 +185,12 @@ def expert_mesh_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
 
 
 def sharding_groups(parallelism: Parallelism) -> tuple[Groups, Groups]:
-    """Return (size, stride) of the groups over which ZeRO shards, and of those that hold copies of a shard."""
+    """Return (size, stride in chips) of groups that ZeRO shards over, and of groups with copies of a shard."""
     return _divided(replica_groups(parallelism), parallelism.shards)
 
 
 def expert_sharding_groups(parallelism: Parallelism) -> tuple[Groups, Groups]:
-    """Return the same of the ranks that hold the same experts."""
+    """Return `sharding_groups` for weights of experts: of the ranks that hold the same experts."""
     return _divided(expert_replica_groups(parallelism), parallelism.expert_shards)
 
 
