@@ -16,8 +16,8 @@ class ShardedStage:
     Attributes:
         key: the stage's number of layers, and whether it is the first and the last.
         of: the collectives of a layer and of a table.
-        ends: the times of embedding and head, of which the stage has those that `key` says. Beside them the first
-            layer's weights are gathered, and the last one's gradients reduced.
+        ends: the times of embedding and head, of which the stage has those that `key` says. The first gather and
+            the last reduction of a part overlap with them.
     """
 
     problem: StepProblem
