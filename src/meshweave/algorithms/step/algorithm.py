@@ -53,14 +53,14 @@ class StepEstimate(Estimate):
     def compute_s(self) -> float:
         """Return the seconds of layers, recomputation, embedding, head and loss.
 
-        Exposed communication counts here in the last four, and in `transfer_s` in layers.
+        Exposed communication of the last four counts here, and that of layers in `transfer_s`.
         """
         parts = self.step.parts
         return parts.compute + parts.recompute + parts.ends
 
     @property
     def copy_s(self) -> float:
-        """Return the seconds of the optimizer's update of weights that follow the pipeline."""
+        """Return the seconds of the optimizer's update of weights after the end of the pipeline."""
         return self.step.parts.optimizer
 
     @property

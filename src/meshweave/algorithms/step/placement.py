@@ -36,7 +36,7 @@ Groups = tuple[tuple[int, int], ...]
 def axis_machine(cluster: Cluster, axes: Sequence[Axis], expert_axes: Sequence[Axis] = ()) -> Machine:
     """Return a machine with a mesh of these axes (name, size, stride in chips) over hosts of a cluster.
 
-    The hosts are the fewest that whole groups of all axes fill, the first ones, or all of the cluster. The mesh
+    They are the first hosts, as few as whole groups of all axes fill, and at most all of the cluster. The mesh
     has further axes, "inside..." and "outside", for the chips between and beside the groups.
 
     Args:

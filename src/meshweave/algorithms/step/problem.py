@@ -69,7 +69,7 @@ class Parallelism:
         order: the degrees, innermost first: chips next to each other differ in the first one.
 
     Raises:
-        LayoutError: a degree is below 1, `zero`, `recompute` or `order` has no such value, or `zero_group` or the
+        LayoutError: a degree is below 1, `zero`, `recompute` or `order` is unknown, or `zero_group` or the
             degrees of experts do not divide the ranks that they share. Strategy and schedule are not checked.
     """
 
