@@ -160,7 +160,7 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return {name: layout for name, layout in placed if name is not None and layout is not None}
 
     def estimate(self, problem: ProblemT, config: ConfigT, machine: Machine) -> Estimate:
-        """Return the seconds that the program takes on a machine without contention, in parts.
+        """Return the time of a config on a machine without contention: that of its program, and `outside_s`.
 
         This default writes the program and steps through its ops. Algorithms with many configs override it with a
         closed form.
@@ -184,8 +184,8 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         `lower_bound`.
 
         Args:
-            part: a part that `branches` yielded; None for all candidates, whose parts are searched one after
-                the other, each to its end.
+            part: a part that `branches` yielded; None for all candidates. The search finishes each part that
+                is yielded for None before it starts the next; within such a part it goes best bound first.
             limit_s: candidates that take this many seconds or more cannot change the result, and may be left
                 out.
         """
@@ -197,7 +197,7 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         Args:
             part: what `branches` yielded: a part of the candidates, or a config.
             is_tight: whether a higher bound is wanted, which may take longer to compute. A search asks for it
-                only among the parts that it begins with, of the one with the least bound so far.
+                once for each of the parts that it begins with, when that part has the least bound of all left.
         """
         return 0.0
 
@@ -226,7 +226,7 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return 0
 
     def outside_s(self, problem: ProblemT, config: ConfigT) -> float:
-        """Return the seconds of `estimate` that no op of the program takes, as of an optimizer; 0 by default."""
+        """Return the seconds of `estimate` that no op of the program takes, such as logging; 0 by default."""
         return 0.0
 
     def refusal(self, problem: ProblemT) -> str | None:

@@ -70,7 +70,7 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
     def counts(
         self, problem: ExpertsProblem, config: ConfigT, choices: Array | None = None
     ) -> dict[str, Array]:
-        """Return numbers of rows by name, for these choices; the program takes those in its `counts_of`.
+        """Return numbers of rows by name, of which a program takes those in its `counts_of` as inputs.
 
         "n0" is (experts, source ranks): the rows of a rank for an expert. "m" is (hosts, source ranks): the
         tokens of a rank that have an expert on a host.
@@ -114,7 +114,7 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
         return cells_reference(problem, inputs, self.source_order(problem))
 
     def source_order(self, problem: ExpertsProblem) -> list[int]:
-        """Return the source ranks, as positions on the mesh, in the order of their rows on an expert's rank."""
+        """Return the source ranks, positions on the mesh, in the order in which their rows lie at an expert."""
         return list(range(problem.num_ranks))
 
     def functions(self, problem: ExpertsProblem) -> Mapping[str, Callable[..., Any]]:
@@ -137,7 +137,7 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
 
 
 class UnchosenExperts(ExpertsAlgorithm[NoChoice]):
-    """An algorithm that leaves nothing open."""
+    """An algorithm with a single config, `NoChoice`."""
 
     def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
         """Yield the only config: there is nothing to choose."""

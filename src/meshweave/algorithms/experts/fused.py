@@ -27,7 +27,7 @@ class TokenSlices:
 
     Attributes:
         count: number of slices of each rank's tokens.
-        by_source: whether rows of each source rank are multiplied apart, or all of an expert's together.
+        by_source: whether an expert multiplies the rows of each source rank apart; else all its rows together.
     """
 
     count: int = 1
@@ -38,7 +38,7 @@ class TokenSlices:
 
 
 class FusedExperts(ExpertsAlgorithm[TokenSlices]):
-    """Dispatch, products and combine of slices and sources side by side."""
+    """Overlaps the messages of some token slices and source ranks with the products of others."""
 
     name = "experts_fused"
     title = "Fused experts"

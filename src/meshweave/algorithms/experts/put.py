@@ -15,7 +15,7 @@ from meshweave.algorithms.fused.product import NoChoice
 
 
 class PutToOwner(UnchosenExperts):
-    """Rows are put into the memory of the expert's rank, where products read them; to the next rank first."""
+    """Puts rows into the memory of the expert's rank, and results into the source's; to the next rank first."""
 
     name = "experts_put"
     title = "Experts by one-sided puts"

@@ -15,7 +15,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def layer_reference(problem: ExpertsProblem, inputs: Arrays) -> dict[str, NDArray[Any]]:
-    """Compute a layer of experts on one process, expert by expert.
+    """Return the outputs of a layer of experts, computed in one process, expert by expert.
 
     Args:
         inputs: whole arrays by name: X, Choices, Gates, W1, W2, and dY where `problem.part` is "training".

@@ -19,7 +19,9 @@ class Routing:
         kind: "balanced": all experts have equally many tokens, or one more. "power": the i-th of the experts,
             in an order drawn by the seed, is taken in proportion to i ** -exponent. "table": experts are taken in
             proportion to `table`, such as the tokens of each that a run has recorded.
-        seed: of what is drawn.
+        seed: of the random numbers that `draw` uses.
+        exponent: of the power law; read by "power" alone.
+        table: the weight of each expert; read by "table" alone.
 
     Raises:
         LayoutError: the kind is none of these; or the kind "table" has no table, another kind has one, or the
@@ -72,10 +74,10 @@ class Routing:
 def within_capacity(
     choices: NDArray[Any], num_ranks: int, num_experts: int, capacity: int | None
 ) -> NDArray[np.int32]:
-    """Return choices with -1 for those after the first `capacity` that a rank's tokens have of an expert.
+    """Return `choices` with -1 in place of those beyond the first `capacity` of a rank's tokens for an expert.
 
     `choices` are experts from 0, (tokens of all ranks, top_k), rank after rank, equally many tokens each. Those
-    of earlier tokens come first. A capacity of None drops none.
+    of earlier tokens count first. A capacity of None drops none.
     """
     kept: NDArray[np.int32] = choices.astype(np.int32)
     if capacity is None:

@@ -62,8 +62,8 @@ class ActionGraph:
         num_nodes: the number of nodes, those that stand for no action among them.
         sources: for each wait the node that comes first.
         targets: for each wait the node that waits.
-        carried: for each wait the number of the edge whose transfer it stands for, where transfers are not
-            listed; ABSENT for the other waits.
+        carried: for each wait the index in `table.edges` of the edge whose transfer it stands for, where
+            transfers are not listed; ABSENT for the other waits.
     """
 
     table: ActionTable

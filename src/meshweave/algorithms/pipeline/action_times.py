@@ -138,8 +138,9 @@ class TimedSchedule:
     Attributes:
         schedule: the schedule.
         times: the ticks of each action.
-        begins: for each rank and action when it begins; a receive runs with its send.
-        ends: likewise when it ends.
+        begins: for each rank and action the tick at which it begins. A receive has the ticks of its send; with
+            `TransferRuntime.BUFFERED` it takes 0 ticks once the send has ended.
+        ends: likewise the tick at which it ends.
         exposed: the transfers that ranks waited for, by rank and begin.
     """
 
@@ -151,7 +152,7 @@ class TimedSchedule:
 
     @cached_property
     def duration(self) -> int:
-        """Return the makespan in ticks: when the last action ends; the first begins at 0."""
+        """Return the makespan: the tick at which the last action ends, counted from 0, the begin of the step."""
         return max(max(ends, default=0) for ends in self.ends)
 
     def busy(self, rank: int) -> int:
@@ -293,9 +294,9 @@ def _idle_from(table: ActionTable, ends: IntArray) -> IntArray:
 
 
 def peak_stashes(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each rank the most (stage, micro-batch) pairs that ran forward and lack a weight gradient.
+    """Return for each rank the most (stage, micro-batch) pairs that are between forward and weight gradient.
 
-    It follows from the order alone. Each such pair keeps the activations of one micro-batch in one stage.
+    They are counted at one time, by the order alone. Each keeps the activations of a micro-batch in a stage.
     """
     peaks = []
     for order in schedule.actions:

@@ -123,7 +123,7 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
     def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
         """Return whether the schedule takes these numbers of ranks, stages per rank and micro-batches.
 
-        Some schedules look at the micro-batches alone: ask it of the variant that `for_stages` returns.
+        Some schedules check the number of micro-batches alone, so call it on what `for_stages` returns.
         """
         placement = self.place_stages(num_ranks, per_rank)
         return placement is not None and self.refusal(chain_of_ranks(placement, micro_batches)) is None

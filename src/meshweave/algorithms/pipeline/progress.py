@@ -97,7 +97,8 @@ class OrderedActions:
             `ActionGraph.num_nodes`.
         waits: for each entry of `places` the numbers that it waits for.
         carried: for each transfer, by number, the index of its edge in `ActionTable.edges`.
-        num_stages: of the schedule; the forward of micro-batch 0 waits for a place of its stage behind all others.
+        num_stages: stages of the schedule. The numbers after those of all transfers stand for `earliest` of
+            `ends`, one for each stage: the stage's forward of micro-batch 0 waits for it.
     """
 
     places: list[int]

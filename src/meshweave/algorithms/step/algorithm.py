@@ -53,14 +53,14 @@ class StepEstimate(Estimate):
     def compute_s(self) -> float:
         """Return the seconds of layers, recomputation, embedding, head and loss.
 
-        Exposed communication counts here in the last four, and in `transfer_s` in layers.
+        Exposed communication of the last four counts here, and that of layers in `transfer_s`.
         """
         parts = self.step.parts
         return parts.compute + parts.recompute + parts.ends
 
     @property
     def copy_s(self) -> float:
-        """Return the seconds of the optimizer's update of weights that follow the pipeline."""
+        """Return the seconds of the optimizer's update of weights after the end of the pipeline."""
         return self.step.parts.optimizer
 
     @property
@@ -145,8 +145,8 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     def peak_bytes(self, problem: StepProblem, config: Parallelism, rank: int = 0) -> int:
         """Return the peak bytes of weights, gradients and buffers on a chip of a pipeline rank.
 
-        Leaves out optimizer states, fragmentation, context and communicators, which `step_memory.memory_of`
-        adds.
+        Buffers include kept activations. Optimizer states, fragmentation, context and communicators are left
+        out; `step_memory.memory_of` adds them.
 
         Args:
             rank: a global rank, whose pipeline rank is meant.
@@ -166,9 +166,9 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     ) -> Iterator[StepPart] | None:
         """Return the smaller parts into which a search divides a part; None for a `Parallelism`.
 
-        All configurations are two `LayoutsPart`; one of these gives each `LayoutPart`, which gives each
-        `ChoicePart`, which gives each `Parallelism`. Layouts and configurations that surely do not fit the
-        memory are left out, and counted in `part.tree`.
+        All configurations are two `LayoutsPart`. Each is divided into `LayoutPart`, these into `ChoicePart`, and
+        these into `Parallelism`. Layouts and configurations that surely do not fit the memory are left out, and
+        counted in `part.tree`.
 
         Args:
             part: a part that this method gave, or None for all configurations.
@@ -218,7 +218,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     # --- meaning ----------------------------------------------------------------------------------------
 
     def random_inputs(self, problem: StepProblem, seed: int = 0) -> dict[str, Array]:
-        """Return random integers from -4 to 4 for the weights of the model, by name, in its dtype."""
+        """Return random integers from -4 to 4 for the weights of the model, by name, in the problem's dtype."""
         return random_weights(problem, seed)
 
     def reference(self, problem: StepProblem, inputs: Arrays) -> dict[str, Array]:

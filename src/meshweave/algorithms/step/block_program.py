@@ -56,7 +56,7 @@ def lay_step(step: Stages, *, folds: bool = True) -> LaidStep:
     """Return the program of a step with the programs of its layers inside, and its machine.
 
     Args:
-        folds: whether one replica is simulated for all, if they are alike and each is in hosts of its own.
+        folds: whether a few replicas are simulated and stand for all, where they are alike (`replica_copies`).
 
     Raises:
         UnsupportedError: the step has products in a precision of their own, tensor-parallel collectives inside
@@ -120,7 +120,7 @@ class WrittenStep:
 
 @dataclass(frozen=True)
 class StepPieces:
-    """The parts from which the program of a step is written.
+    """The units, schedule and settings from which the program of a step is written.
 
     Attributes:
         units: for each stage its pieces of the model, with how many of each there are.
@@ -136,7 +136,7 @@ class StepPieces:
 
 
 def step_pieces(step: Stages) -> StepPieces:
-    """Return the parts of the program of a step, on one of its replicas.
+    """Return the units, schedule and settings of the program of a step, on one of its replicas.
 
     Raises:
         UnsupportedError: no program is written for such a step (`lay_step`), or layers have experts or latent

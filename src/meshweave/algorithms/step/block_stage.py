@@ -204,7 +204,7 @@ class BlockStage:
         yield from self.buckets.end()
 
     def action(self, kind: ActionKind, micro_batch: Index, label: str) -> Iterator[Statement]:
-        """Yield the statements of a forward or backward action; none for other kinds.
+        """Yield the statements of a forward, a backward or one of its two gradients; none for other kinds.
 
         Args:
             micro_batch: its number, or an expression for it.

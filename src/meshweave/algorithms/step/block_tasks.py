@@ -37,7 +37,7 @@ class PartTime:
     Attributes:
         compute_s: computing.
         tensor_s, context_s: exposed communication of tensor-parallel and of context-parallel ranks.
-        host_s: seconds in which the chip waits for its host, where that waits for collectives (`stalls_s`).
+        host_s: seconds in which the chip waits for a host that itself waits for collectives (`stalls_s`).
     """
 
     compute_s: float = 0.0
@@ -235,7 +235,7 @@ def priced_work(work: Compute, products: ProductDtypes | None, part: ProductPart
     """Return the work of an op as a step prices it.
 
     Products, and calls of experts, get the dtype that `products` has for their part, if it has one. Attention
-    of as many keys as queries, as only a turn of ring attention without a mask has, gets half of the keys.
+    to as many keys as queries is a turn of a ring, written without a mask; it gets half of the keys.
 
     Args:
         part: which of the three products of training the op is; calls of experts say it themselves.

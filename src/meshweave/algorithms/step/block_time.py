@@ -204,7 +204,7 @@ class LayerBlock:
         return priced.time(self._machine, self._transfers, self.problem.stack.waits_for_tensor).part
 
     def piece(self, training: bool, piece: Piece) -> BlockTime:
-        """Return the time of an end of the model alone, in the config of the layer.
+        """Return the time of embedding or head without the layer, in the config of the layer.
 
         Args:
             training: whether it is forward and backward; forward alone otherwise.
@@ -223,7 +223,7 @@ class LayerBlock:
     def spans(self) -> tuple[TaskSpan, ...] | None:
         """Return when each task of `whole` begins and ends, in picoseconds.
 
-        None where broadcasts go along chains of ranks.
+        None where broadcasts or reduces go along chains of ranks.
 
         Raises:
             LayoutError: the layer does not fit the strategy.

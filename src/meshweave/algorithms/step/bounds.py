@@ -106,7 +106,7 @@ class LayerBounds:
     def layer_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
         """Return a lower bound of a layer's seconds for one micro-batch, forward and backward, in a layout.
 
-        Communication counts, but for recomputation, of which the kernels alone do. Waits for the host do not.
+        It counts communication, but of recomputation the kernels alone, and no waits for the host.
 
         Raises:
             LayoutError: the strategy does not fit.
@@ -145,7 +145,7 @@ class LayerBounds:
         return layer.forward.total_s + layer.backward.total_s + layer.recompute.total_s
 
     def representative(self, layout: StepLayout) -> StepLayout:
-        """Return the layout whose layers are priced for all layouts with equally long ones: the first asked for.
+        """Return the layout that stands for all whose layers take equally long: the first that was asked for.
 
         Layers take equally long where strategy, tensor, context and expert degrees are equal, groups lie on
         links of the same levels, and all layouts have several replicas or all have one.
@@ -215,7 +215,7 @@ def step_bound_s(
     costs: tuple[int, int] | None = None,
     are_alike: bool = True,
 ) -> float:
-    """Return a lower bound of a step's seconds from the time of its layers, if stages divide them evenly.
+    """Return a lower bound of a step's seconds from the time of one layer, and of head and loss.
 
     Every rank works on every micro-batch, and the rank of the last stage also on head and loss. Where the
     schedule `waits_at_ends`, that rank waits besides for the first stages of the others before its first

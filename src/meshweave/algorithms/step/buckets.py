@@ -228,7 +228,7 @@ class StageBuckets(BucketViews):
             yield self._reduced((self._own(unit, "dw", layer, waited),))
 
     def reductions_beside(self, unit: Unit, layer: Index) -> Iterator[Op]:
-        """Yield the reductions of a layer's gradients that overlap with what follows, as nothing waits for them.
+        """Yield the reductions of a layer's gradients that overlap with the statements that follow.
 
         There are some only where each micro-batch reduces its gradients (`reduces_each`).
         """

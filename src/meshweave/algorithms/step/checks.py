@@ -26,7 +26,7 @@ def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
 
 
 def can_be_laid_out(problem: StepProblem, parallelism: Parallelism) -> bool:
-    """Return whether a step can be laid out so on the chips, its experts included (`check_step`)."""
+    """Return whether `check_step` accepts a step with its experts, so that it can be laid out on the chips."""
     try:
         check_step(problem, parallelism)
     except MeshweaveError:

@@ -113,7 +113,7 @@ def _layer_s(
 
 
 def sums_after(problem: StepProblem, parallelism: Parallelism) -> bool:
-    """Return whether replicas sum whole gradients after the last backward part, beside nothing."""
+    """Return whether ZeRO-1 sums whole gradients after the last backward part, overlapped with nothing."""
     return parallelism.zero == 1 and problem.stack.sums_after
 
 

@@ -197,8 +197,8 @@ def least_held(
     """Return a lower bound of what a step's program holds on a chip of each of the pipeline ranks in `ranks`.
 
     It counts weights, their states, and what layers keep, but no scores, masks or second tensor of the gate.
-    When most micro-batches are kept, a backward part begins: it has the gradient of the residual, what the first
-    of its layers has computed again, and under ZeRO-3 the weights of that layer.
+    A backward part begins while the most micro-batches are kept; it adds the gradient of the residual, what one
+    layer computes again, and under ZeRO-3 the weights of that layer.
 
     Args:
         layers: the number of layers of each pipeline rank of the step.

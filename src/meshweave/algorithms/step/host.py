@@ -67,7 +67,9 @@ class IssueCounts:
 
 
 def paced_ps(tasks: Sequence[IssuedTask], counts: IssueCounts, host: HostRates, added_ps: int) -> int:
-    """Return the picoseconds that each of equal parts in a row takes, if the host waits for each collective.
+    """Return the picoseconds of a layer's forward or backward part among equal ones that follow each other.
+
+    The host waits for the end of each collective before it issues the next operation.
 
     Args:
         tasks: the tasks of the part, in order of issue.

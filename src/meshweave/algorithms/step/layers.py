@@ -171,8 +171,8 @@ def layer_split(problem: StepProblem, parallelism: Parallelism, counts: tuple[fl
     """Return the times of a layer's backward pass in two parts, for a micro-batch, without recomputation.
 
     They are those of the gradient of the layer's input, and of the gradients of its weights with their
-    accumulation: means over `counts` layers of each kind, for () over all of the model's. None where tasks are not
-    priced one by one (`LayerBlock.split`).
+    accumulation: means over a stage of `counts` layers of each kind, or for () over the model. None where
+    tasks are not priced one by one (`LayerBlock.split`).
     """
     key = layer_key(parallelism), parallelism.recompute, _of_replicas(parallelism), counts
     return problem.once("layers in two", key, lambda: _layer_split(problem, parallelism, counts))
@@ -214,7 +214,7 @@ def _ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, 
 
 
 def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return how many seconds `problem.overlap` saves per layer and micro-batch over overlap "sites" (then 0).
+    """Return the seconds per layer and micro-batch that `problem.overlap` saves compared with "sites".
 
     A model whose sites (products with their moves) run one by one does not have the saving of overlap "layers".
     """
@@ -258,7 +258,7 @@ def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 
 def least_added_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the seconds that software and plain attention add to a layer, but for gaps between its kernels."""
+    """Return the seconds that software and plain attention add to a layer, without its program's kernel gaps."""
     return sum(_added_s(problem, parallelism, 0, part) for part in ("forward", "backward"))
 
 

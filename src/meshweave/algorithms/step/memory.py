@@ -118,13 +118,17 @@ class ShardedParameters:
 def update_bytes(problem: StepProblem) -> int:
     """Return the bytes through memory per parameter that is updated: Adam's, without states that are not kept.
 
-    Each state is read and written in 4 bytes; one that is kept in fewer takes as long.
+    Each state counts as read and written in 4 bytes, also where it is kept in fewer.
     """
     return ADAM_STEP_BYTES - 8 * (OPTIMIZERS["adam"].count - OPTIMIZERS[problem.optimizer].count)
 
 
 def unsharded_update_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
-    """Return the bytes through memory for each parameter that another replica updates, with its gradient."""
+    """Return the bytes through a rank's memory for each parameter that other replicas update.
+
+    They are for norm, clipping and zeros of its whole gradient, and for copies of a sliced weight. 0 unless
+    several ranks shard by ZeRO-1 on a stack with `sums_after`.
+    """
     if parallelism.zero != 1 or parallelism.shards == 1 or not problem.stack.sums_after:
         return 0
     return _WHOLE_GRADIENT_BYTES + (_SLICED_WEIGHT_BYTES if problem.stack.sliced_weights else 0)

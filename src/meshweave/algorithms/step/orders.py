@@ -27,7 +27,7 @@ def distinct_orders(cluster: Cluster, sizes: DegreeSizes) -> tuple[Order, ...]:
     """Return orders of the degrees, innermost first, that differ in the links on which a degree communicates.
 
     Degrees of 1 do not count; data and context together count as one more where they adjoin. Of orders that do
-    not differ so the first one is there, that of `DEGREES` before all.
+    not differ so only one is returned. The first of all is `DEGREES`.
     """
     return _distinct_orders(level_sizes(cluster.network), sizes)
 

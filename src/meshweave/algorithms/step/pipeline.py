@@ -44,12 +44,12 @@ class PipelineTime:
 
     @property
     def makespan_ps(self) -> int:
-        """Return when the last of them ends, in picoseconds."""
+        """Return when the last stage ends, in picoseconds."""
         return max(self.stage_ends_ps)
 
     @property
     def makespan_s(self) -> float:
-        """Return when the last of them ends, in seconds."""
+        """Return when the last stage ends, in seconds."""
         return to_s(self.makespan_ps)
 
     @property

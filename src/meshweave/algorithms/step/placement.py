@@ -36,7 +36,7 @@ Groups = tuple[tuple[int, int], ...]
 def axis_machine(cluster: Cluster, axes: Sequence[Axis], expert_axes: Sequence[Axis] = ()) -> Machine:
     """Return a machine with a mesh of these axes (name, size, stride in chips) over hosts of a cluster.
 
-    The hosts are the fewest that whole groups of all axes fill, the first ones, or all of the cluster. The mesh
+    They are the first hosts, as few as whole groups of all axes fill, and at most all of the cluster. The mesh
     has further axes, "inside..." and "outside", for the chips between and beside the groups.
 
     Args:
@@ -185,12 +185,12 @@ def expert_mesh_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
 
 
 def sharding_groups(parallelism: Parallelism) -> tuple[Groups, Groups]:
-    """Return (size, stride) of the groups over which ZeRO shards, and of those that hold copies of a shard."""
+    """Return (size, stride in chips) of groups that ZeRO shards over, and of groups with copies of a shard."""
     return _divided(replica_groups(parallelism), parallelism.shards)
 
 
 def expert_sharding_groups(parallelism: Parallelism) -> tuple[Groups, Groups]:
-    """Return the same of the ranks that hold the same experts."""
+    """Return `sharding_groups` for weights of experts: of the ranks that hold the same experts."""
     return _divided(expert_replica_groups(parallelism), parallelism.expert_shards)
 
 

@@ -69,7 +69,7 @@ class Parallelism:
         order: the degrees, innermost first: chips next to each other differ in the first one.
 
     Raises:
-        LayoutError: a degree is below 1, `zero`, `recompute` or `order` has no such value, or `zero_group` or the
+        LayoutError: a degree is below 1, `zero`, `recompute` or `order` is unknown, or `zero_group` or the
             degrees of experts do not divide the ranks that they share. Strategy and schedule are not checked.
     """
 
@@ -157,7 +157,7 @@ class Parallelism:
 
     @property
     def expert_shards(self) -> int:
-        """Return over how many ranks ZeRO shards experts, if at all: those of a group, tensor ranks included."""
+        """Return over how many ranks ZeRO shards experts, if at all: ranks of a group with the same experts."""
         inside = self.shards * self.tensor_size // (self.expert * self.expert_tensor)
         return math.gcd(self.expert_replicas, max(inside, 1))
 
@@ -218,7 +218,7 @@ class StepProblem:
             for evenly (`algorithms.step.routing`).
 
     Raises:
-        DescriptionError: a size or a word is wrong, or the chip has no peak in `dtype`.
+        DescriptionError: a size is out of range, a name unknown, or the chip has no peak in `dtype`.
     """
 
     model: Transformer
@@ -322,7 +322,7 @@ class StepProblem:
 
     @property
     def attention_rate(self) -> float:
-        """Return the factor on a chip's attention rate: `attention_share`, the stack's for "flash", or 1."""
+        """Return the factor on a chip's attention rate: `attention_share`, or the stack's for "flash", or 1."""
         if self.attention_share is not None:
             return self.attention_share
         known = self.stack.attention_share(self.cluster.chip) if self.attention_kind == "flash" else None
@@ -366,7 +366,7 @@ class StepProblem:
 
     @property
     def priced_cluster(self) -> Cluster:
-        """Return the cluster at this step's rates of attention and products, casts of a recipe left out."""
+        """Return the cluster at this step's rates of attention and products, these without a recipe's casts."""
         kept = self.cache("cluster")
         if not kept:
             cluster = with_rates(self.cluster, self.attention_rate, self.stack.sustains)

@@ -61,7 +61,7 @@ def _drawn_by(problem: StepProblem, p: Parallelism) -> tuple[int, int, int, int,
 def expert_load(problem: StepProblem, parallelism: Parallelism) -> float:
     """Return the expected copies of tokens on the busiest expert rank, divided by the mean of these ranks.
 
-    It is 1 without experts or imbalance.
+    It is 1 without experts, expert parallelism or imbalance.
     """
     ranks = expert_ranks(problem, parallelism)
     return ranks.load if ranks is not None else 1.0

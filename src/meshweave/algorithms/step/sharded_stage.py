@@ -16,8 +16,8 @@ class ShardedStage:
     Attributes:
         key: the stage's number of layers, and whether it is the first and the last.
         of: the collectives of a layer and of a table.
-        ends: the times of embedding and head, of which the stage has those that `key` says. Beside them the first
-            layer's weights are gathered, and the last one's gradients reduced.
+        ends: the times of embedding and head, of which the stage has those that `key` says. The first gather and
+            the last reduction of a part overlap with them.
     """
 
     problem: StepProblem
@@ -53,7 +53,7 @@ class ShardedStage:
         return alone * table_s + max(exposed - hidden, 0.0)
 
     def gathers_s(self, compute_s: float) -> float:
-        """Return the seconds that gathers add to the forward part, of `compute_s` a layer."""
+        """Return the seconds that gathers of weights add to a forward part of `compute_s` seconds a layer."""
         zero, stack = self.parallelism.zero, self.problem.stack
         if zero < 2 or (zero == 2 and not stack.regathers):
             return 0.0
@@ -63,9 +63,10 @@ class ShardedStage:
         return self._added_s(overlap, compute_s, (gather_s, 0.0), self.of.table_gather_s, beside)
 
     def reduces_s(self, compute_s: float, parts: tuple[bool, bool] = (True, True)) -> float:
-        """Return the seconds that gathers and reductions add to a backward part, of `compute_s` a layer.
+        """Return the seconds that gathers and reductions add to a backward part of `compute_s` seconds a layer.
 
-        `parts` says whether it has the gradients of the residual, which gathers precede, and of weights.
+        `parts` are whether it computes gradients of the residual, for which weights are gathered, and whether it
+        computes gradients of weights, which are reduced. 0 below ZeRO-2.
         """
         if self.parallelism.zero < 2:
             return 0.0

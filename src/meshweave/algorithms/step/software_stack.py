@@ -85,8 +85,8 @@ class SoftwareStack:
         hides_tensor: whether a product multiplies the parts of an operand as tensor ranks send them, and sends
             those of a result as it has them, in layers without experts and in 8 bits or more.
         waits_for_gathers: whether nothing overlaps with gathers of weights, as where an optimizer issues them.
-        sums_after: whether ZeRO-1 sums whole gradients after the last backward part, beside nothing, and takes the
-            norm of all of them and scales them, not of a shard.
+        sums_after: whether ZeRO-1 sums whole gradients after the last backward part, without overlap, and takes
+            the norm of all of them and scales them, not of a shard.
         keeps_gathered: whether a layer's operands that tensor ranks gathered are kept for the backward part as
             they are, and not gathered again there.
         stops_early: whether full recomputation of a layer ends before its last product, of which nothing is kept.

@@ -18,8 +18,8 @@ def stage_layers(num_layers: int, num_stages: int, costs: tuple[int, int] | None
     So embedding and loss lie on stages with fewer layers (Qi et al., Zero Bubble).
 
     Args:
-        costs: (of a layer, of the head) to divide stages by instead: a stage ends with the layer that takes the
-            sum of costs so far above its share of all, as in nanotron (`build_model`); None for evenly.
+        costs: (of a layer, of the head) to divide stages by instead: stage s of S ends with the layer at which
+            the costs so far exceed (s + 1) / S of all, as in nanotron (`build_model`); None for evenly.
     """
     if costs is not None:
         return _layers_by_cost(num_layers, num_stages, *costs)

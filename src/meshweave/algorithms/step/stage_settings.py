@@ -88,6 +88,9 @@ Run = tuple[int, int]
 
 
 def runs_of(unit: Unit, settings: StageSettings) -> tuple[Run | None, Run | None]:
-    """Return the range of a bucket whose collectives overlap with layers, and the exposed one; None if empty."""
+    """Return (start, stop) of a bucket's elements whose collectives overlap with layers, and of all others.
+
+    None for an empty range.
+    """
     cut = round(settings.overlap * unit.elements / unit.shards) * unit.shards
     return (0, cut) if cut else None, (cut, unit.elements) if cut < unit.elements else None

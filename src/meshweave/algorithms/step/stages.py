@@ -174,9 +174,9 @@ class Stages:
     def gathered_s(self) -> tuple[float, ...]:
         """Return for each stage the seconds of a step before which its first micro-batch cannot begin.
 
-        Its weights are gathered until then, but for those that it computes beside. A rank gathers the weights of
-        its stages one after the other, and of all of them first where nothing runs beside. () but for ZeRO-1, and
-        for ZeRO-2 where the stack gathers weights once a step.
+        Its weights are gathered until then, but for those whose gathers overlap with its layers. A rank gathers
+        the weights of its stages one after the other; where no gather overlaps, each waits for all of them.
+        () but for ZeRO-1, and for ZeRO-2 where the stack gathers weights once a step.
         """
         p, stack, table_s = self.parallelism, self.problem.stack, self.data_parallel.table_gather_s
         if p.zero not in (1, 2) or (p.zero == 2 and stack.regathers):

@@ -31,7 +31,7 @@ class Weight:
     """A matrix or vector of a piece on a rank.
 
     Attributes:
-        start: where it begins in the bucket.
+        start: the position of its first element in the bucket, counted in elements.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Weight:
 
     @property
     def stop(self) -> int:
-        """Return the position in the bucket at which the weight ends."""
+        """Return the position in the bucket after its last element, counted in elements."""
         return self.start + prod(self.shape)
 
 

@@ -79,7 +79,7 @@ def write_units(
     shards: tuple[int, int],
     experts: Mesh | None = None,
 ) -> dict[str, Unit]:
-    """Return the units of a step by name: "embedding", the kinds of layers, "head".
+    """Return the units of a step by name: the kinds of layers, and with a vocabulary "embedding" and "head".
 
     Args:
         data: the replicas along the data axis that the program has.
