@@ -179,7 +179,7 @@ def call_work(program: Program, op: ops.Call) -> Compute:
 
 
 def exchange_work(op: ops.Exchange, axis: str) -> Transfer:
-    """Return the transfer by whose price an exchange over the mesh axis `axis` is timed.
+    """Return the transfer whose price is the time of an exchange over the mesh axis `axis` ("tp.row").
 
     Raises:
         ProgramError: its sizes are out of range, such as more chosen experts than there are, or what it
