@@ -70,7 +70,7 @@ class _HeadNorms:
         return self._joined(small(out) if self.is_exact else out, heads[..., -1:, :], x)
 
     def gradient(self, dy: Values, x: Values, gain: Values) -> Values:
-        """Return the gradient of x, of its shape, from that of the result; values pass as they are."""
+        """Return the gradient with respect to `x` from that of the result, `dy`; values keep theirs."""
         arriving = self._heads(dy)
         scaled, scale = self._scaled(self._heads(x)[..., :-1, :])
         change = arriving[..., :-1, :] * self._gains(gain)
