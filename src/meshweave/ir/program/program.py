@@ -118,7 +118,7 @@ class Program(Shown, WrittenProgram):
         return replace(self, body=rewrite(self.body, changed)) if parts else self
 
     def with_counts(self, values: CountValues) -> Program:
-        """Return the plain program in which each cell of a table of counts has as many rows as `values` says.
+        """Return the program without tables of counts, in which each cell has as many rows as `values` says.
 
         Meanings that name a tensor of cells are dropped.
 

@@ -70,7 +70,10 @@ class NormRecord(NodeRecord[Norm]):
         yield Function(of_gain, at.fn("normalize_weight_grad"), (*ins, statistics, of_gain), reduce="sum")
 
     def functions(self, node: Norm, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions of the norm and its gradients by name, in one step and in two."""
+        """Return the functions of the norm and its gradients by name, in one step and in two.
+
+        They are of small integers if the problem is `exact`.
+        """
         return IntegerNorm(node).table() if problem.exact else widened(RealNorm(node).table())
 
     def compute(self, at: NodePlace[Norm], known: Known, functions: Functions) -> None:
