@@ -75,12 +75,12 @@ class Transfer:
 
     @property
     def launch(self) -> Transfer:
-        """Return this chain with one rank and 0 bytes: what is left of its time is the launch."""
+        """Return this broadcast or reduce with one rank and 0 bytes, whose time is that of the launch alone."""
         return replace(self, num_ranks=1, part_bytes=0, packets=1)
 
     @property
     def hop(self) -> Transfer:
-        """Return one packet of a chain over one hop: a transfer between two ranks, with a launch of its own."""
+        """Return one packet of this broadcast or reduce over one hop: two ranks, and a launch of its own."""
         return replace(self, num_ranks=2, part_bytes=-(-self.part_bytes // self.packets), packets=1)
 
 

@@ -292,7 +292,7 @@ class CellRows:
         """Return the number of rows of part `peer` of a view cut along `dim` into `count` equal runs of cells.
 
         It is an expression in `peer` and in the executing rank's coordinates. Raises ProgramError where `count`
-        does not divide its cells, or they are not cut so in memory.
+        does not divide its cells, or a part is no run of cells that follow one another in memory.
         """
         chosen, before, first, last = self._run(view, dim)
         length = binary("-", last, first)

@@ -273,7 +273,7 @@ class Permute(DataCollective):
 class Exchange(Collective):
     """A transfer of copies of tokens to their experts or back, which has a time and no data.
 
-    Routing decides in a run what each rank sends. So the op can be timed, by the price of its transfer, and
+    Routing decides in a run what each rank sends. So the op can be timed, by the price of its transfer, but
     neither run nor proved. It begins when all members are there, and all of them end at once.
 
     Attributes:

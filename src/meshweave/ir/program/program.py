@@ -192,9 +192,9 @@ class Program(Shown, WrittenProgram):
     def has_steps_within(self, limit: Limit, ranks: Iterable[int] | None = None) -> bool:
         """Return whether the program has at most `limit.most` steps on `ranks` (default: all) together.
 
-        Each rank is a step, each statement that it comes to and each turn of a loop; a collective has one more
-        for every 64 members. Takes time in proportion to the limit, whatever the program. Raises ProgramError
-        where an expression has no value or counts have none.
+        A rank counts as one step, and so do each statement that it comes to and each turn of a loop. A
+        collective counts one more for every 64 members. Takes time in proportion to the limit, whatever the
+        program. Raises ProgramError where an expression has no value or counts have none.
         """
         steps = StepBudget(limit)
         try:

@@ -1,5 +1,5 @@
-"""Resolved ops shared between ranks and turns: an op of a template is resolved once for all values that it
-can tell apart.
+"""Resolved ops shared between ranks and turns: an op of a template is resolved once for all of them that give
+it the same values.
 
 An op reads few names and few shapes of buffers. Where these are equal, ranks and turns get the very same
 object, so that later analyses can know it by identity. Ops that are equal but for the group of a collective
