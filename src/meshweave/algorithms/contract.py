@@ -197,7 +197,7 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         Args:
             part: what `branches` yielded: a part of the candidates, or a config.
             is_tight: whether a higher bound is wanted, which may take longer to compute. A search asks for it
-                once for each of the parts that it begins with, when that part has the least bound of all left.
+                only for the parts that it begins with, not their branches: for each when its bound is the least.
         """
         return 0.0
 

@@ -10,11 +10,11 @@ class RankVolume:
     """The FLOPs, launches, messages and bytes of one rank in one phase.
 
     Attributes:
-        flops: of all products.
+        flops: FLOPs of all products.
         num_products: number of products launched.
         received_bytes, sent_bytes: exchanged with other ranks.
         num_messages: messages of the rank, each of which has a latency.
-        local_bytes: bytes copied or added in the rank's own memory.
+        local_bytes: bytes added in the rank's memory, or stored there as results, by any rank.
     """
 
     flops: int = 0

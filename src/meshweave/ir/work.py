@@ -75,12 +75,12 @@ class Transfer:
 
     @property
     def launch(self) -> Transfer:
-        """Return this chain with one rank and 0 bytes: what is left of its time is the launch."""
+        """Return this broadcast or reduce with one rank and 0 bytes, whose time is that of the launch alone."""
         return replace(self, num_ranks=1, part_bytes=0, packets=1)
 
     @property
     def hop(self) -> Transfer:
-        """Return one packet of a chain over one hop: a transfer between two ranks, with a launch of its own."""
+        """Return one packet of this broadcast or reduce over one hop: two ranks, and a launch of its own."""
         return replace(self, num_ranks=2, part_bytes=-(-self.part_bytes // self.packets), packets=1)
 
 
@@ -179,7 +179,7 @@ def call_work(program: Program, op: ops.Call) -> Compute:
 
 
 def exchange_work(op: ops.Exchange, axis: str) -> Transfer:
-    """Return the transfer by whose price an exchange over the mesh axis `axis` is timed.
+    """Return the transfer whose price is the time of an exchange over the mesh axis `axis` ("tp.row").
 
     Raises:
         ProgramError: its sizes are out of range, such as more chosen experts than there are, or what it

@@ -37,7 +37,7 @@ class NodeWriter(BlockTensors):
     _reductions: list[tuple[Stored, Stored]] = field(default_factory=list)
 
     def end_site(self) -> None:
-        """Write what is delayed and let later ops wait for all ops so far, if the writer runs site by site.
+        """Write what is delayed, and let later ops wait for all ops so far, if `writer.is_by_sites`.
 
         Else do nothing.
         """
@@ -150,8 +150,8 @@ class NodeWriter(BlockTensors):
     def multiply_back(self, at: NodePlace[Linear]) -> None:
         """Write the product for the gradient of a linear node's operand, with its moves and sums.
 
-        The product for the weight's gradient goes to `then`. A gradient that is reduced together with others is
-        not moved: `unmoved` has its partial sums.
+        The product for the weight's gradient goes to `write_beside`. A gradient that is reduced together with
+        others is not moved: `unmoved` has its partial sums.
         """
         self.end_site()
         node, edge, arriving = at.node, at.node.ins[0], self.arriving(at)
@@ -219,8 +219,8 @@ class NodeWriter(BlockTensors):
     def write_beside(self, write: Callable[[], None]) -> None:
         """Call `write`, which writes ops that nothing waits for, now or later.
 
-        While a loop over chunks is open it is delayed: to the next call of `then` after a communication, beside
-        which the ops may run, or to the end of the group of nodes.
+        While a loop over chunks is open it is delayed: to the next call of `write_beside` after a communication,
+        beside which the ops may run, or to the end of the group of nodes.
         """
         self._later.append(write)
         if self.writer.is_between_loops:
@@ -231,7 +231,7 @@ class NodeWriter(BlockTensors):
         self._small.append(write)
 
     def write_postponed(self) -> None:
-        """Pass what `postpone` has kept to `then`; call it once the products of a group of nodes are written."""
+        """Pass what `postpone` has kept to `write_beside`; call it when a group of nodes has its products."""
         small, self._small = self._small, []
         for write in small:
             self.write_beside(write)

@@ -213,10 +213,10 @@ def token_sizes(problem: BlockProblem, is_flat: bool) -> tuple[int, ...]:
 
 
 def side_of(features: Features) -> Side:
-    """Return features as a side of a tensor, whose `dim` says as what mesh axes shard them.
+    """Return the side (dim) of a tensor that holds `features`; roles shard it by the word in its `dim`.
 
-    It is "hidden" for features of the residual, and "" for those that nothing shards: features without a dim,
-    and those whose edges lie as the tokens (`WITH_TOKENS`). All others are "inner".
+    That is "hidden" for features of the residual, and "" for those that nothing shards: features without a dim,
+    and those whose edges are sharded by tokens alone (`WITH_TOKENS`). All others are "inner".
     """
     dim = features.dim
     if not dim or dim in WITH_TOKENS:

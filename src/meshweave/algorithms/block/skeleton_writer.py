@@ -303,8 +303,9 @@ class SkeletonWriter(BlockWriter):
         self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype), (src,), (out,))
 
     def turns(self, count: int) -> Iterator[Index]:
-        """Yield the number of each turn; of more than 32, yield 0 for the first, then numbers of groups.
+        """Yield the number of each of `count` turns, from 0.
 
+        Of more than 32 turns all but the first are grouped, and one number is yielded for each group.
         A task that is added for a group counts once for each of its turns. A group waits for all of the group
         before; the time is within 1 % of that turn by turn. The first turn and the groups are even in number if
         the turns are, because turns alternate between two slots.

@@ -217,7 +217,7 @@ class BlockWriter(ABC):
         transpose_b: bool = False,
         sums_chunks: bool = False,
     ) -> None:
-        """Write out = a b for the current chunk, or of transposes; `sums_chunks`: `out` sums all chunks."""
+        """Write out = a b for the current chunk; with `sums_chunks` `out` is the sum of all chunks' products."""
         self._multiplied.add((b.buffer, b.slot))
         self._matmul(out, a, b, (transpose_a, transpose_b), sums_chunks)
 

@@ -134,7 +134,7 @@ class FusedProduct(AnyLayoutProduct[ConfigT]):
 
     @abstractmethod
     def text(self, problem: UniversalProblem, config: ConfigT) -> str:
-        """Return the program in its text form."""
+        """Return the program for a problem that `refusal` accepts, in the text form that `parse` reads."""
 
     def gradients(self, problem: UniversalProblem) -> tuple[()]:
         """Return (): fused products declare no gradients; `Universal.gradients` has the problems."""

@@ -175,7 +175,7 @@ class _SkeletonBuilder:
         }
 
     def tasks(self, number: int, turns: int = 1) -> tuple[Task, ...]:
-        """Return the tasks of a step, and of the next `turns` - 1 ones, which are alike."""
+        """Return the tasks of step `number`; their roots are those of `turns` equal steps from it on."""
         before: list[Task] = []
         after: list[Task] = []
         waits: list[_Wait] = []

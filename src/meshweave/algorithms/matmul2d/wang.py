@@ -40,7 +40,7 @@ class Wang(RingAlgorithm):
         return RingProduct(problem, two_d_placements(problem), moving, exposed, config.slice_count)
 
     def num_iterations(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> int:
-        """Return the iterations that run: as many as slices, at least 2 and at most half of the ring and 1."""
+        """Return the iterations that run: as many as slices, from 2 to half of the ring and 1; 1 on one chip."""
         return 1 + sum(count for count, _, _ in self.ring(problem, config).iteration_sizes)
 
     def candidates(

@@ -63,11 +63,11 @@ class ChainBroadcast:
         return max(min(round(math.sqrt(fill_s / latency_s)), most), 1)
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
-        """Return the longer of the times of all bytes through a NIC and inside a host, and the time to fill.
+        """Return for how long the chain occupies NICs, and how long it then takes to reach the last rank.
 
-        The time inside a host counts only where a receiving host has several ranks. Both include the latency
-        of each message and the packing. `fill_s` is that of the chain between hosts plus that of the longest
-        chain inside one.
+        NICs are occupied for the longer of the times of all bytes through a NIC and inside a host, the latter
+        only where a receiving host has several ranks. Both include the latency of each message and the packing.
+        `fill_s` is that of the chain between hosts plus that of the longest chain inside one.
 
         Args:
             chunks: number of messages into which the bytes are cut.

@@ -55,7 +55,7 @@ class Multicast:
 
 @dataclass(frozen=True)
 class HostHop:
-    """The message stream by which a multicast enters a host, from rank `upstream` to the host's rank `gateway`."""
+    """The messages in `lane` by which a multicast enters a host, from rank `upstream` to its rank `gateway`."""
 
     upstream: int
     gateway: int

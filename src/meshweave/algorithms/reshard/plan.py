@@ -191,7 +191,7 @@ class _Planner:
         return tuple(out), schedule.serial
 
     def put_senders_last(self, multicasts: Sequence[Multicast]) -> list[Multicast]:
-        """Move hosts that send multicasts of their own to the end of each chain, where nothing is passed on."""
+        """Return the multicasts, in each the hosts that send others last: the last host passes nothing on."""
         host_of = self.network.host_of
         sending = {host_of[rank] for each in multicasts if not each.is_local for rank in each.senders}
 
@@ -226,7 +226,10 @@ class _Planner:
         return max(self.strategy.num_chunks(multicast, self.network), least)
 
     def halve_large(self, multicasts: Sequence[Multicast]) -> list[Multicast]:
-        """Return the multicasts with the larger ones halved, where a half can take another NIC."""
+        """Return the multicasts with the larger ones halved, of those that have several routes.
+
+        Larger ones have over half the bytes of the largest, and a half has `MIN_PART_BYTES` or more.
+        """
         has_choice = [
             len(routes_of(number, each, self.network, self.strategy)) > 1
             for number, each in enumerate(multicasts)

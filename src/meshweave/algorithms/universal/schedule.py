@@ -156,7 +156,7 @@ class IssueOrder:
 
 
 def stage_s(stage: IssueStage, graph: ScheduleGraph) -> float:
-    """Return the seconds of one stage."""
+    """Return the seconds of one stage: the longer of its compute and its communication."""
     fetch_s = sum(graph.fetches[i].seconds for i in stage.fetches)
     accumulate_s = sum(graph.products[i].accumulate_s for i in stage.accumulates)
     compute_s = sum(graph.products[i].seconds for i in stage.products)

@@ -83,7 +83,7 @@ class Slicing:
 
     @cached_property
     def c_owners(self) -> OwnerMap:
-        """Return the owners of C, one per element and group."""
+        """Return the owners of C: in each group every element, of a partial C in each term, has one owner."""
         dim = 0 if self.problem.m >= self.problem.n else 1
         return split_among_replicas(self.matrices["c"], dim, self.group_of)
 

@@ -13,10 +13,10 @@ from meshweave.ir.volume import PhaseVolume, RankVolume, Volume
 
 
 def volume(slicing: Slicing, num_slices: int | None = None) -> Volume:
-    """Return the exact FLOPs, bytes and messages of each rank in the program of a slicing.
+    """Return the exact FLOPs, exchanged bytes and messages of each rank in the program of a slicing.
 
     They are by phase: sums of partial operands before the products, the products, sums of replicas of C after
-    them.
+    them. `local_bytes` are those of elements added to the rank's memory; local copies of operands are left out.
 
     Args:
         num_slices: the number of slices to count with; None for the config's.

@@ -55,8 +55,8 @@ class CallLabels:
     def call(self, op: Call, rank: int, ins: list[Labels]) -> list[Labels]:
         """Return the labels of a call's outputs from those of its inputs, `ins`, as their meanings say.
 
-        Without a meaning, an output in a declared tensor is taken for the finished elements of that tensor,
-        and one in scratch is an opaque term. Raises ProgramError for inputs that are not what the call needs.
+        Without a meaning, an output in the buffer of a tensor is taken for finished elements of that tensor, and
+        one in scratch is an opaque term. Raises ProgramError for inputs that are not what the call needs.
         """
         given = list(zip(op.ins, ins, strict=True))
         key = (rank, op.stash, *op.args)

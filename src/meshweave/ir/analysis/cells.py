@@ -58,10 +58,11 @@ def sampled_counts(program: WrittenProgram, seed: int) -> dict[str, Cells]:
 
 
 def check_cells(program: Program, flow: Dataflow) -> None:
-    """Raise ProgramError where the views of an op do not name the same cells in the same order in memory.
+    """Raise ProgramError where views that must hold the same cells, in the same order in memory, do not.
 
-    So must what one member of a message or collective sends and another takes. `flow` is that of the program
-    with one row a cell.
+    These are the views of one op, and what one member of a message or collective sends and another receives. Of
+    a product they are both operands where it sums over rows, else the result and the left operand; of a call
+    with a meaning, the views of one table. `flow` is that of the program with one row a cell.
     """
     _Cells(program, flow).check()
 
@@ -74,7 +75,7 @@ class _Cells:
         self.meant = {meaning.fn for meaning in program.computes if isinstance(meaning, Function)}
 
     def check(self) -> None:
-        """Raise ProgramError for the first op whose views differ."""
+        """Raise ProgramError for the first op or collective whose views hold other cells than they must."""
         for node in self.flow.nodes():
             self._check_op(node, self.flow.op(node))
         for joint in self.flow.matched.joints:

@@ -76,7 +76,7 @@ class Dataflow:
 
     @cached_property
     def queues(self) -> dict[tuple[int, str], tuple[int, ...]]:
-        """Return the op indices of each (rank, lane) in program order."""
+        """Return the indices of a rank's ops in one lane, in program order, by (global rank, lane)."""
         queues: dict[tuple[int, str], list[int]] = defaultdict(list)
         for rank, index in self.nodes():
             queues[rank, self.op((rank, index)).lane].append(index)

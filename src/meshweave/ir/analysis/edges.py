@@ -57,7 +57,7 @@ class _BufferAccesses:
         """Of each live access, [start, stop) per dim."""
 
     def conflicts(self, mode: Mode, view: View) -> list[int]:
-        """Return the ops whose accesses conflict with this one: they overlap, and not both read or both update."""
+        """Return the indices of ops with an overlapping access, unless both accesses read or both update."""
         return [
             index
             for index, other_mode, other in map(self.live.__getitem__, self._near(view))

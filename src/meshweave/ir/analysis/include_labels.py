@@ -68,7 +68,7 @@ class _IncludeOnLabels:
         self.values: dict[str, Labels] = {}
 
     def run(self) -> None:
-        """Gather the inputs, apply the meanings, and deal out the outputs."""
+        """Gather the inputs' labels, apply the meanings, and write the outputs' labels to the ranks' views."""
         for buffer in self.part.buffers:
             if buffer.kind == "input":
                 self._gather(buffer)

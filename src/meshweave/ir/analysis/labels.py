@@ -192,7 +192,8 @@ class LabelAlgebra:
     def add(self, x: Labels, y: Labels) -> Labels:
         """Return the labels of a sum, element by element.
 
-        Raises ProgramError where different positions, or values that no declared tensor sums, meet.
+        Raises ProgramError where elements of different positions are added, or values that no declared tensor
+        sums.
         """
         return self.combine("sum", x, y)
 

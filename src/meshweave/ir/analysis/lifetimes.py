@@ -105,7 +105,10 @@ class _Lives:
     _runs: list[tuple[int, int]] = field(default_factory=list)
 
     def completes(self, run: tuple[int, int], size: int) -> bool:
-        """Return whether the runs written since the last read of a vector are, with this one, all of it."""
+        """Return whether `run`, with those written since the last read, covers a vector of `size` elements.
+
+        A run is [start, stop) of the vector's elements; `run` is added to those written.
+        """
         if self.unread < 0:
             self._runs = []
         self._runs.append(run)
@@ -166,8 +169,8 @@ def _run(view: View, size: int, env: Mapping[str, int]) -> tuple[int, int]:
 def peak_bytes(program: Program, rank: int) -> int:
     """Return the most bytes that the global rank `rank` holds at once in program order.
 
-    Inputs and outputs count throughout, but for what calls of part "in_place" alone write; other slots while
-    they live, and stashes of calls.
+    Inputs and outputs count throughout, except buffers that only calls of part "in_place" write. Other slots
+    count while they live, and so do stashes of calls.
     """
     program = program.expanded
     ops = list(program.unbound_ops_on_rank(rank))

@@ -45,7 +45,7 @@ class _Check:
             raise self.error(message, buffer)
 
     def shape(self, view: View, expected: Sequence[int]) -> None:
-        """Require that two shapes are equal."""
+        """Raise ProgramError unless `view` has the shape `expected`."""
         self.require(
             view.shape == tuple(expected),
             f"{view} has shape {view.shape}, should have {tuple(expected)}",
@@ -53,12 +53,12 @@ class _Check:
         )
 
     def dim(self, dim: int, view: View) -> None:
-        """Require that a view has a dim."""
+        """Raise ProgramError unless `dim` is the number of a dim of `view`, from 0."""
         dims = len(view.selectors)
         self.require(0 <= dim < dims, f"{view} has {dims} dims, and no dim {dim}", view.buffer)
 
     def same_dtype(self, out: View, src: View) -> None:
-        """Require that views have one dtype."""
+        """Raise ProgramError unless the buffers of both views have one dtype."""
         out_dtype, src_dtype = (self.program.buffer_of[view.buffer].dtype for view in (out, src))
         self.require(
             out_dtype == src_dtype, f"moves {src_dtype} of {src.buffer} into {out_dtype}", out.buffer

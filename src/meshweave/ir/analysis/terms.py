@@ -49,7 +49,7 @@ class Term:
 
     @property
     def bases(self) -> frozenset[str]:
-        """Return the tensors whose summands the term has."""
+        """Return the names of the tensors whose summands the term counts."""
         return frozenset(basis for basis, _ in self.parts)
 
     def __str__(self) -> str:
@@ -223,11 +223,11 @@ class TermTable:
         return number
 
     def bases_of(self, tensor: str) -> frozenset[str]:
-        """Return the tensors whose summands a finished element of `tensor` has."""
+        """Return the names of the tensors whose summands make up a finished element of `tensor`."""
         return self._term(self.finished(tensor)).bases
 
     def tensors_of(self, number: int) -> Sequence[str]:
-        """Return the declared tensors whose finished elements have term `number`; () for an unfinished one."""
+        """Return the names of the tensors whose finished elements have term `number`; () if there are none."""
         return self._tensors_of.get(number, ())
 
     @staticmethod
@@ -308,7 +308,10 @@ class TermTable:
         return " and ".join(parts) or "complete"
 
     def goal(self, number: int) -> str:
-        """Return the tensor that a term is part of: its only basis, or the first declared one with all bases."""
+        """Return the name of the tensor of which term `number` is a part.
+
+        It is the term's only basis, or the first declared tensor whose finished elements have all of its bases.
+        """
         term = self._term(number)
         if len(term.parts) == 1:
             return term.parts[0][0]
@@ -350,9 +353,9 @@ def _some(values: Sequence[object], between: str = ", ") -> str:
 
 
 def partial_term_ranks(layout: Layout, rank: int) -> list[int]:
-    """Return the global ranks whose terms reduce to the value of which `rank` holds one; [rank] if it has all.
+    """Return the global ranks whose partial terms reduce to one value, `rank` among them.
 
-    They are in row-major order of their coordinates along the partial axes of the layout.
+    They are in row-major order of their coordinates along the partial axes of the layout; [rank] if it has none.
     """
     holders = [rank]
     for axis in layout.partial_axes:

@@ -68,7 +68,11 @@ class Validation:
 
     @cached_property
     def replicas(self) -> tuple[ReplicaAgreement, ...]:
-        """Return how the copies of each output buffer agree; () for a program too large to be run on symbols."""
+        """Return how the copies of each output buffer agree; () for a program too large to be run on symbols.
+
+        Raises:
+            ProgramError: the program has an `Exchange`, which cannot be run on symbols.
+        """
         if unproved(self.flow):
             return ()
         if not self.program.includes:

@@ -193,13 +193,13 @@ class GroupColumns:
     def group_price_index(self, row: Column) -> int:
         """Return the index of the cost constants of a group; its members are at positions `row` of `ranks`.
 
-        This one returns 0: nothing has a price.
+        This default returns 0; a subclass with prices overrides it.
         """
         return 0
 
     def price_index(self, axis: str) -> int:
-        """Return the index of the cost constants of a mesh axis, "" for none.
+        """Return the index of the cost constants of a mesh axis ("tp.row"), "" for none.
 
-        This one returns 0: nothing has a price.
+        This default returns 0; a subclass with prices overrides it.
         """
         return 0

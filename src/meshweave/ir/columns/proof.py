@@ -31,7 +31,7 @@ REDUCTIONS = {"sum": 0, "max": 1, "min": 2, "prod": 3}
 
 
 class UnknownError(ProgramError):
-    """What the core does not know, or what only the reference can refuse."""
+    """A program has what the C++ core does not know, or what only the proof in Python can refuse in words."""
 
 
 class ProofColumns(TemplateColumns):

@@ -131,16 +131,16 @@ class TemplateColumns(GroupColumns):
     def rate(self, work: str, dtype: str) -> int:
         """Return the index of the FLOP rates of a kind of work ("" for products) in a dtype.
 
-        This one returns 0: nothing has a price.
+        This default returns 0; a subclass with prices overrides it.
         """
         return 0
 
     def note_call_costs(self, op: ops.Call, fields: OpFields) -> None:
-        """Set the fields of a call that its time depends on; this one, without prices, only its rate, to 0."""
+        """Set the entries of `fields` that the time of a call depends on; this default sets only RATE, to 0."""
         fields[RATE] = 0
 
     def work_sizes(self, op: ops.Call) -> Sequence[Index]:
-        """Return the sizes that the time of a call may depend on; this one, without prices, returns ()."""
+        """Return the sizes that the time of a call may depend on; this default, without prices, returns ()."""
         return ()
 
     # --- buffers and views ----------------------------------------------------------------------------

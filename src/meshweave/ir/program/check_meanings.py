@@ -14,7 +14,7 @@ from meshweave.ir.program.written import Tensor
 
 
 def check_meanings(program: Program) -> None:
-    """Check the meanings of a program: names, shapes, one for a tensor, and none of a tensor from itself.
+    """Check the meanings of a program: names, shapes, at most one per tensor, and no tensor made from itself.
 
     Raises ProgramError naming the tensor.
     """

@@ -43,16 +43,16 @@ WrittenT = TypeVar("WrittenT", bound=WrittenProgram)
 
 
 def one_row_a_cell(program: WrittenT) -> WrittenT:
-    """Return the plain program in which every cell is one row; the program itself where it has no counts."""
+    """Return the program without tables of counts, as if each cell were one row; itself if it has none."""
     if not program.counts:
         return program
     return replace(program, counts=(), tensors=tuple(replace(each, counts="") for each in program.tensors))
 
 
 def with_counts(program: WrittenT, values: CountValues) -> WrittenT:
-    """Return the plain program whose cells have as many rows as `values` says, by name of their table.
+    """Return the program without tables of counts: each cell has as many rows as `values` (by table) says.
 
-    Meanings of tensors of cells are dropped, and such tensors that only temporary buffers hold. Raises
+    Meanings that name a tensor of cells are dropped, and tensors of cells that only temp buffers hold. Raises
     ProgramError where values or an op do not fit.
     """
     if not program.counts and not values:
@@ -83,7 +83,7 @@ def with_counts(program: WrittenT, values: CountValues) -> WrittenT:
 
 
 def checked_values(program: WrittenProgram, values: CountValues) -> dict[str, NDArray[np.int64]]:
-    """Return the values of each table by name. Raises ProgramError for missing, unknown or impossible ones."""
+    """Return `values` as int64, by table. Raises ProgramError where they do not fit the declared tables."""
     for name in values:
         if name not in program.counts_of:
             known = did_you_mean(name, program.counts_of)
@@ -183,7 +183,7 @@ class CellRows:
         return tuple(self.starts.ravel().tolist())
 
     def rows_at(self, place: Index, cell: Index) -> Index:
-        """Return the first row of cell `cell` in memory order, on rank number `place` of the mesh."""
+        """Return the row at which cell number `cell` in memory begins, on rank number `place` of the mesh."""
         return select(self._entries, place * self.starts.shape[1] + cell)
 
     @property
@@ -213,7 +213,7 @@ class CellRows:
 
     @property
     def tensor(self) -> Tensor:
-        """Return the tensor that an input or output becomes: the rows of each rank, padded to the most."""
+        """Return the tensor that an input or output becomes: rows of all ranks, each padded to the most."""
         rows = self.mesh.num_ranks * int(self.num_rows.max())
         ones = (1,) * (self.num_dims - 1)
         return replace(self.cells, shape=(*ones, rows, *self.cells.shape[self.num_dims :]), counts="")
@@ -272,7 +272,7 @@ class CellRows:
     def view(self, view: View) -> View:
         """Return the view of the rows of the cells that `view` names.
 
-        Raises ProgramError where the cells do not follow one another in memory, or are named by blocks.
+        Raises ProgramError where the cells do not follow one another in memory, or a selector is `Blocked`.
         """
         rest = view.selectors[self.num_dims :]
         if any(not isinstance(selector, Range) for selector in view.selectors[: self.num_dims]):
@@ -292,7 +292,7 @@ class CellRows:
         """Return the number of rows of part `peer` of a view cut along `dim` into `count` equal runs of cells.
 
         It is an expression in `peer` and in the executing rank's coordinates. Raises ProgramError where `count`
-        does not divide its cells, or they are not cut so in memory.
+        does not divide its cells, or a part is no run of cells that follow one another in memory.
         """
         chosen, before, first, last = self._run(view, dim)
         length = binary("-", last, first)

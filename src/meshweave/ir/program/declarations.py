@@ -40,8 +40,8 @@ def check_header(program: Program) -> None:
 def check_statements(program: Program) -> None:
     """Raise ProgramError where a statement names an undeclared mesh, lane or buffer, or ranks of no mesh.
 
-    A name that no loop index may have is an error, too. Names in expressions and axes of meshes are not looked
-    at, nor includes, which `check_header` has checked.
+    A loop index that `is_loop_index` refuses is an error, too. Names in expressions and axes of meshes are not
+    looked at, nor includes, which `check_header` has checked.
     """
     ranks = frozenset(program.ranks)
     for statement in statements_of(program.body):

@@ -43,7 +43,7 @@ class IncludeError(ProgramError):
 
 
 def include_error(path: str, error: ProgramError) -> IncludeError:
-    """Return `error` with the include `path` before its own path."""
+    """Return `error` as an IncludeError whose path begins with `path`, the title of an include around it."""
     if isinstance(error, IncludeError):
         return IncludeError(f"{path} > {error.path}", error.cause)
     return IncludeError(path, error)
@@ -157,7 +157,7 @@ class Include(Collective):
         )
 
     def on_rank(self, rank: int, ranks: tuple[int, ...]) -> Include:
-        """Return the op as global rank `rank` runs it: with only the buffers that it has in the sub-program.
+        """Return the op as the global rank `rank` runs it: `buffers` has only those that this rank holds.
 
         `ranks` are the global ranks of all that take part, in the order of the sub-program's ranks; they become
         `over`.

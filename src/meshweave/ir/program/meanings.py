@@ -96,7 +96,7 @@ class Function:
 
     @property
     def out(self) -> str:
-        """Return the tensor that this is the meaning of."""
+        """Return the name of the tensor that this is the meaning of."""
         return self.part.tensor
 
     @property

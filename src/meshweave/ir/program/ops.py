@@ -25,6 +25,7 @@ READ: Literal["read"] = "read"
 WRITE: Literal["write"] = "write"
 UPDATE: Literal["update"] = "update"
 Mode = Literal["read", "write", "update"]
+"""How an op accesses a view. An update adds to what is there; updates of an element may come in any order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Op:
         return self.name or self.kind
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
-        """Return (mode, view) of every access, reads first, then writes or updates; remote views included."""
+        """Return (`Mode`, view) of every access, reads first, then writes or updates; remote views included."""
         raise AssertionError(f"{type(self).__name__} declares no accesses")
 
     @property
@@ -270,10 +271,10 @@ class Permute(DataCollective):
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange(Collective):
-    """Copies of tokens to their experts or back, of which the time is known and not what each rank sends.
+    """A transfer of copies of tokens to their experts or back, which has a time and no data.
 
-    Routing decides that in a run. So it can be timed, by the price of its transfer, and neither run nor proved. It
-    begins when all members are there, and all of them end at once.
+    Routing decides in a run what each rank sends. So the op can be timed, by the price of its transfer, but
+    neither run nor proved. It begins when all members are there, and all of them end at once.
 
     Attributes:
         carries: "dispatch" or "combine"; without a `library` "all_gather", "reduce_scatter" or "all_reduce".

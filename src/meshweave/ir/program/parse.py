@@ -118,7 +118,7 @@ class _Reader:
     # --- declarations ---------------------------------------------------------------------------------
 
     def top_level(self, node: ast.stmt) -> None:
-        """Read a statement outside of all blocks."""
+        """Add a declaration, sub-program or statement at the top level of the text to what has been read."""
         match node:
             case ast.Expr(
                 value=ast.Call(func=ast.Name(id="program"), args=[ast.Constant(value=str() as name)])
@@ -290,7 +290,7 @@ class _Reader:
         return kind(**values)
 
     def read_field(self, name: str, kind: str, node: ast.expr) -> Any:
-        """Return the value of a field of an op."""
+        """Return the value of an op's field `name`, annotated as of type `kind`, from its syntax node."""
         readers: dict[str, Callable[[ast.expr], Any]] = {
             "View": self.read_view,
             "tuple[View, ...]": lambda n: tuple(map(self.read_view, read_items(n))),
@@ -309,7 +309,7 @@ class _Reader:
         return readers.get(kind, read_string)(node)
 
     def read_view(self, node: ast.expr) -> View:
-        """Return the view that an expression says."""
+        """Return the view that a syntax node describes: `x`, `x(slot)[0:4, :]` or `at(rank, x)`."""
         rank: Index | None = None
         match node:
             case ast.Call(func=ast.Name(id="at"), args=[owner, inner]):

@@ -118,7 +118,7 @@ class Program(Shown, WrittenProgram):
         return replace(self, body=rewrite(self.body, changed)) if parts else self
 
     def with_counts(self, values: CountValues) -> Program:
-        """Return the plain program in which each cell of a table of counts has as many rows as `values` says.
+        """Return the program without tables of counts, in which each cell has as many rows as `values` says.
 
         Meanings that name a tensor of cells are dropped.
 
@@ -192,9 +192,9 @@ class Program(Shown, WrittenProgram):
     def has_steps_within(self, limit: Limit, ranks: Iterable[int] | None = None) -> bool:
         """Return whether the program has at most `limit.most` steps on `ranks` (default: all) together.
 
-        Each rank is a step, each statement that it comes to and each turn of a loop; a collective has one more
-        for every 64 members. Takes time in proportion to the limit, whatever the program. Raises ProgramError
-        where an expression has no value or counts have none.
+        A rank counts as one step, and so do each statement that it comes to and each turn of a loop. A
+        collective counts one more for every 64 members. Takes time in proportion to the limit, whatever the
+        program. Raises ProgramError where an expression has no value or counts have none.
         """
         steps = StepBudget(limit)
         try:

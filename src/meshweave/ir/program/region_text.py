@@ -37,10 +37,10 @@ class RegionReader(Protocol):
     lanes: dict[str, Lane]
 
     def read_view(self, node: ast.expr) -> View:
-        """Return the view of a buffer that a node describes."""
+        """Return the view that a syntax node describes: `x`, `x(slot)[0:4, :]` or `at(rank, x)`."""
 
     def read_field(self, name: str, kind: str, node: ast.expr) -> Any:
-        """Return the value of an op's field `name`, of type `kind`, that a node describes."""
+        """Return the value of an op's field `name`, annotated as of type `kind`, from its syntax node."""
 
 
 def read_product(node: ast.stmt, reader: RegionReader) -> tuple[Statement, ...]:

@@ -34,9 +34,9 @@ class RankMap:
     ranks: Mapping[int, int]
 
     def outer(self, inner: Index) -> Index:
-        """Return the global rank that stands for the sub-program's rank `inner`; an expression if that is one.
+        """Return the global rank that stands for the sub-program's rank `inner`, which may be an expression.
 
-        A rank that the map lacks has no defined result.
+        The result is not defined for a rank that the map lacks.
         """
         if isinstance(inner, int):
             return self.ranks.get(inner, -1)
@@ -47,9 +47,9 @@ class RankMap:
         return select([self.ranks.get(rank, -1) for rank in range(max(self.ranks) + 1)], inner)
 
     def inner(self, outer: Index) -> Index:
-        """Return the sub-program's rank for which the global rank `outer` stands; an expression if that is one.
+        """Return the sub-program's rank for which the global rank `outer` stands; it may be an expression.
 
-        A rank that stands for none has no defined result.
+        The result is not defined for a global rank that stands for none.
         """
         line = _line(self.ranks)
         if line is not None and line[0] > 0:
@@ -234,7 +234,7 @@ def _within(inner: Selector, outer: Selector) -> Selector:
 
 
 def must_unroll(statement: Repeat) -> bool:
-    """Return whether the ranks of an include in a loop depend on its index, so that it must be unrolled."""
+    """Return whether a loop must be unrolled: the ranks of an include in it depend on the loop's index."""
 
     def depends(body: Iterable[Statement]) -> bool:
         for inner in body:

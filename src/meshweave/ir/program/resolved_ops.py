@@ -1,5 +1,5 @@
-"""Resolved ops shared between ranks and turns: an op of a template is resolved once for all values that it
-can tell apart.
+"""Resolved ops shared between ranks and turns: an op of a template is resolved once for all of them that give
+it the same values.
 
 An op reads few names and few shapes of buffers. Where these are equal, ranks and turns get the very same
 object, so that later analyses can know it by identity. Ops that are equal but for the group of a collective
@@ -54,7 +54,7 @@ class ResolvedOps:
         self._forms: dict[int, int] = {}
 
     def form(self, op: Op) -> int:
-        """Return a number for a resolved op: ops that are equal but for the ranks of their group share it.
+        """Return a number for a resolved op, which those of the same op that differ only in group ranks share.
 
         It is negative, and no other op's, for an op that ranks and turns do not share.
         """
@@ -63,8 +63,9 @@ class ResolvedOps:
     def get(self, op: Op, env: Mapping[str, int], rank: int) -> Op:
         """Return an op with plain integers in place of expressions, for `rank` and the values of names in `env`.
 
-        Ranks and values for which the result is the same get one object. Raises ProgramError where an expression
-        has no value, or a view does not fit its buffer.
+        Ranks and values that agree in all that the op depends on get one object, except for an include or an op
+        with a remote view. Raises ProgramError where an expression has no value, or a view does not fit its
+        buffer.
         """
         listed = self._reads.get(id(op))
         if listed is None:

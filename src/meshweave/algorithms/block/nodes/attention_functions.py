@@ -41,7 +41,7 @@ class AttentionFunctions(ABC):
         self.width, self.per_group = node.width, node.per_group
 
     def table(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions by name."""
+        """Return the functions that programs call, by the names of their methods."""
         return {name: getattr(self, name) for name in _NAMES}
 
     def mask(self, here: Values, there: Values) -> Values:

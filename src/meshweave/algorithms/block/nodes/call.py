@@ -143,7 +143,7 @@ class CallRecord(NodeRecord[AnyNode]):
         return writer.rows_and_features(stored)
 
     def write(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the call on the units of a rank."""
+        """Write the call of the function, on the units of features that a rank has."""
         out, ins = writer.out(at), (writer.edge(at), *(writer.stored[name] for name in self._parameters(at)))
         writer.writer.call(at.fn(self.fn), (out,), ins, self.work, self._shape(writer, out))
 

@@ -21,7 +21,10 @@ class HeadNormRecord(CallRecord[HeadNorm]):
     view = "heads_units"
 
     def calls(self, node: HeadNorm, is_exact: bool) -> tuple[Callable[..., Any], ...]:
-        """Return functions of (x, gain), (dy, x, gain) and (dy, x, so_far): the norm and its gradients."""
+        """Return the norm of (x, gain), `x`'s gradient of (dy, x, gain), and the gains' of (dy, x, so_far).
+
+        They are of small integers if `is_exact`.
+        """
         own = _HeadNorms(node, is_exact)
         return own.norm, own.gradient, own.weight_gradient
 
@@ -70,7 +73,7 @@ class _HeadNorms:
         return self._joined(small(out) if self.is_exact else out, heads[..., -1:, :], x)
 
     def gradient(self, dy: Values, x: Values, gain: Values) -> Values:
-        """Return the gradient of x, of its shape, from that of the result; values pass as they are."""
+        """Return the gradient with respect to `x` from that of the result, `dy`; that of values is passed on."""
         arriving = self._heads(dy)
         scaled, scale = self._scaled(self._heads(x)[..., :-1, :])
         change = arriving[..., :-1, :] * self._gains(gain)

@@ -54,7 +54,10 @@ class LinearRecord(NodeRecord[Linear]):
             yield Function(of_bias, "bias_grad", ins, reduce="sum")
 
     def functions(self, node: Linear, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions "add_bias" (x, bias) and "bias_grad" (gradient of the result, sum so far)."""
+        """Return the functions "add_bias" (x, bias) and "bias_grad" (gradient of the result, sum so far).
+
+        They give small integers if `problem.exact`.
+        """
         if problem.exact:
             return {"add_bias": lambda x, bias: small(x + bias), "bias_grad": _small_bias_grad}
         return widened({"add_bias": lambda x, bias: x + bias, "bias_grad": _bias_grad})

@@ -70,7 +70,10 @@ class NormRecord(NodeRecord[Norm]):
         yield Function(of_gain, at.fn("normalize_weight_grad"), (*ins, statistics, of_gain), reduce="sum")
 
     def functions(self, node: Norm, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions of the norm and its gradients by name, in one step and in two."""
+        """Return the functions of the norm and its gradients by name, in one step and in two.
+
+        They are of small integers if the problem is `exact`.
+        """
         return IntegerNorm(node).table() if problem.exact else widened(RealNorm(node).table())
 
     def compute(self, at: NodePlace[Norm], known: Known, functions: Functions) -> None:
@@ -103,7 +106,7 @@ class NormRecord(NodeRecord[Norm]):
         writer.writer.call(at.fn(fn), (out,), ins, "norm", writer.rows_and_features(stream))
 
     def write_gradient(self, at: NodePlace[Norm], writer: NodeWriter) -> None:
-        """Write what was postponed, and the input's gradient; give that of the parameters to `then`."""
+        """Write what was postponed, and the input's gradient; give that of the parameters to `write_beside`."""
         writer.write_postponed()
         edge, arriving, stream = at.node.ins[0], writer.arriving(at), writer.edge(at)
         gain = writer.stored[at.own(at.node.gain)]

@@ -41,7 +41,10 @@ class NodeRecord(ABC, Generic[AnyNode]):
     """Whether its program says what it costs and not what it computes: it has no equations."""
 
     def tensors(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Tensor]:
-        """Yield the tensors that the equations name besides edges, parameters and their gradients; here none."""
+        """Yield the tensors that the equations name besides edges, parameters and their gradients.
+
+        Unless a kind of node overrides it, there are none.
+        """
         del at, roles
         yield from ()
 
@@ -56,7 +59,7 @@ class NodeRecord(ABC, Generic[AnyNode]):
     def functions(self, node: AnyNode, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
         """Return the functions that the node's programs call, by name; of integers if the problem is `exact`.
 
-        Names are those before `NodePlace.fn`. Here there are none.
+        Names are those that `NodePlace.fn` takes. Unless a kind of node overrides it, there are none.
         """
         del node, problem
         return {}

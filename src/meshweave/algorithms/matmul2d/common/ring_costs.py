@@ -138,7 +138,10 @@ class _RingTasks:
         return Task(f"matmul{direction.suffix}", "compute", work, after)
 
     def steps(self, count: int, direction: RingDirection, after: Waits = ()) -> tuple[Task, ...]:
-        """Return the ring steps of an iteration in a direction. The last is "steps"; the first pays the launch."""
+        """Return one or two tasks of `count` ring steps in a direction; only the first step pays the launch.
+
+        The last task is called "steps", with the direction's suffix.
+        """
         lane, name = self.ring.moving.axis + direction.suffix, f"steps{direction.suffix}"
         first = replace(self.move, step=step_mark(self.ring, 0, count))
         if count == 1:
@@ -147,7 +150,7 @@ class _RingTasks:
         return Task(f"first_{name}", lane, first, after), Task(name, lane, later, (), count - 1)
 
     def adds(self, count: int, direction: RingDirection) -> Task:
-        """Return the additions of what arrived from a direction to products of the same iteration."""
+        """Return the task of `count` additions of arrived sums to the products of the same iteration."""
         lane, after = self.ring.moving.axis + direction.suffix, ((f"matmul{direction.suffix}", 0),)
         return Task(f"adds{direction.suffix}", lane, self.add, after, count)
 
