@@ -93,7 +93,7 @@ class KeptParameter:
 
     @cached_property
     def used_shape(self) -> tuple[int, ...]:
-        """Return this rank's shape where the parameter is used."""
+        """Return the shape of this rank's part of the parameter where it is used."""
         return tuple(sum(b - a for a, b in spans) for spans in self._spans(self.used))
 
     def _spans(
