@@ -43,8 +43,8 @@ def step_locally(optimizer: Optimizer, has_arguments: bool) -> None:
 
     Its own step then finds no parameters, until `restore_parameter_groups`. Nothing is done where there are
     other hooks on steps, while a compiler traces, where gradients have other placements than their parameters,
-    and for classes that are not known to step alike on plain tensors. Collective for optimizers that step on whole
-    parameters, which ranks then gather.
+    and for classes that are not known to step alike on plain tensors. Collective for optimizers that step on
+    whole parameters, which ranks then gather.
 
     Args:
         has_arguments: whether the step is given arguments, such as a closure; then nothing is done either.

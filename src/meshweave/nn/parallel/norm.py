@@ -53,7 +53,7 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
         norm: an `nn.LayerNorm`, an `nn.RMSNorm`, or a norm that computes what that does with an epsilon and its
             `weight`, which is tried where it has memory. It stays as it is.
         name: that of the norm, for errors.
-        dims: for each mesh axis the dim that it splits of what the norm is given; None for the residual's layout.
+        dims: for each mesh axis the dim that it splits of what the norm is given; None for that of the residual.
         side: the dim of the features; None for that of the residual.
         kind: what it computes, where that was tried before; None to try it.
 

@@ -79,10 +79,10 @@ def terms_of(strategy: LayerStrategy, axes: Sequence[int]) -> tuple[int, int]:
 
 
 def summed_number(bound: BoundProgram, dtype: torch.dtype, count: int, place: int) -> tuple[float, float]:
-    """Return (what the rank at index `place` of `count` adds beside its data, the exact sum that all ranks expect).
+    """Return (what the rank at index `place` of `count` adds beside its data, the exact sum that all expect).
 
-    In a type of 2 bytes only the first `_EXACT_TERMS` ranks add a number, the others 0. Ranks compare the sum that
-    arrives with the one that they expect, see `check_number`.
+    In a type of 2 bytes only the first `_EXACT_TERMS` ranks add a number, the others 0. Ranks compare the sum
+    that arrives with the one that they expect, see `check_number`.
     """
     number = call_number(bound, dtype, count)
     added = count if dtype.itemsize >= _EXACT_BYTES else min(count, _EXACT_TERMS)
@@ -92,7 +92,7 @@ def summed_number(bound: BoundProgram, dtype: torch.dtype, count: int, place: in
 def call_number(bound: BoundProgram, dtype: torch.dtype, count: int = 1) -> float:
     """Return a number of the next run of a program; `dtype` has it, and `count` times it, exactly.
 
-    Numbers of runs repeat: after 16 runs in a type of 2 bytes, after 2**24 / `count` in others.
+    Numbers repeat: after 16 runs in a type of 2 bytes, after some 2**24 / `count` in others.
     """
     if dtype.itemsize < _EXACT_BYTES:
         return float(2.0 ** (bound.next_run % 16 - 8))
@@ -100,7 +100,7 @@ def call_number(bound: BoundProgram, dtype: torch.dtype, count: int = 1) -> floa
 
 
 def check_number(arrived: Tensor, expected: float) -> None:
-    """Raise BindError where an element of `arrived` is not `expected`: data beside it are of another program or call.
+    """Raise BindError where an element of `arrived` is not `expected`: data beside it are of another call.
 
     On CUDA nothing is checked, since the host would wait.
     """
