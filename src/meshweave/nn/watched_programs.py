@@ -147,7 +147,7 @@ class StepTally:
         """Add one run of a program.
 
         Args:
-            measured: {global rank: {position among the ops of that rank: picoseconds}}; an op that is missing took 0.
+            measured: {global rank: {position among the ops of that rank: picoseconds}}; a missing op took 0.
         """
         expected = prediction.durations
         for transfer in prediction.transfers:

@@ -391,7 +391,7 @@ class RemoteMemory(ABC):
 
 
 def segment_size(size: int, pool_bytes: int, known: Mapping[int, Segment]) -> int:
-    """Return the next segment's bytes: max(`size`, `pool_bytes` if it is the first, else half of `known`)."""
+    """Return a new segment's bytes: at least `size`, and `pool_bytes` if it is first, else half of `known`."""
     there = sum(segment.size for segment in known.values())
     return aligned(max(size, pool_bytes if not known else there // 2), 1 << 16)
 

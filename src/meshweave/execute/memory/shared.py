@@ -90,7 +90,7 @@ class SharedMemory(RemoteMemory):
         """Open a pool for `ranks`, None for all ranks of the context; collective among them.
 
         Raises:
-            UnsupportedError: this system has no such memory (`lacks`), or the ranks are on several hosts.
+            UnsupportedError: this system has no such memory (`why_unavailable`), or ranks are on several hosts.
             BindError: it failed on another rank.
             RankLostError, DeadlineError: another rank died, or did not come in time.
         """
