@@ -282,7 +282,7 @@ def bind(
             that they share, as counts are (`execute.torch.counted`). Ignored where `memory` is used.
         twin: the same program, bound on other memory in the same context; None for a program of its own. The two
             count as one program: in each run a rank may run either. Only for mode "threads" and programs that
-                send no messages, not even those of `meets`.
+            send no messages, not even those of `meets`.
 
     Raises:
         BindError: tensors, calls, ranks or options do not fit the program, here or on another rank; ranks bind

@@ -36,7 +36,7 @@ class InnerForm:
     unit: int = 1
 
     def columns(self, features: range, inner: int) -> Tensor:
-        """Return the positions (positions,) along `dim` of inner features `features`, of `inner` in all.
+        """Return a 1-D tensor of the indices along `dim` of the inner features in `features`, of `inner` in all.
 
         They are ordered by matrix, then feature, then element.
         """

@@ -81,7 +81,7 @@ class HostedArguments(ForwardArguments):
         return name == "return_dict" and value is True
 
     def why_not(self, name: str) -> str:
-        """Return why an argument is not computed, and what to use."""
+        """Return, for an error, why the argument `name` is not computed, and what to use."""
         if name in ("attention_mask", "position_ids"):
             return (
                 "keys go round in a ring by their places in whole rows; under all_to_all_heads it is computed"
@@ -190,6 +190,7 @@ class HostedArguments(ForwardArguments):
 
 def taken_by(module: nn.Module) -> set[str]:
     """Return the names of the arguments of a model's forward pass.
+
     `use_cache` is among them, too, where the pass hands it on to the inner model by `**kwargs`.
     """
     parameters = inspect.signature(type(module).forward).parameters

@@ -81,8 +81,8 @@ def terms_of(strategy: LayerStrategy, axes: Sequence[int]) -> tuple[int, int]:
 def summed_number(bound: BoundProgram, dtype: torch.dtype, count: int, place: int) -> tuple[float, float]:
     """Return (what the rank at index `place` of `count` adds beside its data, the exact sum that all expect).
 
-    In a type of 2 bytes only the first `_EXACT_TERMS` ranks add a number, the others 0. Ranks compare the sum
-    that arrives with the one that they expect, see `check_number`.
+    Both are for the next run of `bound`. In a type of 2 bytes only the first `_EXACT_TERMS` ranks add a number,
+    the others 0. Ranks compare the sum that arrives with the one that they expect, see `check_number`.
     """
     number = call_number(bound, dtype, count)
     added = count if dtype.itemsize >= _EXACT_BYTES else min(count, _EXACT_TERMS)
