@@ -97,7 +97,7 @@ class CallSequence(SharedCalls):
             mark_as_shared(error)
 
     def fail(self, error: BaseException | None) -> None:
-        """End the call that was begun last, and tell its `error` to the ranks that wait in it or a later one."""
+        """End the call begun last, and tell its `error` (`news_of`) to ranks that wait in it or a later one."""
         self.end(error)
         if (why := news_of(error)) and not self.order.verdict:
             number, kind = self.recent[-1]
