@@ -22,7 +22,7 @@ class WatchedTransfer:
 
     Attributes:
         op: its name.
-        axis: the mesh axis as "axis x", or its ranks as "ranks 0, 3".
+        axis: the mesh axes along which its ranks differ, as "axis x" or "axes x and y"; or "ranks 0, 3".
         ends: (global rank, position among the ops of that rank) of each rank that takes part.
         is_joint: True for a collective.
         level: the position in `link_levels` of the links that it takes; None where that has none of them.
@@ -107,7 +107,7 @@ def _transfers(program: Program, cluster: Cluster) -> Iterator[WatchedTransfer]:
 
 
 def _axis(program: Program, ranks: Sequence[int]) -> str:
-    """Return the mesh axis along which ranks differ, or the ranks where there is none or several."""
+    """Return the mesh axes along which ranks differ, or the ranks where no mesh has all of them."""
     for mesh in program.meshes:
         if all(rank in mesh for rank in ranks):
             coords = [mesh.coords(rank) for rank in ranks]

@@ -224,7 +224,7 @@ class Checkpoints:
 
     @property
     def is_saving(self) -> bool:
-        """Return whether there was a `save` since the last `wait`, which `save`, `latest` and `load` call."""
+        """Return whether there was a `save` since the last `wait`, which every save, look and load calls."""
         return self._saving is not None
 
     def wait(self) -> None:
