@@ -80,8 +80,8 @@ class LocalFunction(ABC):
         """Return the gradients of the inputs whose entry in `needed` is True, in their order, in new memory.
 
         Args:
-            grads: of the results, with zeros for a result that nothing depends on.
-            inputs: those of `forward`.
+            grads: the gradients of the results, with zeros for a result that nothing depends on.
+            inputs: the inputs of `forward`.
             kept: what `forward` returned after its results.
             needed: whether the gradient of each input is needed.
 

@@ -44,8 +44,9 @@ _MESHES: WeakKeyDictionary[Any, Mesh] = WeakKeyDictionary()
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     """Return the mesh over the global ranks of `device_mesh`: equal DeviceMeshes give equal meshes.
 
-    Axes have the names of the mesh dims where a program's text can have all of them, else row, col, depth, d3, ...
-    The mesh is named after axes and ranks, so that different meshes have different names in one program.
+    Axes have the names of the mesh dims where all of those are ASCII identifiers and no keywords of Python, as
+    the text of a program needs; else they are row, col, depth, d3, ... The mesh is named after axes and ranks:
+    different meshes have different names in one program.
     """
     mesh = _MESHES.get(device_mesh)
     if mesh is None:
@@ -64,7 +65,7 @@ def layout_of(tensor: DTensor | compat.DTensorSpec, side: Side = "left") -> Layo
     The same spec gives the same Layout object as long as it is cached, and an equal one always.
 
     Args:
-        side: "left" or "right" operand of a product, which counts for vectors; None keeps the dims as they are.
+        side: "left" or "right" operand of a product, which matters for vectors only; None keeps the dims.
 
     Raises:
         LayoutError: an operand has no dims; a placement is none of Shard, Replicate, Partial("sum") and
@@ -92,8 +93,8 @@ def layout_on(
     """Return the layout of a tensor of global `shape` with these placements on `device_mesh`, as a matrix.
 
     Args:
-        side: "left" or "right" operand of a product, which counts for vectors; None keeps the dims as they are.
-        shard_order: for tensor dims (dim, the mesh dims that shard it, outermost first); None applies placements
+        side: "left" or "right" operand of a product, which matters for vectors only; None keeps the dims.
+        shard_order: pairs (tensor dim, the mesh dims that shard it, outermost first); None applies placements
             from left to right.
 
     Raises LayoutError for another number of placements than mesh dims, a placement that is none of Shard,
@@ -166,7 +167,7 @@ def require_dtensors(a: object, b: object) -> None:
 
 
 def require_member(device_mesh: DeviceMesh, what: str) -> None:
-    """Raise LayoutError, which begins with `what`, where this rank is not in a mesh: others do not wait for it."""
+    """Raise LayoutError, whose text begins with `what`, where this rank is not in `device_mesh`."""
     if device_mesh.get_coordinate() is None:
         raise LayoutError(
             f"{what}: rank {device_mesh.get_rank()} is not in {device_mesh}; only the ranks of the mesh call it"
@@ -301,7 +302,7 @@ def _same(a: Layout, b: Layout, shape: Sequence[int]) -> bool:
 
 
 def kind_text(value: Any) -> str:
-    """Return text for an error on what was given for a tensor: `a DTensor (4, 6) of float32`."""
+    """Return type, shape and dtype of a value as text for an error: `a DTensor (4, 6) of float32`, `a list`."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     name = "DTensor" if hasattr(value, "device_mesh") else "tensor"

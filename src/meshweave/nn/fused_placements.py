@@ -56,7 +56,7 @@ def placed_linear(
         name: of the function, for errors.
 
     Raises LayoutError where placements are others, leave a rank of a ring without rows, or divide a dim unevenly
-    otherwise than a ring does, of which the last rank alone has less.
+    so that other ranks of a ring than the last one have less.
     """
     last = x.ndim - 1
     placements = tuple(from_the_front(one, x.ndim, "x") for one in x.placements)

@@ -46,7 +46,9 @@ class FusedOptions:
 def bound_product(
     problem: UniversalProblem, options: FusedOptions, context: TorchContext
 ) -> CachedProgram[BoundProgram]:
-    """Return a product on a ring, bound to memory of its own. Collective unless the context has it already.
+    """Return the bound program of a product on a ring, from the cache of `context`.
+
+    Where it is not there it is bound, which is collective.
 
     Raises:
         LayoutError: the algorithm does not take the layouts.

@@ -24,7 +24,7 @@ class NewPlan:
         running: the degrees that run.
         running_s: predicted seconds of its step.
         plan: the best plan; its seconds are those without `compute_factor`.
-        best_s: predicted seconds of a step of its first row.
+        best_s: predicted seconds of a step of the first row of `plan`, times `compute_factor`.
     """
 
     running: Parallelism
@@ -68,7 +68,7 @@ class NewPlan:
 
     @property
     def gain_s(self) -> float:
-        """Return the seconds of a step that the best plan wins; 0 where what runs is as fast."""
+        """Return by how many seconds a step of the best plan is shorter than the running one; 0 if it is not."""
         return max(self.running_s - self.best_s, 0.0)
 
     def __str__(self) -> str:

@@ -53,7 +53,8 @@ class WatchRow:
         kind: "link" for transfers of one op along an axis, "products" for those of a rank, "late" for how long
             others waited for a rank.
         op: the name of the op in its program; in rows of a rank, the op that lost most.
-        where: the mesh axis of a link, as "axis x", or its ranks, as "ranks 0, 3"; else the rank, as "rank 3".
+        where: the mesh axes of a link, as "axis x" or "axes x and y", or its ranks, as "ranks 0, 3";
+            else the rank, as "rank 3".
     """
 
     kind: Kind

@@ -22,7 +22,7 @@ class WatchedTransfer:
 
     Attributes:
         op: its name.
-        axis: the mesh axis as "axis x", or its ranks as "ranks 0, 3".
+        axis: the mesh axes along which its ranks differ, as "axis x" or "axes x and y"; or "ranks 0, 3".
         ends: (global rank, position among the ops of that rank) of each rank that takes part.
         is_joint: True for a collective.
         level: the position in `link_levels` of the links that it takes; None where that has none of them.
@@ -37,7 +37,14 @@ class WatchedTransfer:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """A program simulated: the seconds of its ops, and which of them belong together."""
+    """A program simulated: the times of its ops, and which of them belong together.
+
+    Attributes:
+        trace: the simulation, from 0 on.
+        durations: {global rank: {position among the ops of that rank: picoseconds}}.
+        transfers: the collectives and messages between different ranks.
+        products: {global rank: ((name of a product, its position among the ops of that rank), ...)}.
+    """
 
     trace: Trace
     durations: Mapping[int, Mapping[int, int]]
@@ -63,7 +70,7 @@ class SimulatedRun:
         return cls(trace, durations, tuple(_transfers(program, cluster)), products)
 
     def spans(self, rank: int) -> list[Span]:
-        """Return the spans of a rank."""
+        """Return the simulated spans of the ops of a global rank."""
         return [span for span in self.trace.spans if span.rank == rank]
 
 
@@ -100,7 +107,7 @@ def _transfers(program: Program, cluster: Cluster) -> Iterator[WatchedTransfer]:
 
 
 def _axis(program: Program, ranks: Sequence[int]) -> str:
-    """Return the mesh axis along which ranks differ, or the ranks where there is none or several."""
+    """Return the mesh axes along which ranks differ, or the ranks where no mesh has all of them."""
     for mesh in program.meshes:
         if all(rank in mesh for rank in ranks):
             coords = [mesh.coords(rank) for rank in ranks]
@@ -137,7 +144,11 @@ class StepTally:
     levels: dict[tuple[str, int], Pair] = field(default_factory=dict)
 
     def add(self, prediction: SimulatedRun, measured: Mapping[int, Mapping[int, int]]) -> None:
-        """Add one run of a program."""
+        """Add one run of a program.
+
+        Args:
+            measured: {global rank: {position among the ops of that rank: picoseconds}}; a missing op took 0.
+        """
         expected = prediction.durations
         for transfer in prediction.transfers:
             took = [measured[rank].get(at, 0) for rank, at in transfer.ends]
@@ -153,7 +164,10 @@ class StepTally:
                 add_pair(self.products, (op, rank), measured[rank].get(at, 0), expected[rank].get(at, 0))
 
     def told(self) -> list[list[tuple[str, str | int, int, int]]]:
-        """Return the sums as lists of (op, axis, rank or level, measured, predicted), in the order above."""
+        """Return four lists, of links, products, late and levels, of (op, where, measured, predicted).
+
+        `where` is the axis, the global rank or the level; the sums are in picoseconds.
+        """
         sums = self.links, self.products, self.late, self.levels
         return [[(op, where, *pair) for (op, where), pair in each.items()] for each in sums]
 

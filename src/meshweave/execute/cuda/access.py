@@ -59,9 +59,9 @@ class TrackedAccess(OneSidedAccess):
         return self._analysis.regions
 
     def own_slots(self, analysis: RankAnalysis) -> dict[Key, Slot]:
-        """Return the slot of this rank's tile counters, int32, to which kernels of any rank may add.
+        """Return {`TILES`: the slot of this rank's tile counters}.
 
-        Its key is `TILES`.
+        They are int32, and kernels of any rank may add to them.
         """
         assert analysis.regions is not None
         return {TILES: Slot.of_counters(analysis.regions.num_counters)}

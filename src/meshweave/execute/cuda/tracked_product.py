@@ -37,7 +37,7 @@ class TrackedRegion:
         a, b, out: (rows, K), (K, columns) and (rows, columns), of any strides; `out` may be another rank's memory.
         counter: one int32 that grows by the number of tiles; None where nobody waits for the region. A kernel
             counts only if all of its regions have one.
-        release: its tiles, their order and which one is first; tiles and order of the machine where it names none.
+        release: the shape of its tiles, their order and which is first; `tiling` chooses what is left out.
     """
 
     a: Tensor

@@ -27,7 +27,7 @@ class OpWriter:
             and what its lane has moved since. A product runs after the last product above it, and after all
             communication between that one and the product before.
         lines: the lines so far, without the indentation of the function.
-        calls: the names of the functions that `call` ops so far run, as keys.
+        calls: the names of the functions that `call` ops so far run, as keys; each value is None.
     """
 
     def __init__(

@@ -99,7 +99,7 @@ class Exposure:
 
 @dataclass(frozen=True)
 class ExposedSlots:
-    """The slots in a window: `own` are those of `rank`, this one; `remote` those of all ranks, this one too."""
+    """A window's slots: `own` of `rank`, this one, `remote` of all ranks. `groups` are the ranks of fences."""
 
     rank: int
     groups: tuple[tuple[int, ...], ...]
@@ -203,7 +203,7 @@ class RemoteMemory(ABC):
     is_closed: bool = False
 
     def talk(self, ranks: Sequence[int], words: str, what: str) -> dict[int, str]:
-        """Return the `words` that each of `ranks` says in this call, by rank; collective among them.
+        """Give text `words` to `ranks`, and return what each of them gave, by rank. Collective among them.
 
         `what` completes "waiting for ..." in errors. Raises BindError where ranks are in different calls,
         RankLostError or DeadlineError where one died or is late.
@@ -348,7 +348,7 @@ class RemoteMemory(ABC):
         return None
 
     def add_segment(self, size: int, ranks: Sequence[int]) -> Segment:
-        """List a segment of `size` bytes that `ranks` reach among this rank's; return it. Allocates nothing."""
+        """Add to `segments` one of `size` bytes that `ranks` reach, and return it. Allocates nothing."""
         segment = self.segments[len(self.segments)] = Segment(len(self.segments), size, frozenset(ranks))
         return segment
 
@@ -391,7 +391,7 @@ class RemoteMemory(ABC):
 
 
 def segment_size(size: int, pool_bytes: int, known: Mapping[int, Segment]) -> int:
-    """Return the next segment's bytes: max(`size`, `pool_bytes` if it is the first, else half of `known`)."""
+    """Return a new segment's bytes: at least `size`, and `pool_bytes` if it is first, else half of `known`."""
     there = sum(segment.size for segment in known.values())
     return aligned(max(size, pool_bytes if not known else there // 2), 1 << 16)
 

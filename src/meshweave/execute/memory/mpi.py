@@ -59,7 +59,7 @@ class MpiMemory(RemoteMemory):
 
     @classmethod
     def open(cls, context: TorchContext, pool_bytes: int) -> Self:
-        """Open a pool in windows of MPI. Collective over MPI's COMM_WORLD.
+        """Open a pool in windows of MPI, see `open_memory`. Collective over MPI's COMM_WORLD.
 
         Raises:
             UnsupportedError: mpi4py or an MPI is missing, MPI lacks THREAD_MULTIPLE, or tensors are not on a
@@ -89,7 +89,7 @@ class MpiMemory(RemoteMemory):
         return cls(context, rank, size, pool_bytes, mpi=MPI, comm=world.Dup())
 
     def talk(self, ranks: Sequence[int], words: str, what: str) -> dict[int, str]:
-        """Return the `words` that each of `ranks` says, by rank, by messages of MPI; collective among them.
+        """Give text `words` to `ranks` by MPI, and return what each gave, by rank. Collective among them.
 
         Raises:
             BindError: MPI has no such rank, or a rank talks with other ranks than this one does.

@@ -51,7 +51,7 @@ class Segment:
         return None
 
     def give_back(self, offset: int, size: int) -> None:
-        """Note that a block is free again; the next `take` merges it.
+        """Note that the block of `size` bytes at `offset` is free again; the next `take` merges it.
 
         May be called at any moment, even by a garbage collector within `take`.
         """

@@ -87,10 +87,10 @@ class SharedMemory(RemoteMemory):
 
     @classmethod
     def open(cls, context: TorchContext, pool_bytes: int, ranks: Sequence[int] | None = None) -> Self:
-        """Open a pool for `ranks`, None for all ranks of the context; collective among them.
+        """Open a pool for `ranks`, None for all ranks of the context, see `open_memory`; collective among them.
 
         Raises:
-            UnsupportedError: this system has no such memory (`lacks`), or the ranks are on several hosts.
+            UnsupportedError: this system has no such memory (`why_unavailable`), or ranks are on several hosts.
             BindError: it failed on another rank.
             RankLostError, DeadlineError: another rank died, or did not come in time.
         """

@@ -55,7 +55,7 @@ class News:
         lost: the ranks that some rank has given up.
         store_rank: the rank whose process hosts the store; NO_RANK where none of them does; None where no rank has
             said.
-        farewell: the `state` and `detail` with which that rank leaves; "" while it stays.
+        farewell: the state and detail of the `Beat` with which that rank leaves, as one text; "" while it stays.
     """
 
     lost: frozenset[int] = frozenset()
@@ -152,8 +152,8 @@ class HeartbeatWatch:
     def suspects(self) -> list[int]:
         """Return the ranks that stopped sending heartbeats: none for `stale_s` seconds, or their process ended.
 
-        A rank that announced an error or that it leaves counts too. Ranks whose last state is "done", and ranks
-        that have sent no heartbeat yet, do not.
+        Such ranks count even if they announced an error, or that they leave. Ranks whose last state is "done",
+        and ranks that have sent no heartbeat yet, do not.
         """
         beating = {rank: beat for rank, beat in self.beats.items() if beat is not None}
         return [rank for rank, beat in beating.items() if self._is_silent(rank) and beat.state != "done"]

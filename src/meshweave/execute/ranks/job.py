@@ -22,7 +22,7 @@ class RankContext:
 
     Attributes:
         store: the TCPStore that all ranks share.
-        liveness: guards each wait of the function, so that it fails when another rank is lost.
+        liveness: this rank's heartbeat; a wait that fails inside its `guard` names the ranks to blame.
     """
 
     rank: int

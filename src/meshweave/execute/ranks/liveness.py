@@ -154,8 +154,8 @@ class Liveness:
         `deadline_s` seconds.
 
         Args:
-            end_waits: closes the connections of this process; ignored after the first call. See `monitor` for
-                when, and what comes then.
+            end_waits: closes the connections of this process; ignored after the first call. The module `monitor`
+                says when it is called, and what comes then.
         """
         if self._monitor is None:
             self._monitor = PeerMonitor(self, self._stale_s, end_waits, self.end_process)

@@ -146,7 +146,7 @@ class BoundProgram:
         return self._trace(spans) if self._is_traced else None
 
     def end_begun(self) -> None:
-        """Wait for the run that `begin` left open in this context; raise what it raises. It may use `inputs`."""
+        """Wait for the run that `begin` left open in this context (it may use `inputs`) and raise its error."""
         if self._call is not None:
             self._call.sequence.order.finish_open()
 
@@ -281,8 +281,8 @@ def bind(
         agreed: the program that ranks agree on in place of this one, which follows from it and from values
             that they share, as counts are (`execute.torch.counted`). Ignored where `memory` is used.
         twin: the same program, bound on other memory in the same context; None for a program of its own. The two
-            count as one program: in each run a rank may run either. Only for mode "threads" without messages,
-            which those of `meets` are too.
+            count as one program: in each run a rank may run either. Only for mode "threads" and programs that
+            send no messages, not even those of `meets`.
 
     Raises:
         BindError: tensors, calls, ranks or options do not fit the program, here or on another rank; ranks bind

@@ -97,7 +97,7 @@ class CallSequence(SharedCalls):
             mark_as_shared(error)
 
     def fail(self, error: BaseException | None) -> None:
-        """End the call that was begun last, and tell the others, who may wait in it or later, of its `error`."""
+        """End the call begun last, and tell its `error` (`news_of`) to ranks that wait in it or a later one."""
         self.end(error)
         if (why := news_of(error)) and not self.order.verdict:
             number, kind = self.recent[-1]

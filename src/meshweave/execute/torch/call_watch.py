@@ -322,7 +322,7 @@ class WatchedCalls:
 def out_of_order(parties: Mapping[tuple[str, str], list[int]], number: int) -> str:
     """Return the sentence of an error that ranks did different things in call `number`.
 
-    `parties` are the ranks that did the same, by the (key, title) of the `CallKind` that they did.
+    `parties` is {(key, title) of a `CallKind`: the global ranks that did it in this call}.
     """
     titles = [title for _, title in parties]
     sides: list[str] = []

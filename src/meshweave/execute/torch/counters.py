@@ -64,8 +64,8 @@ def completion_counters(
     """Return the counters of released remote writes and, unless updates go `in_arrival_order`, of updates.
 
     A released region has a counter for each lane that writes to it, and is whole when each has counted all its
-    tiles. Updates wait for those before them in a fixed order: all that a lane of one rank makes in another
-    rank's memory have one counter there, and an update waits until it has come to a number.
+    tiles. Updates wait for those before them in a fixed order: a rank has one counter for each lane of a rank
+    whose updates its own wait for, and an update waits until that has come to a number.
 
     Args:
         but: writes, as (rank, op index), that something else counts.

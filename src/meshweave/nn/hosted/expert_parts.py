@@ -36,7 +36,7 @@ class InnerForm:
     unit: int = 1
 
     def columns(self, features: range, inner: int) -> Tensor:
-        """Return the positions (positions,) along `dim` of inner features `features`, of `inner` in all.
+        """Return a 1-D tensor of the indices along `dim` of the inner features in `features`, of `inner` in all.
 
         They are ordered by matrix, then feature, then element.
         """
@@ -55,9 +55,9 @@ class ExpertsPart:
 
     Attributes:
         path: the name of their module in the layer.
-        count: how many they are.
+        count: how many experts there are.
         inner: how many inner features each has; 0 where that is not known.
-        forms: where these lie, by parameter, of those that have them; empty where that is not known.
+        forms: for each parameter that has inner features, where they lie; empty where that is not known.
         added: parameters that are added after the products over inner features.
         order: for each operand of a call, in their order, "x", "index" or "gates".
     """
@@ -72,8 +72,8 @@ class ExpertsPart:
     def sides(self, key: str, shape: Sequence[int]) -> tuple[Sides, int]:
         """Return (sides, parts) of the parameter `key`, whose global shape is `shape`.
 
-        Sides are its dims: "expert" first, then "inner" and "hidden" features, "" for a second dim that is not
-        inner. Parts are how many matrices lie side by side along the inner features.
+        Sides are its dims: "expert" first, then "inner" for the dim of inner features and "hidden" for the first
+        other one, "" for those after it. Parts are how many matrices lie side by side along the inner features.
         """
         form, sides = self.forms.get(key), [Side("expert", self.count)]
         for dim, size in enumerate(shape[1:], 1):

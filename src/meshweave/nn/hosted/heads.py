@@ -31,7 +31,7 @@ def take_heads(
     The function changes attributes of the module and its `forward`, and gives it a copy of its configuration.
 
     Args:
-        columns: those of all heads.
+        columns: which columns of the linear layers before attention each head reads, for all heads of the model.
         units: the number of equal runs of consecutive heads; a rank has whole runs.
     """
     first, end = local_heads(columns, units, tokens)

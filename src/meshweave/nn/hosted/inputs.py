@@ -81,7 +81,7 @@ class HostedArguments(ForwardArguments):
         return name == "return_dict" and value is True
 
     def why_not(self, name: str) -> str:
-        """Return why an argument is not computed, and what to use."""
+        """Return, for an error, why the argument `name` is not computed, and what to use."""
         if name in ("attention_mask", "position_ids"):
             return (
                 "keys go round in a ring by their places in whole rows; under all_to_all_heads it is computed"
@@ -167,10 +167,10 @@ class HostedArguments(ForwardArguments):
         }
 
     def joins_documents(self, taken: Mapping[str, Any]) -> bool:
-        """Return whether tokens attend to those before them of other documents, whose positions count anew.
+        """Return whether one process would let tokens attend to earlier documents packed into the same row.
 
-        transformers masks other documents where a call has neither a mask nor a cache. On one process it mostly
-        makes a cache, which ranks do not: there they need a mask that leaves out nothing.
+        Positions restart at each document. transformers masks other documents where a call has neither a mask
+        nor a cache. One process mostly makes a cache; ranks make none, and compute the same with a mask of ones.
 
         Args:
             taken: `CallInputs.named`.
@@ -189,7 +189,10 @@ class HostedArguments(ForwardArguments):
 
 
 def taken_by(module: nn.Module) -> set[str]:
-    """Return the names of what a model's forward pass takes, `use_cache` too where it hands that on unnamed."""
+    """Return the names of the arguments of a model's forward pass.
+
+    `use_cache` is among them, too, where the pass hands it on to the inner model by `**kwargs`.
+    """
     parameters = inspect.signature(type(module).forward).parameters
     inner: Any = getattr(module, str(getattr(module, "base_model_prefix", "")), None)
     hands_on = inner is not None and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -229,7 +232,7 @@ def causal_lm_output(loss: Tensor | None, logits: Tensor | None, out: Any) -> An
 
 
 def with_own_signature(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """Return `forward` with the signature of that of the module's class, and `targets` by keyword.
+    """Return `forward` with the signature of the forward pass of the module's class, and a keyword `targets`.
 
     Libraries read there which arguments a model takes.
     """

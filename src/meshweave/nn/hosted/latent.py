@@ -29,7 +29,7 @@ class Latents:
 
     Attributes:
         into: linear layers that make latent features.
-        between: modules that these go through, such as norms.
+        between: modules that latent features pass on their way to `out`, such as norms.
         out: linear layers that heads read.
     """
 

@@ -54,7 +54,7 @@ class OwnModule(nn.Module):  # type: ignore[misc]
         module: the module.
         name: that of the module in the model.
         dims: the layout of what it is given; gradients are summed along the axes that split it.
-        rows: by parameter the indices of the rows of this rank's heads, where there is one for each head.
+        rows: {parameter: indices of the rows of this rank's heads}, for parameters with a row for each head.
 
     Raises UnsupportedError where the module has modules in it.
     """
@@ -110,7 +110,7 @@ class OwnParameters:
 
     Args:
         dims: by parameter the layout of what it is computed with; gradients are summed along axes that split it.
-        rows: by parameter the indices of the rows of this rank's heads, where there is one for each head.
+        rows: {parameter: indices of the rows of this rank's heads}, for parameters with a row for each head.
     """
 
     def __init__(

@@ -71,9 +71,10 @@ class LinearPart:
         path: its name in the layer.
         reads_residual: whether it makes inner features, and does not lead from them back to the residual.
         is_attention: whether its inner features are those of heads, and not of a feed-forward part.
-        parts, unit: of one that enters a feed-forward part: how many matrices lie side by side in its columns, and
-            how many consecutive columns an inner feature has in each.
-        leaving: of one that enters, the path of the linear layer that its result goes to; "" for others.
+        parts, unit: of one that makes inner features of a feed-forward part: how many matrices lie side by side
+            in its columns, and how many consecutive columns an inner feature has in each.
+        leaving: of one that makes inner features, the path of the linear layer that leads from them back to the
+            residual; "" for others.
     """
 
     path: str
@@ -129,8 +130,9 @@ class LayerAnatomy:
         norms: norms of the residual, and what they compute or why that is not known.
         inner_norms: the same of norms over all inner features.
         inner: other modules with parameters between linear layers, and these norms.
+        attention: modules of attention, with the columns that their heads read.
         features: how many inner features each feed-forward part has, by the linear layer that leaves them.
-        own: for modules that have other modules and parameters of their own, the names of these.
+        own: for modules that have other modules and parameters of their own, the names of these parameters.
         after: (path, name) of those of `own` in attention that are used after the heads, on the residual.
         experts: modules of experts.
         rows: in a layer with experts, modules that compute on whole rows of the residual, such as routers.

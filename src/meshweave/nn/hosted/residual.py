@@ -25,7 +25,7 @@ class ResidualPart(Tensor):  # type: ignore[misc]
     """A part (batch, sequence, features) of the residual whose `shape` is that of the tokens of attention.
 
     Attributes:
-        ratio: (sequences, tokens of each): how many times as many attention has as the part.
+        ratio: how many times as many sequences, and tokens of each, a rank has in attention as in this part.
     """
 
     ratio: ClassVar[tuple[int, int]] = (1, 1)
@@ -86,7 +86,7 @@ class Tokens:
         held: batch and sequence of all ranks, for a layer that is computed again in a backward pass.
         place: the layout of what is computed now: of the residual, or of inner features.
         last: of how many last tokens of a sequence there are logits; 0 for all.
-        last_position: the last one that any rank has, (); None where each has it.
+        last_position: the greatest position that any rank has, a tensor (); None where each rank has it itself.
         ratio: that of `ResidualPart`.
     """
 

@@ -16,7 +16,7 @@ from meshweave.nn.parallel.norm import be_instance_of
 
 
 class HostedRouter(OwnModule):
-    """A router in the place of the model's own, of a class that extends that, for transformers to record logits.
+    """A router in the place of the model's own, whose class it extends, so that transformers records its logits.
 
     Where the model computes an auxiliary loss, these are the logits of all tokens: the loss is no sum over tokens.
     """

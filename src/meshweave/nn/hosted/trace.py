@@ -29,7 +29,7 @@ class ModuleCall:
         path: its name in the model.
         operand: the first tensor of real numbers that it was given; None where there was none.
         result: what it returned, marked, where that is a tensor; later code may change it in place.
-        made: a copy of that.
+        made: a detached copy of `result`, which nothing changes.
         sources: the nearest marks that the operand was computed from: paths of modules.
         attended: whether a softmax stands between these and the operand.
         given: of experts, all that they were given; else ().

@@ -3,7 +3,7 @@
 A parameter is kept in parts where the strategy shards it, used whole or as tensor parallelism splits it, and its
 gradient is computed in terms where ranks have other tokens. Parameters that move along the same mesh axes lie one
 after the other in a bucket, a tensor of (ranks, elements): one program of a `MoveSite` gathers it, one reduces
-the gradients (Li et al., PyTorch Distributed, VLDB '20, section 3.2). Ranks do not meet before them. Each
+the gradients (Li et al., PyTorch Distributed, VLDB '20, section 3.2). No barrier comes before these. Each
 adds an element that says which program and which call its data are of: what is of another one is refused.
 """
 
@@ -93,7 +93,7 @@ class KeptParameter:
 
     @cached_property
     def used_shape(self) -> tuple[int, ...]:
-        """Return this rank's shape where the parameter is used."""
+        """Return the shape of this rank's part of the parameter where it is used."""
         return tuple(sum(b - a for a, b in spans) for spans in self._spans(self.used))
 
     def _spans(

@@ -18,7 +18,7 @@ _HALVES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of the bits of a tensor, of `bits_number`, as an int64 tensor () on its device."""
+    """Return the `bits_number` of a tensor, a checksum of its bits, as an int64 tensor () on its device."""
     number = bits_number(tensor)
     return torch.tensor(number, device="cpu") if isinstance(number, int) else number
 

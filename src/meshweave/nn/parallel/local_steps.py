@@ -41,13 +41,13 @@ _set_aside: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictiona
 def step_locally(optimizer: Optimizer, has_arguments: bool) -> None:
     """Do the step of an optimizer on plain tensors, just before its own, where that has the same result.
 
-    Its own step then finds no parameters, until `restore`. Nothing is done where there are other hooks on steps,
-    while a compiler traces, where gradients have other placements than their parameters, and for optimizers of
-    classes that are not known to step alike on plain tensors. Collective for optimizers that step on whole
-    parameters, which ranks then gather.
+    Its own step then finds no parameters, until `restore_parameter_groups`. Nothing is done where there are
+    other hooks on steps, while a compiler traces, where gradients have other placements than their parameters,
+    and for classes that are not known to step alike on plain tensors. Collective for optimizers that step on
+    whole parameters, which ranks then gather.
 
     Args:
-        has_arguments: whether the step is given any, such as a closure; then nothing is done either.
+        has_arguments: whether the step is given arguments, such as a closure; then nothing is done either.
     """
     if has_arguments or torch.compiler.is_compiling() or compat.other_step_hooks(optimizer):
         return

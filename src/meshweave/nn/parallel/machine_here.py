@@ -130,7 +130,7 @@ def measure_step(
     """Measure the seconds of the parts of a training step on this machine. Collective over all ranks of the world.
 
     Args:
-        compute: runs forward and backward of so many sequences, on this rank alone.
+        compute: called with a number of sequences: runs forward and backward of so many, on this rank alone.
         optimize: makes a step of AdamW on whole parameters in fp32.
         rows: one or two sizes of a micro-batch, in sequences. The larger is to be that of a rank in data
             parallelism alone, whose step is measured.
@@ -181,9 +181,9 @@ def measured_problem(
 ) -> StepProblem:
     """Return the problem of a step on this machine, in fp32, whose predicted times are those measured.
 
-    On one rank `step_of` then predicts what was measured. For data parallelism alone, where each rank has the
-    larger number of sequences that was measured, `overlap` of the stack is fitted, from 0 to 1, to what was
-    measured: layers that replicas share sums of are priced with it. For other batches `overlap` is 0.
+    On one rank `step_of` then predicts what was measured. Where `batch` is the larger measured number of
+    sequences times the number of ranks, `overlap` of the stack, from 0 to 1, is fitted so that plain data
+    parallelism takes the measured time; other plans are priced with it, too. For other batches it is 0.
 
     Args:
         model: whose parts were measured.

@@ -53,7 +53,7 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
         norm: an `nn.LayerNorm`, an `nn.RMSNorm`, or a norm that computes what that does with an epsilon and its
             `weight`, which is tried where it has memory. It stays as it is.
         name: that of the norm, for errors.
-        dims: for each mesh axis the dim that it splits of what the norm is given; None as of the residual.
+        dims: for each mesh axis the dim that it splits of what the norm is given; None for that of the residual.
         side: the dim of the features; None for that of the residual.
         kind: what it computes, where that was tried before; None to try it.
 
@@ -108,7 +108,7 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
 
         Args:
             x: this rank's part of (batch, sequence, features), each dim split as `dims` says.
-            batch, sequence: the global sizes of these.
+            batch, sequence: global sizes: the number of sequences, and the tokens of each.
         """
         gain, bias = self._gains()
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -70,7 +70,7 @@ class _SameGradient(torch.autograd.Function):  # type: ignore[misc]
 
 
 def terms_of(strategy: LayerStrategy, axes: Sequence[int]) -> tuple[int, int]:
-    """Return (ranks that have terms of a sum along mesh axes, the place of this one among them)."""
+    """Return (how many ranks have terms of a sum along the mesh `axes`, the index of this rank among them)."""
     shape, at = strategy.mesh.shape, strategy.coordinates
     count, place = 1, 0
     for axis in axes:
@@ -79,9 +79,10 @@ def terms_of(strategy: LayerStrategy, axes: Sequence[int]) -> tuple[int, int]:
 
 
 def summed_number(bound: BoundProgram, dtype: torch.dtype, count: int, place: int) -> tuple[float, float]:
-    """Return (the number that the rank of a place adds to a sum of `count` terms, the sum, which is exact).
+    """Return (what the rank at index `place` of `count` adds beside its data, the exact sum that all expect).
 
-    In a type of 2 bytes only the first `_EXACT_TERMS` ranks add theirs. All compare the sum with their own number.
+    Both are for the next run of `bound`. In a type of 2 bytes only the first `_EXACT_TERMS` ranks add a number,
+    the others 0. Ranks compare the sum that arrives with the one that they expect, see `check_number`.
     """
     number = call_number(bound, dtype, count)
     added = count if dtype.itemsize >= _EXACT_BYTES else min(count, _EXACT_TERMS)
@@ -89,14 +90,20 @@ def summed_number(bound: BoundProgram, dtype: torch.dtype, count: int, place: in
 
 
 def call_number(bound: BoundProgram, dtype: torch.dtype, count: int = 1) -> float:
-    """Return a number of a program and its next run, `count` times of which a dtype has exactly."""
+    """Return a number of the next run of a program; `dtype` has it, and `count` times it, exactly.
+
+    Numbers repeat: after 16 runs in a type of 2 bytes, after some 2**24 / `count` in others.
+    """
     if dtype.itemsize < _EXACT_BYTES:
         return float(2.0 ** (bound.next_run % 16 - 8))
     return float(1 + bound.next_run % (2**24 // count - 1))
 
 
 def check_number(arrived: Tensor, expected: float) -> None:
-    """Raise BindError where data that arrived are of other programs or calls. On CUDA the host does not wait."""
+    """Raise BindError where an element of `arrived` is not `expected`: data beside it are of another call.
+
+    On CUDA nothing is checked, since the host would wait.
+    """
     if arrived.device.type == "cpu" and any(value != expected for value in arrived.flatten().tolist()):
         raise BindError(
             "ranks are out of step: what arrived for parameters of a bucket is of another program or call; let "

@@ -192,8 +192,8 @@ class GradientProbe:
     def compare(self, agreement: StepAgreement) -> None:
         """Raise LayoutError, on all ranks, where ranks scaled the gradient by different factors. Collective.
 
-        A rank whose factors differ within the gradient, as after clipping by value, is left out. It is for one
-        call: gradients are not watched any more after it. The ranks are those of `agreement`.
+        A rank whose factors differ within the gradient, as after clipping by value, is left out. To be called
+        once: gradients are not watched any more after it. The ranks are those of `agreement`.
         """
         for hook in self._hooks:
             hook.remove()

@@ -76,8 +76,8 @@ def parallelize(
             default process group, 60 s. The same one may be given to `pipeline` and `Checkpoints`.
         broadcast_weights: the weights of the mesh's first rank are those of all. Without, ranks that have others
             are an error.
-        debug_every: forward calls between two in which ranks compare all that they must have alike, copies of
-            weights and modes of modules among it, as they do in the first; 0 for the first alone.
+        debug_every: in the first forward call and in each `debug_every`-th ranks compare all that they must have
+            alike, copies of weights and modes of modules among it; 0 for the first alone.
         trials: what plan "auto" tries, on copies of the model; the table of it is `trials` of the result. Ignored
             with another plan.
 

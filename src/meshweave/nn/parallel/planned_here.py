@@ -48,7 +48,8 @@ def plans_here(
 
     First come data parallelism and ZeRO-3, where the batch is a multiple of the ranks, then the fastest in which
     ranks share layers, `NUM_PLANNED` at most. The list is empty if the sizes of the model are not known, it is
-    not in fp32 on CPUs, not all of it is trained, or a rank refuses to run it; the log says why.
+    not in fp32 on CPUs, not all of it is trained, a rank refuses to run it, or its step cannot be priced;
+    the log says why.
 
     Args:
         tokens, targets: a batch as `ParallelModel.step` takes it.

@@ -15,8 +15,8 @@ class ModelSettings:
         title: what the model was recognised as, for reports and errors.
         recompute: whether layers are computed again for gradients.
         proved: a phrase on what was proved of it, for its report.
-        debug_every: each so many forward calls ranks compare all that they must have alike, as in the first; 0
-            for the first alone.
+        debug_every: ranks compare all that they must have alike in the first forward call, and in each
+            `debug_every`-th; 0 for the first alone.
         adapted: names of its layers that have adapters, which are put back into what takes their places.
     """
 

@@ -118,7 +118,7 @@ def added_s(among: AllRanks, run: Callable[[], object]) -> float:
 
 
 def each_s(among: AllRanks, run: Callable[[], object]) -> float:
-    """Return the seconds of a call of `run` on the slowest rank: the median of 5 rows of 5 calls. Collective."""
+    """Return the seconds of a call of `run` on the slowest rank, a median of 5 series of 5 calls. Collective."""
     return among.median_s(_several(run), _REPEATS) / _SUMS
 
 

@@ -132,7 +132,7 @@ class Trials:
             name of a strategy of one mesh axis. None for the plans that the planner ranks first, with constants
             of this machine that it measures before.
         most: the most trials.
-        seconds: after so many no trial begins. Measurements for the planner count, up to half of them.
+        seconds: no trial begins after so many; measurements for the planner count, up to half of them.
         steps: the counted steps of a trial, after one that is not counted; with 0 that one counts.
         within: the share by which another plan must be faster than plain data parallelism to be chosen.
         results: a file in which rank 0 keeps measured times, by which later predictions are corrected; None for

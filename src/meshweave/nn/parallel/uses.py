@@ -130,7 +130,7 @@ class ParameterUse:
 
     @property
     def is_computed(self) -> bool:
-        """Return whether modules compute some anew at each use, as parametrizations and adapters do."""
+        """Return whether modules compute some parameters at each use, as parametrizations and adapters do."""
         return any(hasattr(type(module), name) for module, name in self.entries)
 
     def parameters(self) -> list[Tensor]:

@@ -55,7 +55,7 @@ class BoundPipeline:
     tied: TiedTable | None
 
     def splits(self, number: int) -> bool:
-        """Return whether gradients of weights of a stage are computed apart from those of its inputs."""
+        """Return whether weight gradients of stage `number` are computed apart from its input gradients."""
         functions = self.functions[number]
         return not functions.is_first and len(functions.whole_backwards) < self.problem.micro_batches
 

@@ -72,8 +72,8 @@ def pipeline(
     order, with the rows (samples) as dim 0.
 
     Args:
-        stages: the modules of this process, by the number of their stage. Stages on several ranks have the same
-            parameters, or shards of them that the module itself makes one of.
+        stages: the modules of this process, by the number of their stage. On several ranks the modules of a
+            stage have the same parameters, or shards of them, among which a module communicates by itself.
         plan: a schedule: the name of one ("1f1b", "eager-1f1b", ...), a `Schedule`, or a file with a CSV of
             torch's.
         micro_batches: the number of micro-batches; needed with the name of a schedule, else None or that of the

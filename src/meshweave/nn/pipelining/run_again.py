@@ -30,7 +30,7 @@ def set_random_states(states: Sequence[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def kept_buffers(module: nn.Module, before: Sequence[int]) -> Iterator[None]:
-    """Let a module change copies of its buffers in the block, which its forward has changed once already.
+    """Put copies in the place of a module's buffers in the block, where its forward has changed them already.
 
     Copied are those that have changed since `before`, the `versions` of all buffers before that forward, and
     statistics of norms, which torch changes without a count.

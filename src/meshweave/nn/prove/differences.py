@@ -66,7 +66,7 @@ class Compared:
         actual: this rank's part; None where it has none.
         wanted: the whole of the original; None where that has none.
         allowed: the norm of a difference that rounding explains, over the norm of this rank's part of `wanted`.
-        floor: what rounding explains besides, in each element.
+        floor: the absolute difference of an element that rounding explains besides.
         has_copies: whether ranks with the same part must have the same bits.
         hint: what is known of the place where it is computed.
         bias: what may have been added to it, in the shape of its last dim.

@@ -68,7 +68,10 @@ class _Stop(Exception):
 def check_whole(
     made: nn.Module, module: nn.Module, names: ModelMap, kinds: Sequence[int], longest: int
 ) -> None:
-    """Raise ProofError where a forward pass does what layers that stand for a model's own would not do.
+    """Raise ProofError where a model's forward pass does more or else than its layers one after the other.
+
+    That would be lost where parallel layers replace the model's own. Raises UnsupportedError where the copy does
+    not run.
 
     Args:
         made: a copy with all layers, those of a kind with the same weights, few words, and dropout as it is.

@@ -224,7 +224,7 @@ class Checkpoints:
 
     @property
     def is_saving(self) -> bool:
-        """Return whether there was a `save` since the last `wait`, which `save`, `latest` and `load` call."""
+        """Return whether there was a `save` since the last `wait`, which every save, look and load calls."""
         return self._saving is not None
 
     def wait(self) -> None:
@@ -390,7 +390,7 @@ class Checkpoints:
         return dict(manifest.notes)
 
     def refuse_together(self, step: int, wrong: str, told: Any = None) -> list[Any]:
-        """Return what each rank tells, by rank, or raise CheckpointError on all of them where any has a `wrong`.
+        """Return each rank's `told`, by rank, or raise CheckpointError on all of them where any has a `wrong`.
 
         Collective. The message is "the checkpoint of step N in FOLDER", then `wrong`, as "cannot be saved: ...".
         """
