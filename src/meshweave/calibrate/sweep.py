@@ -146,7 +146,7 @@ def plan_sweep(
     """Return the cases for a mesh of all chips of `cluster`.
 
     Args:
-        sizes: bytes of one member's part; by default those that suit the slowest link.
+        sizes: bytes of one member's part, rounded to multiples of 64; by default those of `default_sizes`.
         skip_bytes: the bytes that a link lets through before it keeps to its rate (a token bucket).
 
     Raises:

@@ -1,7 +1,7 @@
 """Price a collective as communication libraries run it: inside a host by measured curve, across hosts on all NICs.
 
 On a network of hosts an all-gather, reduce-scatter or all-reduce among chips that share hosts is priced by its
-size. Inside a host it takes what was measured there (`cost.collectives`), where the chip has such constants.
+size. Inside a host it takes what was measured there (`collective_seconds`), where the chip has such constants.
 Across hosts a library has one ring (or tree) for each NIC that the members of a host own, each carrying its share
 of every part, and takes the faster of two algorithms:
 

@@ -26,7 +26,9 @@ from meshweave.tune.plan_records import Bytes, DescriptionRecord, Dim, Record, S
 class PassPlan(Record):
     """One product: its sizes, slices, and estimated times in seconds per layer and step.
 
-    `runner_up` names the next best config on the same mesh and how much slower it is, in words.
+    `slices`, `block`, `packets` and `overlap` are those of its `Matmul2dConfig`, `exposed_s` is the time without
+    products, and `peak_bytes` the most that rank 0 holds at once. `runner_up` names the next best config on the
+    same mesh and how much slower it is, in words.
     """
 
     name: PassName
@@ -165,7 +167,7 @@ class Plan(Shown, Record):
 
         Args:
             price: of a chip-hour, in dollars, which adds the price of tokens to a plan of a step; None leaves it
-                out. A plan of products takes no notice of it.
+                out. Ignored for a plan of products.
         """
         from meshweave.tune.plan_summary import product_lines, step_lines
 

@@ -132,8 +132,8 @@ class TorusNetwork:
         """Return the torus with another number of chips; several tori, as hosts, where one is too small.
 
         Such a host has the links of the first torus axis inside, both directions of it as one, and `slices` as
-        the NIC of each chip. Within one torus any number is a part of it; `check_sold` knows which sizes are
-        sold.
+        the NIC of each chip. One reconfigurable torus takes any number of chips up to `max_chips`, sold or not;
+        `check_sold` knows which are sold.
 
         Raises:
             DescriptionError: the shape is fixed, or neither one torus nor several equal ones have so many chips.

@@ -96,11 +96,11 @@ class LayerGraph(Shown):
 
     @cached_property
     def sum_of_term(self) -> dict[str, str]:
-        """Return {term: sum}, both as edges: the one term of each sum that is written to the buffer of that sum.
+        """Return {term: sum}, both as edges: the terms that are written straight into the buffer of their sum.
 
-        A term may be it if the sum alone reads it, and the gradient of its maker does not. Of those the first
-        that may be partial sums (`LayerNode.makes_terms`) is taken, else the first. A sum without such a term
-        has none.
+        Each sum has one such term at most: an edge that only the sum reads, and that the gradient of its own
+        node does not read. Of several it is the first that may be partial sums (`LayerNode.makes_terms`), else
+        the first.
         """
         made = {node.out: node for node in self.nodes}
         homes: dict[str, str] = {}

@@ -28,9 +28,9 @@ class GroupedHeads:
     """Attention of heads that share heads of keys and values.
 
     Attributes:
-        heads, kv_heads, width: of queries, of keys and values, and the features of each.
+        heads, kv_heads, width: heads of queries, heads of keys and values, and the features of a head.
         window, rotary: as in `nodes.Attention`.
-        biases: which of "qkv" and "out" add one.
+        biases: which of the products "qkv" and "out" add a bias.
         qk_norm: norms of queries and keys: "head" of each head, "joint" of all heads together, "" for none.
         sinks: whether each head has a learned score beside those of keys.
     """

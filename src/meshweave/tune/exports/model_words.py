@@ -37,7 +37,7 @@ def model_left_out(model: Transformer, told: Collection[str], target: str) -> li
     Either is left out where there is nothing to say.
 
     Args:
-        told: names of the fields (see `defining`) that the export holds.
+        told: names of the fields (see `defining_fields`) that the export holds.
         target: the other software.
     """
     values = defining_fields(model)
