@@ -102,7 +102,7 @@ def measure_products(
     Args:
         shapes: (m, n, k) of each.
         repeat: how often all shapes are measured; the lower quartile counts.
-        say: takes lines on the progress.
+        say: called with lines of text on the progress.
         loop_s: the least seconds of a loop on a CPU; 0: a millisecond. On CUDA a loop takes about 10 ms.
         most_s: no repetition begins after so many seconds; there is always one.
 
@@ -261,7 +261,7 @@ def calibrate_device(
         count: the number of products.
         repeat: measured repetitions of each.
         seed: of the shapes.
-        say: takes lines on the progress.
+        say: called with lines of text on the progress.
 
     Raises:
         DescriptionError: `count` is less than 20, too few to fit constants to.

@@ -104,7 +104,7 @@ def calibrate_tpu(
         device: a target's name, such as "tpu-v5e".
         count: the number of products.
         seed: of the shapes.
-        say: takes lines on the progress.
+        say: called with lines of text on the progress.
 
     Raises:
         UnsupportedError: jax or libtpu is missing, or there is no such TPU.

@@ -157,7 +157,8 @@ def _none_like(chip: str, kind: str, is_low: bool, is_routed: bool) -> str:
 def evidence_on(chip: str, stack: str = "", *, is_routed: bool = False) -> tuple[bool, str]:
     """Return (whether saved runs on a chip judge predictions, in words how far off these were or why none does).
 
-    Only runs count of models on whose family no constant was fitted. Those in 16 bits and below are told apart.
+    Only runs of models on whose family no constant was fitted count. Those in 16 bits and those below have words
+    of their own.
 
     Args:
         chip: name of the chip, as in its cluster's description.

@@ -114,7 +114,7 @@ class Plan(Shown, Record):
         candidates: of a plan of products, all algorithms at their best, the fastest first.
         steps: of a plan of a step, the ranked configurations.
         note: what the estimated times leave out.
-        not_priced: what of the model the estimated times do not know, a few words each.
+        not_priced: what of the model the estimated times leave out, a few words each.
         description: the model and the cluster, whole; None in files of older formats.
         unmeasured: in words, the rate of products where no kernel of the chip was measured; "" where one was.
     """

@@ -30,8 +30,8 @@ class Cluster:
         host: how fast each rank's host issues operations; None for one that is never waited for.
         note: what to know before use.
         send_buffer_bytes: how many bytes of a message the transport (a socket) buffers. A send of at most so
-            many ends once it is matched, before the bytes have arrived; 0 if every send lasts until then. Only
-            simulation uses it.
+            many ends once it is matched, before the bytes have arrived; 0 if every send lasts until then.
+            Simulation uses it, and so do estimates of messages and chains.
 
     Raises:
         DescriptionError: there are more than `base.limits.CHIPS` chips.

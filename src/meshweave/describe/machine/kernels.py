@@ -30,7 +30,7 @@ class ProductTile:
 
 @dataclass(frozen=True, slots=True)
 class TileMenu:
-    """The tiles from which a library of products takes the fastest.
+    """The tiles of C among which a library of matrix products takes the fastest.
 
     Attributes:
         k_step: the elements of k that one pass multiplies; k is padded to a multiple.

@@ -13,7 +13,7 @@ NormPlaces = Literal["", "before and after"]
 
 @dataclass(frozen=True)
 class Architecture:
-    """What other software must be told to train the same model; None where a description does not say.
+    """What other software needs besides sizes to train the same model; None where a description does not say.
 
     Attributes:
         model_type: the family, as transformers names it; "" where it is none of them.

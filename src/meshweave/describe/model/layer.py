@@ -242,7 +242,7 @@ class LayerGraph(Shown):
         return groups
 
     def kept(self, kinds: Collection[KeptKind]) -> Iterator[Kept]:
-        """Yield the `Kept` rows of all nodes that are of the given kinds; edges are in `kept_edges`."""
+        """Yield the `Kept` rows of the given kinds, of all nodes; edges that are kept are in `kept_edges`."""
         return (row for node in self.nodes for row in node.kept if row.kind in kinds)
 
     def kept_bytes(self, item_bytes: int, keys: int, kinds: Collection[KeptKind]) -> int:

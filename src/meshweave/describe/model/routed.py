@@ -75,8 +75,8 @@ class RoutedExperts:
     """A feed-forward part of experts.
 
     Attributes:
-        experts, chosen, inner: how many there are, how many a token meets, and the inner features of each.
-        shared: inner features of a part that every token meets besides; 0 for none.
+        experts, chosen, inner: how many there are, how many a token is routed to, and inner features of each.
+        shared: inner features of a shared part that every token passes through besides; 0 for none.
         shared_gate: whether its result is multiplied by a gate.
         groups, top_groups: groups of experts, and those of them that a token may go to.
         router_parameters: parameters of each expert beside its column of scores.
