@@ -299,9 +299,10 @@ def mesh_machine(
     name: str = "tp",
     logical: bool = False,
 ) -> Machine:
-    """Return a machine with one mesh of `shape` on `cluster`, to price skeletons on.
+    """Return a machine with one mesh of `shape` on `cluster`, called `name`, to price skeletons on.
 
-    A mesh that the network does not carry raises an error when one of its axes is first asked for.
+    `logical` is that of `Machine`. A mesh that the network does not carry raises an error when one of its axes
+    is first asked for.
 
     Raises:
         LayoutError: the mesh has more ranks than the cluster has chips.

@@ -105,6 +105,7 @@ def table_s(
     """Return the seconds of a product by a table, from `interpolation`.
 
     Args:
+        dtype: of the operands.
         outside: what a product outside the ranges of the table gives: with "model" None, where `constants` may
             price it instead; with "error" an error.
 

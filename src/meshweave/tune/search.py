@@ -70,7 +70,7 @@ def block_products(
 ) -> list[Matmul2dProblem]:
     """Return the products of a block on a mesh, layer by layer: forward, backward data, backward weight of each.
 
-    `dataflows` has one entry for each layer.
+    `dataflows` has one entry for each layer, `tokens` is the number of rows of X.
 
     Raises:
         LayoutError: a size, the mesh or the dtype fits no `Matmul2dProblem`.
@@ -108,6 +108,7 @@ def choose_transposed(stationary: Sequence[Stationary]) -> list[bool]:
 def choose_stationary(tokens: int, in_features: int, out_features: int) -> tuple[Stationary, str]:
     """Return the matrix ("x", "w" or "y") that no product of a layer moves, and why, in a few words.
 
+    It is the largest of X (tokens, in_features), W (in_features, out_features) and Y (tokens, out_features).
     Ties between X and Y go to X when in = out, as in the paper's public code.
     """
     if out_features > in_features and tokens >= in_features:

@@ -70,6 +70,7 @@ def dense_layer(
     alternate.
 
     Args:
+        hidden: features of the residual.
         heads, kv_heads: heads of queries, and of keys and values.
         width: features of a head.
         ffn: inner features of the feed-forward part.
