@@ -1,5 +1,5 @@
-"""Phase 2 of the MeshSlice autotuner: mesh shape and slice counts, by exhaustive search over estimates
-(section 3.2.2). Every algorithm is tuned to its own best, so that the comparison is fair."""
+"""Phase 2 of the MeshSlice autotuner: the mesh shape and slice counts of least estimated time (section 3.2.2),
+by branch and bound. Every algorithm is tuned to its own best, so that the comparison is fair."""
 
 from __future__ import annotations
 
@@ -158,11 +158,11 @@ class _ModelSearch:
         return sorted(needed.difference(entry.dataflows))
 
     def dataflows(self, entry: Matmul2d) -> list[LayerDataflow]:
-        """Return the dataflow of each layer if an algorithm runs it."""
+        """Return the dataflow of each layer as an algorithm runs it."""
         return layer_dataflows(entry, self.layers, self.workload.tokens)
 
     def problems(self, entry: Matmul2d, shape: Shape) -> list[Matmul2dProblem]:
-        """Return the products of a block if an algorithm runs them on a mesh of `shape`, layer by layer."""
+        """Return the products of a block as an algorithm runs them on a mesh of `shape`, layer by layer."""
         workload = self.workload
         return block_products(self.layers, self.dataflows(entry), workload.tokens, shape, workload.dtype)
 

@@ -104,8 +104,10 @@ def composed_layer(
 ) -> LayerGraph:
     """Return a layer of attention and a feed-forward part, each after a norm and added to the residual.
 
-    Edges are X (input), M (residual after attention) and Z (output), and between them those of `dense_layer`, or
-    of latent attention and of experts.
+    Edges are X (input), M (residual after attention) and Z (output), and between them those of `dense_layer`. In
+    place of QKV latent attention has Q, KV (keys and values), KVA (their latent) and KVN (its norm), and with a
+    latent of queries QA and QN. Experts have R (router), C (copies) and E, and F is their combined result; a
+    shared part beside them has Y, H and FS, and with a gate FG.
     """
     first = _latent(hidden, heads, norm) if isinstance(heads, LatentHeads) else _grouped(hidden, heads, norm)
     if isinstance(feed_forward, FeedForward):
