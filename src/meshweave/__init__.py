@@ -15,7 +15,7 @@ What most programs need is a name of this module:
 
 The rest stands in namespaces, each a module that says what it is for:
 
-        mw.describe      strided and tiled placements, process grids
+    mw.describe      strided and tiled placements, process grids
     mw.ir            what a program is written with
     mw.lower         passes that rewrite a program into the ops of a transport
     mw.algorithms    the whole table, problems and configs of every family, for authors of algorithms

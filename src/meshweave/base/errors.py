@@ -30,7 +30,7 @@ _LONG_WORD = rf"\S{{{MAX_QUOTED + 1},}}"
 
 
 def printable(text: object) -> str:
-    """Return `text` on one line of at most `MAX_QUOTED` characters, with "?" for each that does not print."""
+    """Return `text` as one line of at most `MAX_QUOTED` characters, with "?" for each that is not printable."""
     line = str(text)
     return without_control_characters(line if len(line) <= MAX_QUOTED else f"{line[: MAX_QUOTED - 3]}...")
 

@@ -28,7 +28,7 @@ class Owner:
 
     @classmethod
     def current(cls) -> Owner:
-        """Return the owner that stands for this process. Raises OSError where there is no /proc to read."""
+        """Return this process as an owner. Raises OSError where there is no /proc to read."""
         return cls(_pid_space(), os.getpid(), _start_of(os.getpid()) or 0)
 
     @classmethod

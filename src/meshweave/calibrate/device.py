@@ -73,6 +73,7 @@ def draw_shapes(count: int, seed: int, most_flops: float, largest: int = _LARGES
     """Return `count` different shapes (m, n, k) of at most `most_flops` FLOPs each.
 
     Sizes are drawn evenly by logarithm from 16 to `largest`; three in four are then rounded to multiples of 8.
+    Equal arguments, `seed` among them, give equal shapes.
     """
     draw = random.Random(seed)
     out: dict[Shape, None] = {}
@@ -100,9 +101,10 @@ def measure_products(
     """Return the seconds of each product on a torch device, on one thread of a CPU.
 
     Args:
-        shapes: (m, n, k) of each.
+        dtype: of the operands.
+        shapes: (m, n, k) of each product.
         repeat: how often all shapes are measured; the lower quartile counts.
-        say: takes lines on the progress.
+        say: called with lines of text on the progress.
         loop_s: the least seconds of a loop on a CPU; 0: a millisecond. On CUDA a loop takes about 10 ms.
         most_s: no repetition begins after so many seconds; there is always one.
 
@@ -258,10 +260,11 @@ def calibrate_device(
     """Return the constants of products of a torch device ("cpu", "cuda", "cuda:1"), measured here and now.
 
     Args:
+        dtype: of the operands.
         count: the number of products.
         repeat: measured repetitions of each.
-        seed: of the shapes.
-        say: takes lines on the progress.
+        seed: of the shapes (`draw_shapes`).
+        say: called with lines of text on the progress.
 
     Raises:
         DescriptionError: `count` is less than 20, too few to fit constants to.

@@ -92,7 +92,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class SweepCase:
-    """A program of one or more loops at the same time; `is_busy`: all axes, and products, are among them."""
+    """A program of one or more loops that run at once; `is_busy`: whether on all axes, with products beside."""
 
     name: str
     is_busy: bool
@@ -110,7 +110,12 @@ class SweepCase:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All cases on a mesh on the network of a cluster, and about how long one repetition takes."""
+    """All cases on a mesh on the network of a cluster.
+
+    Attributes:
+        sizes: bytes of one member's part, ascending.
+        expected_s: about how many seconds one repetition of all cases takes.
+    """
 
     cluster: Cluster
     axes: tuple[MeshAxis, ...]
@@ -146,7 +151,7 @@ def plan_sweep(
     """Return the cases for a mesh of all chips of `cluster`.
 
     Args:
-        sizes: bytes of one member's part; by default those that suit the slowest link.
+        sizes: bytes of one member's part, rounded to multiples of 64; by default those of `default_sizes`.
         skip_bytes: the bytes that a link lets through before it keeps to its rate (a token bucket).
 
     Raises:

@@ -78,7 +78,8 @@ def draw_tpu_shapes(count: int, seed: int, most_flops: float = 4e11) -> list[Sha
     """Return `count` different shapes (m, n, k): of each four one large, two with one thin dim, one of any dims.
 
     Large dims are multiples of 128 from 512 to 8192, thin ones multiples of 8 from 8 to 384, and any dims whole
-    numbers from 16 to 8192. All are drawn evenly by logarithm. A product has `most_flops` FLOPs at most.
+    numbers from 16 to 8192. All are drawn evenly by logarithm. A product has `most_flops` FLOPs at most. Equal
+    arguments, `seed` among them, give equal shapes.
     """
     draw = random.Random(seed)
     out: dict[Shape, None] = {}
@@ -104,7 +105,7 @@ def calibrate_tpu(
         device: a target's name, such as "tpu-v5e".
         count: the number of products.
         seed: of the shapes.
-        say: takes lines on the progress.
+        say: called with lines of text on the progress.
 
     Raises:
         UnsupportedError: jax or libtpu is missing, or there is no such TPU.

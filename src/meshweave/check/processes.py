@@ -50,6 +50,7 @@ def run_on_processes(
     """Run programs one after another on one set of local processes.
 
     Args:
+        num_ranks: the number of processes.
         timeout_s: seconds after which the processes are stopped.
         log: a folder in which each rank logs every program that has ended or failed there (`read_log`), or None.
 

@@ -27,7 +27,10 @@ _LARGEST = 4
 
 
 def random_inputs(program: Program, seed: int) -> dict[str, Array]:
-    """Return random integers from -4 to 4 for every global tensor that an input buffer holds, by name."""
+    """Return random integers from -4 to 4 for every global tensor that an input buffer holds, by tensor name.
+
+    Equal seeds give equal values for a tensor of the same name, shape and dtype.
+    """
     names = dict.fromkeys(buffer.tensor for buffer in program.buffers if buffer.kind == "input")
     inputs = {}
     for name in names:

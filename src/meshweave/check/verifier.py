@@ -292,6 +292,7 @@ def verify_on_processes(
 
     Args:
         num_ring_directions: directions of the rings that collectives become, 1 or 2; 0 leaves them to gloo.
+        seed: seed of the inputs.
         timeout_s: seconds after which the processes are stopped.
         progress: called with (programs that rank 0 is through with, programs in all).
 

@@ -217,7 +217,7 @@ def transfer_times(
 
 
 def placement_of(schedule: Schedule) -> str:
-    """Return the numbers of stages and ranks in words: `8 stages on 4 ranks`, `4 ranks of one stage` each."""
+    """Return the numbers of stages and ranks in words: `8 stages on 4 ranks`, or `4 ranks of one stage`."""
     per_rank = schedule.num_stages / schedule.num_ranks
     ranks = f"{schedule.num_ranks} rank{'s' if schedule.num_ranks > 1 else ''}"
     return f"{schedule.num_stages} stages on {ranks}" if per_rank != 1 else f"{ranks} of one stage"

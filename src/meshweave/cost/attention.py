@@ -67,7 +67,7 @@ def attention_s(
     num_bytes: int,
     causal: bool,
 ) -> float:
-    """Return the seconds of one forward attention on one chip; of an empty one those of its launch.
+    """Return the seconds of one forward attention on one chip; the constants' `launch_s` where a size is 0.
 
     Args:
         heads: query heads of all sequences of the batch.

@@ -87,7 +87,7 @@ def flops_per_s(chip: Chip, call: str, dtype: str) -> int:
 def engine_flops(flops: int, chip: Chip, call: str, dtype: str) -> int:
     """Return `flops` of a kind and dtype as FLOPs at `chip.effective_flops_per_s` that take as long, rounded up.
 
-    So all works of a chip share one engine of one rate. `call` and `dtype` are as for `flops_per_s`.
+    So one engine of one rate stands for all kinds of work. `call` and `dtype` are as for `flops_per_s`.
     """
     own, engine = flops_per_s(chip, call, dtype), int(chip.effective_flops_per_s)
     return flops if own == engine else -(-flops * engine // own)

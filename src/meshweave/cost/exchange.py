@@ -211,9 +211,9 @@ def exchange_s(work: CopyExchange, machine: Machine) -> float | None:
 
 
 def as_all_to_all(work: CopyExchange) -> Transfer:
-    """Return an all-to-all in which each rank receives what the most loaded one does in `work`, in one host.
+    """Return an all-to-all in which each rank receives as many bytes as the most loaded one does in `work`.
 
-    It stands for the exchange on networks without hosts.
+    It is priced in place of the exchange on networks without hosts, as if all ranks were in one host.
 
     Raises:
         UnsupportedError: the catalog has no library of that name.

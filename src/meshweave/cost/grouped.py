@@ -43,11 +43,11 @@ class GroupedConstants:
 
     Attributes:
         units: processors that compute a tile each. A count of the hardware, not fitted.
-        item_bytes: of a weight. Not fitted.
+        item_bytes: bytes of an element of a weight. Not fitted.
         stream_passes: passes through memory over inputs, inner features and results of all rows.
         token_passes: passes over the features of tokens whose experts are chosen here.
         absent_passes: as `stream_passes`, over copies whose experts lie on other ranks.
-        absent_tile_s: of a tile without rows, on one unit.
+        absent_tile_s: seconds of a tile without rows, on one unit.
     """
 
     units: int
@@ -93,7 +93,8 @@ class ExpertRows:
 def even_rows(rows: int, hidden: int, inner: int, experts: int, columns: int) -> ExpertRows:
     """Return the sizes of one layer's experts on a rank, its `rows` copies of tokens evenly divided among them.
 
-    Experts are not chosen in them. `columns` is 2 where experts are gated, else 1.
+    The choice of experts is not priced in them: `tokens` and `absent` are 0. `columns` is 2 where experts are
+    gated, else 1.
     """
     active = float(min(experts, max(rows, 1)))
     tiles = active * np.ceil(rows / active / TILE_ROWS)[None, :]

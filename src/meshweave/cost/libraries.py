@@ -1,7 +1,7 @@
 """Price a collective as communication libraries run it: inside a host by measured curve, across hosts on all NICs.
 
 On a network of hosts an all-gather, reduce-scatter or all-reduce among chips that share hosts is priced by its
-size. Inside a host it takes what was measured there (`cost.collectives`), where the chip has such constants.
+size. Inside a host it takes what was measured there (`collective_seconds`), where the chip has such constants.
 Across hosts a library has one ring (or tree) for each NIC that the members of a host own, each carrying its share
 of every part, and takes the faster of two algorithms:
 
@@ -64,10 +64,11 @@ Array = NDArray[np.float64]
 def collective_seconds(
     constants: CollectiveConstants, kind: str, num_chips: ArrayLike, num_bytes: ArrayLike
 ) -> Array:
-    """Return the seconds of a collective among `num_chips` chips of one host, of the shape of both arrays.
+    """Return the seconds of a collective among chips of one host, in the shape of the broadcast sizes.
 
     Args:
         kind: "all_reduce", which takes two rounds, or any other, such as "all_gather", which takes one.
+        num_chips: the number of its members.
         num_bytes: the size of nccl-tests: the whole result of an all-gather, the whole input of the others.
     """
     of = constants

@@ -54,7 +54,8 @@ class Machine(PlacedMeshes):
     network. Without contention a collective is then priced for members that are neighbours. Only
     simulation with contention shows the cost of several hops.
 
-    `placement` is the chip of each global rank, a permutation of all chips. It moves paths, not constants.
+    `placement` is the chip of each global rank, a permutation of all chips. Paths, links between two ranks and
+    the hosts of groups follow it; the network axis of a mesh axis does not.
 
     Raises:
         LayoutError: there are more ranks than chips, or the placement is no permutation.
@@ -167,7 +168,7 @@ class Machine(PlacedMeshes):
         """Return the network axis that a mesh axis runs over.
 
         With `shared` its links have the rate that one group of the mesh axis gets of them while all groups
-        communicate at once. Closed forms take this one; simulation with contention finds out who shares what.
+        communicate at once. Closed forms ask with `shared`; simulation with contention shares links itself.
 
         Args:
             name: a mesh axis, as "tp.row"; a mesh, as "tp", for the group of all its ranks; or "" for the axis
@@ -298,9 +299,10 @@ def mesh_machine(
     name: str = "tp",
     logical: bool = False,
 ) -> Machine:
-    """Return a machine with one mesh of `shape` on `cluster`, to price skeletons on.
+    """Return a machine with one mesh of `shape` on `cluster`, called `name`, to price skeletons on.
 
-    Whether the network carries the mesh shows when one of its axes is first asked for.
+    `logical` is that of `Machine`. A mesh that the network does not carry raises an error when one of its axes
+    is first asked for.
 
     Raises:
         LayoutError: the mesh has more ranks than the cluster has chips.

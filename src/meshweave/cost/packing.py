@@ -59,12 +59,12 @@ def message_price(
 
 
 def op_price(work: Work, op: Op, rank: int, machine: Machine) -> Price:
-    """Return the price of `op` of a rank, any but a send or recv, whose sizes `work` has.
+    """Return the price of an op that global rank `rank` runs, any but a send or recv.
 
     A one-sided op on another rank's memory has the slowest links between the two ranks.
 
     Args:
-        work: `work_of(program, op)`.
+        work: the sizes of the op, `work_of(program, op)`.
         op: without variables, as `rank` runs it.
 
     Raises:

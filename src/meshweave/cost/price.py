@@ -31,7 +31,7 @@ from meshweave.ir.work import Compute, CopyExchange, Transfer, Work
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The cost of one op: launch, synchronisation and packing pass, then `amount` flows at up to `rate_per_s`.
+    """The cost of one op: launch, synchronisation and packing, then `amount` flows at up to `rate_per_s`.
 
     The amount is in bytes or FLOPs. The memory traffic of a product takes `stream_ps` concurrent with its
     FLOPs, and `fill_drain_ps` before and after them, when the first tiles are loaded and the last is stored.

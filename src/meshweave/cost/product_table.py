@@ -105,8 +105,9 @@ def table_s(
     """Return the seconds of a product by a table, from `interpolation`.
 
     Args:
-        outside: what a product outside the ranges of the table is: "model" for None, if there are `constants` to
-            price it; "error" for an error.
+        dtype: of the operands.
+        outside: what a product outside the ranges of the table gives: with "model" None, where `constants` may
+            price it instead; with "error" an error.
 
     Raises:
         UnsupportedError: the product is outside the ranges, and `outside` is "error" or `constants` is None.

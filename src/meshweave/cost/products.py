@@ -13,7 +13,7 @@ products run at a lower clock: t (1 + slowdown ln(1 + t / 0.1 ms)). Cf. CUTLASS,
 waves, split-k). A chip of systolic arrays has constants and a formula of their own (`cost.systolic`).
 
 Every term grows with m, n and k; so does the result, but where a menu chooses by m. A thread of a CPU has a
-formula of its own, `cost.cpu_products`.
+formula of its own, in `cpu_product_seconds`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def product_seconds(
     Args:
         item_bytes: bytes of an element of A or B.
         batch: equal products that run as one kernel.
-        out_bytes: bytes of an element of C; 0 for those of A, at least 2.
+        out_bytes: bytes of an element of C; 0 for those of A, at least 2. On a CPU it is that of A.
     """
     out_bytes = out_bytes or max(item_bytes, 2)
     if isinstance(constants, SystolicConstants):

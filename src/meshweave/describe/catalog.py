@@ -36,10 +36,10 @@ def catalog_text(kind: str, name: str, other: str = "") -> str:
     """Return the TOML text of a catalog entry; `kind` is `clusters`, `models`, `kernels` or `gpus`.
 
     Args:
-        other: what may be given in place of an entry, in words, for the error.
+        other: text that follows the name in the error, such as "; give words such as '64 x H100'".
 
     Raises:
-        DescriptionError: the catalog has no such entry; the error names a similar one.
+        DescriptionError: the catalog has no such entry; the error names a similar one, if there is one.
     """
     known = _names(kind)
     if name not in known:

@@ -175,11 +175,12 @@ def _decoded(data: bytes, file: str | Path, limit: Limit) -> str:
 
 
 def parse_table(text: str, file: str | Path, kind: str) -> dict[str, Any]:
-    """Return the table that `text` contains; `kind` is `toml` or `json`.
+    """Return the table that `text` contains, parsed as `kind`, which is `toml` or `json`.
 
     Raises:
-        DescriptionError: the text is empty or no table of this kind, a key stands twice, or it is over a limit
-            of `base.limits`: bytes, values, nesting, parts of a dotted key. `file` is what the error names.
+        DescriptionError: the text is empty, is not valid in that format or no table at its top, a key stands
+            twice, or it is over a limit of `base.limits`: bytes, values, nesting, parts of a dotted key. `file`
+            is what the error names.
     """
     if not text.strip():
         fail(file, "", f"is empty; give a {kind.upper()} description")

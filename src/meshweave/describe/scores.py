@@ -30,7 +30,7 @@ class RunScore:
         precision: the recipe of its products below 16 bits; "" where they ran in 16.
         is_routed: whether the model routes tokens to experts.
         fitted: whether constants of software were fitted on the model's family.
-        error: predicted over published, less 1.
+        error: the figure that the source publishes, such as tokens/s: predicted over published, less 1.
         mfu: the published utilization (0 to 1), with the FLOPs that a plan counts.
     """
 
@@ -104,7 +104,8 @@ def error_of_runs_like(
         stack: the stack whose runs count; "" for all.
         is_low: whether runs with products below 16 bits count, or those in 16.
         is_routed: whether runs of models with experts count, or those of dense ones.
-        asked: what was priced, where that is not `stack`: another stack that has its constants, or no software.
+        asked: what the words call the stack that was priced, where that is not `stack`: the name of one with the
+            constants of `stack`, or "kernels and links alone"; "" for `stack`.
     """
     own = runs_on(chip, stack, is_low, is_routed=is_routed)
     scores = own or runs_on(chip, "", is_low, is_routed=is_routed)
@@ -156,7 +157,8 @@ def _none_like(chip: str, kind: str, is_low: bool, is_routed: bool) -> str:
 def evidence_on(chip: str, stack: str = "", *, is_routed: bool = False) -> tuple[bool, str]:
     """Return (whether saved runs on a chip judge predictions, in words how far off these were or why none does).
 
-    Only runs count of models on whose family no constant was fitted. Those in 16 bits and below are told apart.
+    Only runs of models on whose family no constant was fitted count. Those in 16 bits and those below have words
+    of their own.
 
     Args:
         chip: name of the chip, as in its cluster's description.

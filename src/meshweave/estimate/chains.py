@@ -50,7 +50,10 @@ def has_chains(skeleton: Skeleton) -> bool:
 
 
 def hop_ps(work: Transfer, cost_ps: Callable[[Work], int]) -> tuple[int, int]:
-    """Return (launch, packet) of a chain in picoseconds: its launch, and one packet over one hop after that."""
+    """Return (launch, packet) of a chain in picoseconds: its launch, and one packet over one hop after that.
+
+    `cost_ps` returns the picoseconds of one op.
+    """
     launch_ps = cost_ps(work.launch)
     return launch_ps, cost_ps(work.hop) - launch_ps
 

@@ -77,7 +77,7 @@ class _SenderLanes:
         self._names: dict[tuple[str, int], str] = {}
 
     def in_lane_of_sender(self, op: Op, rank: int) -> Op:
-        """Return the op of `rank` in the lane of its sender: `rank`, but for a recv. A product stays."""
+        """Return the op of `rank` in its sender's lane; a recv's sender is its peer. A product is unchanged."""
         if isinstance(op, Matmul):
             return op
         sender = op.peer if isinstance(op, Recv) else rank

@@ -102,9 +102,10 @@ def _with_fences(
 
 @dataclass
 class _OwedTerm:
-    """A part of a product of `rank` that its owner adds to `out`, a view of the owner's memory.
+    """A part of a product of `rank` that the owner of `out`, a view of the owner's memory, adds to it.
 
-    `product` is the index of the product among the outgoing products of `rank`.
+    `product` is the index of the product among the outgoing products of `rank`, `src` the part in scratch.
+    `is_local`: whether `rank` is the owner and the part is the whole product.
     """
 
     rank: int

@@ -63,8 +63,8 @@ class BestFirst:
         margin: preferred configs are searched for up to 1 + margin times the best time.
 
     Attributes:
-        rows: the best config of each row that was priced.
-        priced: all that were priced.
+        rows: the best priced config of each row, by the row's key (`Algorithm.row`).
+        priced: all priced configs, by config.
         early: what `answer_early` priced: the answer of a search that is interrupted before it prices anything.
         num_first: the parts that the search has begun with.
         num_priced: how often a config was priced.

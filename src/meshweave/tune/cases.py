@@ -114,7 +114,11 @@ class SimulatedCase:
         return mean_parts(self.run)
 
     def to_json(self, num_links: int) -> dict[str, Any]:
-        """Return the run as JSON values, with its `num_links` busiest links. All times are in seconds."""
+        """Return the run as JSON values, with its `num_links` busiest links. All times are in seconds.
+
+        Keys: titles and counts of program, cluster and run; "duration_s"; "estimate_s", the closed form if it
+        was asked for; "mean" and "ranks", the parts of a rank's time; "links"; and "critical_path".
+        """
         run = self.run
         return {
             "title": self.case.title,
@@ -231,8 +235,8 @@ def plan_cases(
     """Return products of a plan as cases to be simulated, by algorithm and pass.
 
     Args:
-        cluster: name or file of a cluster; None for the plan's own. Without ":N" behind it, it gets as many
-            chips as the mesh has ranks, where it comes in that size.
+        cluster: name or file of a cluster; None for the plan's own. Without ":N" at its end it is resized to as
+            many chips as the mesh has ranks, where it comes in that size.
         passes, algorithms: None for all.
         mesh_shape: another mesh for all algorithms, with slices tuned for it. Where no algorithms are named,
             those without such a mesh are left out.

@@ -75,7 +75,7 @@ def explain(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -> P
     """Return the alternatives that a plan made for `cluster` was chosen from.
 
     Every mesh shape is tuned again for the curves and products are simulated for the timelines, which takes
-    about as long as planning did.
+    about as long as planning did. `progress` is called with (shapes and products done, those in all).
 
     Raises:
         DescriptionError: it is the plan of a step, and not of products.
@@ -221,7 +221,8 @@ def timelines(
 
     Args:
         layers: those of `candidate` to simulate.
-        passes: "forward", "backward_data", "backward_weight".
+        passes: which to simulate, of "forward", "backward_data" and "backward_weight".
+        progress: called with (products done, products in all).
     """
     wanted = [(layer, item) for layer in layers for item in layer.passes if item.name in passes]
     out = []

@@ -91,7 +91,7 @@ def tune_fused(problem: UniversalProblem, cluster: Cluster, *, by_tiles: bool = 
 
 
 def faster_than(problem: UniversalProblem, program: Program, cluster: Cluster) -> FusedChoice | None:
-    """Return the fastest fused product in simulation; None if `program` is as fast or no fused product fits.
+    """Return the fastest fused product in simulation; None if `program` is at least as fast or none fits.
 
     None as well where the cluster has too few chips, or a ring has more than `MAX_RING` ranks.
 

@@ -26,7 +26,9 @@ from meshweave.tune.plan_records import Bytes, DescriptionRecord, Dim, Record, S
 class PassPlan(Record):
     """One product: its sizes, slices, and estimated times in seconds per layer and step.
 
-    `runner_up` names the next best config on the same mesh and how much slower it is, in words.
+    `slices`, `block`, `packets` and `overlap` are those of its `Matmul2dConfig`, `exposed_s` is the time without
+    products, and `peak_bytes` the most that rank 0 holds at once. `runner_up` names the next best config on the
+    same mesh and how much slower it is, in words.
     """
 
     name: PassName
@@ -112,7 +114,7 @@ class Plan(Shown, Record):
         candidates: of a plan of products, all algorithms at their best, the fastest first.
         steps: of a plan of a step, the ranked configurations.
         note: what the estimated times leave out.
-        not_priced: what of the model the estimated times do not know, a few words each.
+        not_priced: what of the model the estimated times leave out, a few words each.
         description: the model and the cluster, whole; None in files of older formats.
         unmeasured: in words, the rate of products where no kernel of the chip was measured; "" where one was.
     """
@@ -165,7 +167,7 @@ class Plan(Shown, Record):
 
         Args:
             price: of a chip-hour, in dollars, which adds the price of tokens to a plan of a step; None leaves it
-                out. A plan of products takes no notice of it.
+                out. Ignored for a plan of products.
         """
         from meshweave.tune.plan_summary import product_lines, step_lines
 

@@ -21,7 +21,7 @@ Share = Annotated[float, Field(ge=0, allow_inf_nan=False, description="a finite 
 
 
 class Record(BaseModel):
-    """A frozen table of a plan file, without keys that it does not know."""
+    """A frozen table of a plan file; a key that is no field of it is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -85,7 +85,7 @@ class StepRecord(Record):
         tokens_per_s_per_chip: tokens of the batch over seconds and chips.
         mfu, hfu: FLOPs of the model, and those with recomputation, over the peak; `StepsRecord.pairs` says which
             pairs of tokens count.
-        mfu_all_pairs: `mfu` with all pairs of tokens; None in files of before it was written.
+        mfu_all_pairs: `mfu` with all pairs of tokens; None in older files.
     """
 
     degrees: DegreesRecord
@@ -136,17 +136,17 @@ class StepsRecord(Record):
             first row that `margin` puts before faster ones; the others are the best of those that were priced.
         margin: by which share of its time the first row may be slower than the second: it has a strategy that
             published runs have, and the faster ones have none; 0 where the first row is the fastest.
-        pairs: the pairs of tokens that `mfu` and `hfu` count; files of before it was written have all.
-        ceiling: the most of its peak that products of a chip have shown; None in files of before.
-        defaults: what `mw.step` gives where the plan was free to choose; None in files of before, and where that
-            cannot be laid out, for the reason in `defaults_refused`.
-        above_ceiling: why utilizations in the ranking are above that; "" where none is.
+        pairs: the pairs of tokens that `mfu` and `hfu` count; "all" in older files.
+        ceiling: the highest share of its peak that products of a chip have shown; None in older files.
+        defaults: the step with the defaults of `mw.step` for all that the plan was free to choose; None in older
+            files, and where it cannot be laid out, for the reason in `defaults_refused`.
+        above_ceiling: why utilizations in the ranking are above `ceiling`; "" where none is.
         stack: the software stack whose overheads are added, and that executes what was searched.
         precision: the recipe of the products of layers below 16 bits; "" where they run in the plan's dtype.
         priced_as: in words, the dtype that prices `precision` where it was not measured on the chip; "" else.
         attention_as: in words, the rate of attention where it was not fitted on the chip; "" where it was.
-        ideal: the best configuration by kernels and communication alone; None with the stack "ideal", and in files
-            of before.
+        ideal: the best configuration priced by kernels and communication alone; None with the stack "ideal", and
+            in older files.
     """
 
     memory_limit_bytes: Bytes

@@ -65,7 +65,7 @@ class ReshardCandidate:
         return rank, local, scratch
 
     def busiest_ranks(self) -> tuple[int, ...]:
-        """Return for each host its rank that sends or takes in the most bytes between hosts, ascending.
+        """Return for each host the rank that sends and receives the most bytes between hosts, in order of rank.
 
         Of more than `MAX_SHOWN` hosts those ranks are kept that move the most. Where nothing moves between hosts
         they are the first `MAX_SHOWN` ranks of the problem.

@@ -1,5 +1,5 @@
-"""Phase 2 of the MeshSlice autotuner: mesh shape and slice counts, by exhaustive search over estimates
-(section 3.2.2). Every algorithm is tuned to its own best, so that the comparison is fair."""
+"""Phase 2 of the MeshSlice autotuner: the mesh shape and slice counts of least estimated time (section 3.2.2),
+by branch and bound. Every algorithm is tuned to its own best, so that the comparison is fair."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def block_products(
 ) -> list[Matmul2dProblem]:
     """Return the products of a block on a mesh, layer by layer: forward, backward data, backward weight of each.
 
-    `dataflows` has one entry for each layer.
+    `dataflows` has one entry for each layer, `tokens` is the number of rows of X.
 
     Raises:
         LayoutError: a size, the mesh or the dtype fits no `Matmul2dProblem`.
@@ -108,6 +108,7 @@ def choose_transposed(stationary: Sequence[Stationary]) -> list[bool]:
 def choose_stationary(tokens: int, in_features: int, out_features: int) -> tuple[Stationary, str]:
     """Return the matrix ("x", "w" or "y") that no product of a layer moves, and why, in a few words.
 
+    It is the largest of X (tokens, in_features), W (in_features, out_features) and Y (tokens, out_features).
     Ties between X and Y go to X when in = out, as in the paper's public code.
     """
     if out_features > in_features and tokens >= in_features:
@@ -157,11 +158,11 @@ class _ModelSearch:
         return sorted(needed.difference(entry.dataflows))
 
     def dataflows(self, entry: Matmul2d) -> list[LayerDataflow]:
-        """Return the dataflow of each layer if an algorithm runs it."""
+        """Return the dataflow of each layer as an algorithm runs it."""
         return layer_dataflows(entry, self.layers, self.workload.tokens)
 
     def problems(self, entry: Matmul2d, shape: Shape) -> list[Matmul2dProblem]:
-        """Return the products of a block if an algorithm runs them on a mesh of `shape`, layer by layer."""
+        """Return the products of a block as an algorithm runs them on a mesh of `shape`, layer by layer."""
         workload = self.workload
         return block_products(self.layers, self.dataflows(entry), workload.tokens, shape, workload.dtype)
 

@@ -27,7 +27,10 @@ class PlannedProduct:
 
 
 def product_title(layer: str, name: str, algorithm: str, config: Matmul2dConfig) -> str:
-    """Return `ff1 backward data, meshslice S=8`, without the configuration where nothing is sliced."""
+    """Return `ff1 backward data, meshslice S=8`, without the configuration where nothing is sliced.
+
+    `name` is that of the pass, such as "backward_data".
+    """
     title = f"{layer} {name.replace('_', ' ')}, {algorithm}"
     return f"{title} {config}" if config.slice_count > 1 else title
 

@@ -27,7 +27,7 @@ class ProcessGrid:
 
     A replica takes consecutive ranks, which fill its process grid by rows or columns (`major`): "row" puts rank
     i * cols + j at (i, j), "col" rank j * rows + i, as in BLACS. `source` is the process that holds the first
-    tile (ScaLAPACK's RSRC, CSRC).
+    tile (ScaLAPACK's RSRC, CSRC). `name` is that of its mesh.
 
     Raises:
         LayoutError: a size is below 1, `major` is unknown, or `source` or `first_rank` is out of range.

@@ -9,10 +9,10 @@ from meshweave.base.errors import LayoutError
 
 
 def nearest_mesh_shape(planned: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the one of `shapes` whose axis sizes are nearest in their ratios to `planned`, whatever its size.
+    """Return the one of `shapes` whose proportions are nearest to those of `planned`, with any number of ranks.
 
-    Each has one size for each axis of `planned`. Shapes with an axis of size 1 count only where there are no
-    others.
+    Each has one size for each axis of `planned`; (2, 4) is as near to (4, 8) as (4, 8) itself. Shapes with an
+    axis of size 1 count only where there are no others.
 
     Raises:
         LayoutError: `shapes` is empty.

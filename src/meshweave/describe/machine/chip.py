@@ -18,7 +18,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Runtime:
-    """The memory of a chip that the allocator of a framework does not hand out, in bytes.
+    """The memory of a chip that its driver and communicators take, outside of a framework's allocator, in bytes.
 
     Attributes:
         context_bytes: of a process: driver, kernels that are loaded, and workspaces of libraries.
@@ -97,7 +97,7 @@ class Chip:
             memory; empty where rates say all.
         kernels: the constants by which products, attention and element-wise calls are priced by their shape; None
             where one rate holds for all shapes.
-        runtime: the software that drives it, a name of `describe.machine.runtime`.
+        runtime: the software that drives it, a name of `RUNTIMES`.
         fitted_as: how the names of other chips with the same compute units begin. Constants of software that were
             fitted on those hold for this one where none were fitted on it. Empty where there is no such chip.
 

@@ -30,8 +30,8 @@ class Cluster:
         host: how fast each rank's host issues operations; None for one that is never waited for.
         note: what to know before use.
         send_buffer_bytes: how many bytes of a message the transport (a socket) buffers. A send of at most so
-            many ends once it is matched, before the bytes have arrived; 0 if every send lasts until then. Only
-            simulation uses it.
+            many ends once it is matched, before the bytes have arrived; 0 if every send lasts until then.
+            Simulation uses it, and so do estimates of messages and chains.
 
     Raises:
         DescriptionError: there are more than `base.limits.CHIPS` chips.
@@ -96,8 +96,8 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
     `:N` after a name or file sets the number of chips (`tpu-v4-pod:64`). Words begin with that number or with
     the number of hosts: `64 x H100, 8 a host, 8 x 400Gb`, `8 hosts of 8 x H100`
-    (`describe.machine.cluster_phrase`). A `Path`, and a string that names an existing file, is read as that
-    file, with any colon in it.
+    (`describe.machine.cluster_phrase`). A `Path`, and a string that names an existing file and no catalog
+    entry, is read as that file, with any colon in it.
 
     Raises:
         DescriptionError: there is no such entry or file, the cluster does not come with so many chips, or the
@@ -121,7 +121,10 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 
 def gives_chips(name: str) -> bool:
-    """Return whether a text for `load_cluster` says how many chips there are: `:N` at its end, or words."""
+    """Return whether a text for `load_cluster` gives the number of chips, by `:N` at its end or in words.
+
+    False for the name of an existing file.
+    """
     return not _is_there(name) and (_split(name)[1] is not None or is_phrase(name))
 
 

@@ -30,7 +30,7 @@ class ProductTile:
 
 @dataclass(frozen=True, slots=True)
 class TileMenu:
-    """The tiles from which a library of products takes the fastest.
+    """The tiles of C among which a library of matrix products takes the fastest.
 
     Attributes:
         k_step: the elements of k that one pass multiplies; k is padded to a multiple.
@@ -160,12 +160,12 @@ class CpuProductConstants:
         flops_per_s: FLOP/s of products that stay in the caches.
         launch_s: seconds of a product of nothing.
         memory_bytes_per_s: bytes per second of what does not fit into the caches.
-        cache_bytes: how much fits; what a thread has of a shared cache.
+        cache_bytes: bytes that fit into the caches; of a shared cache those that one thread has.
         copy_s, store_s: seconds for each byte of B that is copied, and of C that is stored.
         unaligned_s: seconds more for each byte of a C whose rows begin within a cache line.
         unaligned_far_s: seconds more still where that C is beyond `near_cache_bytes`.
         strided_s: seconds more for each byte of a C beyond half the cache, for k from 48 to 112.
-        near_cache_bytes: the cache of a core. A size of the hardware, not fitted.
+        near_cache_bytes: bytes of a core's own cache. A size of the hardware, not fitted.
     """
 
     flops_per_s: float

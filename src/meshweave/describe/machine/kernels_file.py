@@ -98,7 +98,7 @@ class SystolicFile(FileModel):
 
 
 class CpuProductsFile(FileModel):
-    """One table of `cpu_products`: the constants of products on a thread of a CPU; see `cost/cpu_products.py`."""
+    """One table of `cpu_products`: the constants of products on a thread of a CPU; see `cost/products.py`."""
 
     dtypes: list[str] = Field(description="a list of dtypes that have these constants", min_length=1)
     flops_per_s: Rate = Field(description="FLOP/s of products that stay in the caches, at least 1")
@@ -139,7 +139,7 @@ class AttentionFile(FileModel):
 
 
 class CollectivesFile(FileModel):
-    """One table of `collectives`: the constants of one kind inside a host; see `cost/collectives.py`."""
+    """One table of `collectives`: the constants of one kind inside a host; see `cost/libraries.py`."""
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"] = Field(
         description="all_gather, reduce_scatter, all_reduce or all_to_all"

@@ -93,10 +93,10 @@ def link_levels(cluster: Cluster) -> tuple[tuple[str, Callable[[float], Cluster]
 
 
 def level_under(cluster: Cluster, chips: Iterable[int]) -> int | None:
-    """Return the position in `link_levels` of the outermost links between some chips.
+    """Return the position in `link_levels(cluster)` of the outermost links that messages between `chips` cross.
 
-    None where that function leaves these links out: those inside packages of several, and the inner levels of a
-    tree.
+    None where `link_levels` leaves these links out: those inside one of several packages, and the inner levels
+    of a tree.
     """
     network = cluster.network
     sizes = level_sizes(network)

@@ -92,8 +92,8 @@ class TorusNetwork:
         """Return the shapes of meshes over all `chips` whose neighbours are torus neighbours.
 
         Each has `num_dims` sizes; (2, 4) and (4, 2) are two shapes. On a torus of fixed shape a mesh axis spans
-        one or more whole torus axes; only where there are more mesh axes than torus axes have those left over
-        size 1. On a reconfigurable torus every shape with `chips` as its product is there, also with sizes of 1.
+        one or more whole torus axes; where there are more mesh axes than torus axes, those left over have size
+        1. On a reconfigurable torus every shape with `chips` as its product is there, also with sizes of 1.
 
         Raises:
             LayoutError: `num_dims` is below 1, or above the axes of a reconfigurable torus.
@@ -132,8 +132,8 @@ class TorusNetwork:
         """Return the torus with another number of chips; several tori, as hosts, where one is too small.
 
         Such a host has the links of the first torus axis inside, both directions of it as one, and `slices` as
-        the NIC of each chip. Within one torus any number is a part of it; `check_sold` knows which sizes are
-        sold.
+        the NIC of each chip. One reconfigurable torus takes any number of chips up to `max_chips`, sold or not;
+        `check_sold` knows which are sold.
 
         Raises:
             DescriptionError: the shape is fixed, or neither one torus nor several equal ones have so many chips.

@@ -13,7 +13,7 @@ NormPlaces = Literal["", "before and after"]
 
 @dataclass(frozen=True)
 class Architecture:
-    """What other software must be told to train the same model; None where a description does not say.
+    """What other software needs besides sizes to train the same model; None where a description does not say.
 
     Attributes:
         model_type: the family, as transformers names it; "" where it is none of them.
@@ -25,8 +25,8 @@ class Architecture:
         max_positions: the most tokens of a sequence that the model is made for.
         rotary_base, rotary_share: the base of rotary angles, and the share of a head that turns.
         rotary_scaling: how angles are scaled for longer sequences, as JSON; "" for not at all.
-        window: the tokens that a token attends to in some layers; None for all of them.
-        windowed_layers: the number of layers that have the window; None for all of them.
+        window: the number of tokens that a token attends to in layers with the window; None without a window.
+        windowed_layers: the number of layers that have the window; None for all layers.
         residual: "" where the parts of a layer follow each other; "parallel" where both read the residual,
             each after a norm of its own, and are added at once; "parallel with one norm" where they share it.
         norms: "" where a norm precedes each part; "before and after" where one follows it, too.

@@ -62,12 +62,15 @@ def dense_layer(
 ) -> LayerGraph:
     """Return a layer of attention and a feed-forward part, each after a norm and added to the residual.
 
-    Its edges are X (input), NA, QKV, A, O, M (residual after attention), NF, Y, H, F and Z (output); by `form`
-    QKVN, ON and FN join them, or M and NF are left out. Weights are WQKV, WO, W1_ and W2_, modules those of
-    Llama. Columns of WQKV are ordered by groups of heads, within a group queries, keys, values; gate and input
-    columns of a gated W1_ alternate.
+    Its edges are X (input), NA (norm before attention), QKV, A (attention), O (its output projection), M
+    (residual after attention), NF (norm before the feed-forward part), Y, H (activation), F and Z (output). By
+    `form` QKVN, ON and FN (norms of QKV, O and F) join them; a parallel layer has no M, and with a shared norm
+    no NF. Weights are WQKV, WO, W1_ (NF to Y) and W2_ (H to F), modules those of Llama. Columns of WQKV are
+    ordered by groups of heads, within a group queries, keys, values; gate and input columns of a gated W1_
+    alternate.
 
     Args:
+        hidden: features of the residual.
         heads, kv_heads: heads of queries, and of keys and values.
         width: features of a head.
         ffn: inner features of the feed-forward part.

@@ -73,7 +73,7 @@ class DispatchCopies(LayerNode):
 
     @property
     def reads_back(self) -> tuple[str, ...]:
-        """Return the edge of chosen experts, by which the gradients of a token's copies are added up."""
+        """Return the edge of chosen experts: it says which copies' gradients add up to that of a token."""
         return self.ins[1:]
 
 
@@ -82,7 +82,7 @@ class Experts(LayerNode):
     """Feed-forward parts of `inner` features, one per expert; each copy of a token passes through one.
 
     Attributes:
-        biases: whether both products add one.
+        biases: whether both products add a bias.
     """
 
     hidden: int
@@ -152,7 +152,7 @@ class CombineCopies(LayerNode):
 
     @property
     def reads_back(self) -> tuple[str, ...]:
-        """Return the edge of chosen experts, by which the gradient of a token goes to its copies."""
+        """Return the edge of chosen experts: it says to which copies the gradient of a token is sent."""
         return self.ins[1:]
 
 

@@ -11,7 +11,7 @@ from meshweave.describe.model.nodes import Attention, Features, LayerNode, NodeW
 class HeadNorm(LayerNode):
     """Root-mean-square norms of each head of queries and of keys, as in Qwen3 and Gemma 3; values pass unchanged.
 
-    The gains are (2, width).
+    `groups`, `per_group` and `width` are those of `nodes.Attention`. `gain` names the gains, (2, width).
     """
 
     groups: int

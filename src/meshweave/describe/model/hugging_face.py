@@ -91,7 +91,8 @@ def transformer_from_config(data: dict[str, Any], file: str | Path) -> Transform
 def model_name(file: str | Path) -> str:
     """Return the name of a model from its file.
 
-    Of a `config.json` it is that of its folder, or in Hugging Face's cache of its repository; else the file's own.
+    A `config.json` has the name of its folder, in Hugging Face's cache that of the repository without its owner;
+    any other file has its own, without the ending.
     """
     path = Path(file).absolute()
     if path.name.lower() != "config.json":

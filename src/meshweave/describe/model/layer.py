@@ -96,11 +96,11 @@ class LayerGraph(Shown):
 
     @cached_property
     def sum_of_term(self) -> dict[str, str]:
-        """Return {term: sum}, both as edges: the one term of each sum that is written to the buffer of that sum.
+        """Return {term: sum}, both as edges: the terms that are written straight into the buffer of their sum.
 
-        A term may be it if the sum alone reads it, and the gradient of its maker does not. Of those the first
-        that may be partial sums (`LayerNode.makes_terms`) is taken, else the first. A sum without such a term
-        has none.
+        Each sum has one such term at most: an edge that only the sum reads, and that the gradient of its own
+        node does not read. Of several it is the first that may be partial sums (`LayerNode.makes_terms`), else
+        the first.
         """
         made = {node.out: node for node in self.nodes}
         homes: dict[str, str] = {}
@@ -242,7 +242,7 @@ class LayerGraph(Shown):
         return groups
 
     def kept(self, kinds: Collection[KeptKind]) -> Iterator[Kept]:
-        """Yield the `Kept` rows of all nodes that are of the given kinds; edges are in `kept_edges`."""
+        """Yield the `Kept` rows of the given kinds, of all nodes; edges that are kept are in `kept_edges`."""
         return (row for node in self.nodes for row in node.kept if row.kind in kinds)
 
     def kept_bytes(self, item_bytes: int, keys: int, kinds: Collection[KeptKind]) -> int:

@@ -167,7 +167,7 @@ def chip_memory(model: Transformer, workload: Workload, num_chips: int) -> ChipM
     """Return the share of one of `num_chips` chips in a whole model, under 2D tensor parallelism over all.
 
     Raises:
-        DescriptionError: there is less than one chip, or models are not trained in the dtype.
+        DescriptionError: there is less than one chip, or the workload's dtype is not a floating-point one.
     """
     if num_chips < 1:
         raise DescriptionError(f"{num_chips} chips; give at least 1")

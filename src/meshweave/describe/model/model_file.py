@@ -215,7 +215,7 @@ def _all_not_priced(table: ModelFile) -> tuple[NotPriced, ...]:
 
 
 def model_table(model: Transformer) -> dict[str, Any]:
-    """Return the table of a model file from which this very model is read again."""
+    """Return the table of a model file from which `transformer_from` reads an equal model."""
     if model.config:
         return {"name": model.name, "source": model.source, "config": model.config}
     sizes = {

@@ -92,7 +92,7 @@ class Kept:
     by_keys: bool = False
 
     def num_bytes(self, item_bytes: int, keys: int) -> int:
-        """Return the bytes per token; an activation has `item_bytes`, a token attends to `keys` keys."""
+        """Return the bytes per token, with `item_bytes` an element of activations and `keys` keys a token."""
         return self.elements * (self.item_bytes or item_bytes) * (keys if self.by_keys else 1)
 
 
@@ -277,7 +277,7 @@ class Attention(LayerNode):
 
     Attributes:
         groups: heads of keys and values; `per_group` heads of queries share each. All are of `width` features.
-        sums: the name of the logarithms of the sums of softmax.
+        sums: the name of the logarithms of softmax's sums (log-sum-exp), one for each token and head of queries.
         window: the tokens that a token attends to, itself included; None for all before it.
         rotary: the share of each head that is turned by positions; 0 for none.
     """
@@ -376,7 +376,7 @@ class Activation(LayerNode):
 
 @dataclass(frozen=True)
 class EdgeSum(LayerNode):
-    """The sum of edges. Dropout, where there is any, is before it, on all but the first."""
+    """The sum of edges. Dropout, where there is any, is on each term but the first, before they are added."""
 
     features: Features
 

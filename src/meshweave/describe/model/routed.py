@@ -28,9 +28,9 @@ class GroupedHeads:
     """Attention of heads that share heads of keys and values.
 
     Attributes:
-        heads, kv_heads, width: of queries, of keys and values, and the features of each.
+        heads, kv_heads, width: heads of queries, heads of keys and values, and the features of a head.
         window, rotary: as in `nodes.Attention`.
-        biases: which of "qkv" and "out" add one.
+        biases: which of the products "qkv" and "out" add a bias.
         qk_norm: norms of queries and keys: "head" of each head, "joint" of all heads together, "" for none.
         sinks: whether each head has a learned score beside those of keys.
     """
@@ -75,8 +75,8 @@ class RoutedExperts:
     """A feed-forward part of experts.
 
     Attributes:
-        experts, chosen, inner: how many there are, how many a token meets, and the inner features of each.
-        shared: inner features of a part that every token meets besides; 0 for none.
+        experts, chosen, inner: how many there are, how many a token is routed to, and inner features of each.
+        shared: inner features of a shared part that every token passes through besides; 0 for none.
         shared_gate: whether its result is multiplied by a gate.
         groups, top_groups: groups of experts, and those of them that a token may go to.
         router_parameters: parameters of each expert beside its column of scores.
@@ -104,8 +104,10 @@ def composed_layer(
 ) -> LayerGraph:
     """Return a layer of attention and a feed-forward part, each after a norm and added to the residual.
 
-    Edges are X (input), M (residual after attention) and Z (output), and between them those of `dense_layer`, or
-    of latent attention and of experts.
+    Edges are X (input), M (residual after attention) and Z (output), and between them those of `dense_layer`. In
+    place of QKV latent attention has Q, KV (keys and values), KVA (their latent) and KVN (its norm), and with a
+    latent of queries QA and QN. Experts have R (router), C (copies) and E, and F is their combined result; a
+    shared part beside them has Y, H and FS, and with a gate FG.
     """
     first = _latent(hidden, heads, norm) if isinstance(heads, LatentHeads) else _grouped(hidden, heads, norm)
     if isinstance(feed_forward, FeedForward):

@@ -39,7 +39,7 @@ class Transformer:
         architecture: what else defines it, for other software.
         not_priced: its properties that predictions of time and memory leave out.
         layers: runs of equal layers in their order, (count, layer) each, where sizes do not say what they
-            are; sizes are then those of the last of them, with the inner features that a token meets.
+            are; sizes are then those of the last of them, `ffn_hidden` the inner features that a token uses.
         config: the config that these were read from, as JSON; "" where there is none.
 
     Raises:

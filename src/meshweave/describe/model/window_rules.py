@@ -27,8 +27,8 @@ class WindowRule:
         form: "all" or "none"; "last full" or "first full": all but the last or first of each `number`; "from":
             those from `number` on; "without rotary": those without rotary positions, which are the last of each
             `number`; "other": a rule that is none of these.
-        number: as above, where a config does not say.
-        key: which says it in a config; "" for none.
+        number: the number in `form`, where a config does not say it.
+        key: the key of a config that says it; "" for none.
         is_optional: whether there is a window only where `use_sliding_window` is true.
     """
 

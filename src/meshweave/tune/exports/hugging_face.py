@@ -142,7 +142,7 @@ _CONFIGS = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def config_of(model: Transformer) -> tuple[dict[str, Any], set[str]]:
-    """Return the `config.json` of a model, and the names of the fields (`model_words.defining`) that it says.
+    """Return the `config.json` of a model, and the names of the fields (`defining_fields`) that it says.
 
     Both are empty for a family whose keys have other names than Llama's. A model of no family has the config of
     a Llama. What the model does not state is in neither.

@@ -16,7 +16,7 @@ def to_maxtext(row: PlannedRow) -> Export:
     """Return the MaxText settings of a row.
 
     Raises UnsupportedError for what they have not: strategies but Megatron-LM's, degrees of experts, pipelines,
-    unequal shares of heads, inner features, words or a sequence.
+    unequal shares of heads, inner features, the vocabulary or a sequence.
     """
     plan, degrees = row.plan, row.degrees
     row.require_megatron("MaxText")

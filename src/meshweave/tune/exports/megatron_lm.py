@@ -43,9 +43,9 @@ def to_megatron_lm(row: PlannedRow) -> Export:
 def environment_of(row: PlannedRow) -> dict[str, str]:
     """Return the environment variables that Megatron-LM demands for a row on Hopper and older chips.
 
-    With tensor or context parallelism, one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) lets the host order
-    products and communication; Megatron-FSDP (ZeRO 2 and 3) wants several, and {} is returned. The plan's chip
-    is not looked at.
+    With tensor or context parallelism and ZeRO 0 or 1 it is CUDA_DEVICE_MAX_CONNECTIONS=1: one hardware queue
+    lets the host order products and communication. Else it is {}: Megatron-FSDP (ZeRO 2 and 3) wants several
+    queues. The plan's chip is not looked at.
     """
     shares = row.tensor > 1 or row.degrees.context > 1
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if shares and row.degrees.zero < 2 else {}

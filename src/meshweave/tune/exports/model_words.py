@@ -32,12 +32,12 @@ def defining_fields(model: Transformer) -> dict[str, Any]:
 
 
 def model_left_out(model: Transformer, told: Collection[str], target: str) -> list[str]:
-    """Return a sentence on what defines the model and is not told, and one on what the model does not state.
+    """Return a sentence on fields that an export does not hold, and one on fields that the model does not state.
 
-    Either is left out where there is nothing to say.
+    Fields are those of `defining_fields`. Either sentence is left out where there is no such field.
 
     Args:
-        told: names of the fields (see `defining`) that the export holds.
+        told: names of the fields that the export holds.
         target: the other software.
     """
     values = defining_fields(model)

@@ -234,10 +234,10 @@ def order_text(fields: dict[str, object]) -> str:
 
 
 def part_name(part: str, *degrees: DegreesRecord) -> str:
-    """Return in words what a part of a step (a field of `StepParts`) is called, where these are the degrees.
+    """Return the words for a part of a step (a field of `StepParts`) in configurations of these `degrees`.
 
-    The part "tensor" includes the exchange of tokens with experts, and is named after it where some `degrees`
-    have it; with one tensor rank in all of them it is that exchange alone.
+    The part "tensor" has the exchange of tokens with experts in it. The words say so where some `degrees` have
+    ranks of experts; where all of them have one tensor rank, they name that exchange alone.
     """
     if part != "tensor" or all(each.expert * each.expert_tensor == 1 for each in degrees):
         return PART_NAMES.get(part, part)
