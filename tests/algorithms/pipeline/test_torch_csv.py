@@ -32,7 +32,8 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.text import to_text
 from sampling import examples
 
-torch_schedules = pytest.importorskip("torch_schedules", reason="torch is not installed")
+pytest.importorskip("torch", reason="torch is not installed")
+import torch_schedules
 
 FEW = {
     "GPipe": [(1, 1, 1), (4, 1, 3)],

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.pipelining import schedules
-
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
 FOLDED = ("ZBVZeroBubble", "DualPipeV")
@@ -31,16 +29,24 @@ def torch_schedule(name: str, num_ranks: int, per_rank: int, num_micro_batches: 
     """Return an instance of one of torch's schedule classes. Raises ValueError for numbers that it refuses."""
     num_stages = num_ranks * per_rank
     stages = [_Stage(rank, num_stages, num_ranks) for rank in range(0, num_stages, num_ranks)]
+    from torch.distributed.pipelining import schedules  # seconds, and only some workers run these tests
+
     made = schedules.get_schedule_class(name)
     if name in SINGLE:
         return made(stages[0], num_micro_batches, loss_fn=lambda *_: None)
     return made(stages, num_micro_batches, loss_fn=lambda *_: None)
 
 
+def _is_of_one_stage(schedule: Any) -> bool:
+    from torch.distributed.pipelining import schedules
+
+    return isinstance(schedule, schedules.PipelineScheduleSingle)
+
+
 def compute_only(schedule: Any, folder: Path) -> str:
     """Return what torch dumps without communication, idle steps among it."""
     path = folder / "compute.csv"
-    if isinstance(schedule, schedules.PipelineScheduleSingle):
+    if _is_of_one_stage(schedule):
         order = schedule._get_pipeline_order()
         return "".join(",".join(map(str, order[rank])) + "\r\n" for rank in sorted(order))
     schedule._dump_csv(str(path), format="compute_only")
@@ -49,7 +55,7 @@ def compute_only(schedule: Any, folder: Path) -> str:
 
 def with_transfers(schedule: Any, folder: Path) -> str:
     """Return what torch dumps with communication. Raises TypeError for schedules of one stage a rank."""
-    if isinstance(schedule, schedules.PipelineScheduleSingle):
+    if _is_of_one_stage(schedule):
         raise TypeError("torch does not list the transfers of schedules of one stage a rank")
     path = folder / "transfers.csv"
     schedule._dump_csv(str(path), format="compute_comms")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from meshweave.execute.ranks.launch import launch
 HERE = Path(__file__).parent
 PATHS = {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent / "parallel")))}
 TOLERANCE = 1e-9
+NEEDS_ACCELERATE = pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None,
+    reason="accelerate is not installed",  # only ranks import it
+)
 SAID = {
     "second derivatives": "gradients of gradients are not computed",
     "anomalies": "give check_nan=False",
@@ -56,9 +61,9 @@ def test_optimizers_of_matrices_and_what_is_refused(tmp_path: Path) -> None:
         assert ("is the part of another rank" in said["weights of a rank"]) == (rank > 0), said
 
 
+@NEEDS_ACCELERATE
 @pytest.mark.gloo
 def test_trainer_trains_evaluates_and_saves(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
     for answers in _launched([("trained", "llama", "megatron")], 2, tmp_path):
         for name, answer in answers.items():
             _check(name, answer)
@@ -71,12 +76,12 @@ def test_a_compiled_model_takes_batches_of_several_sizes(tmp_path: Path) -> None
         _check("compiled plain data_parallel", answers["compiled plain data_parallel"])
 
 
+@NEEDS_ACCELERATE
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("strategy", ["megatron", "megatron_sp", "zero3", "atp"])
 def test_habits_of_many(tmp_path: Path, strategy: str) -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
     kinds = ["llama", "qwen3", "gemma2"] + (["mixtral"] if strategy != "atp" else [])
     cases = [(name, kind, strategy) for name in ("stepped", "trained", "compiled") for kind in kinds]
     cases.append(("compiled", "plain", strategy))

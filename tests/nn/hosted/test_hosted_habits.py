@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ REFUSED = {
 }
 PATHS = {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent / "parallel")))}
 TOLERANCE = 1e-12
+NEEDS_PEFT = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None,
+    reason="peft is not installed",  # only ranks import it
+)
 STRATEGIES = ["megatron", "megatron_sp", "atp", "zero3", "data_parallel", "all_to_all_heads"]
 WITHOUT_POSITIONS = ("bloom", "mpt")
 MASKED = [
@@ -171,9 +176,9 @@ def _check_adapted(name: str, answer: Any) -> None:
     assert max(answer["adapters"], answer["merged"]) < TOLERANCE, (name, answer)
 
 
+@NEEDS_PEFT
 @pytest.mark.gloo
 def test_adapters_train_and_merge_as_on_one_process(tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="peft is not installed")
     ranks = _launched(
         [("adapted", "granite", "megatron_sp"), ("refused", "granite", "megatron")], 2, tmp_path
     )
@@ -184,9 +189,9 @@ def test_adapters_train_and_merge_as_on_one_process(tmp_path: Path) -> None:
         assert all(words in said[name] for name, words in REFUSED.items()), said
 
 
+@NEEDS_PEFT
 @pytest.mark.gloo
 def test_peft_saves_and_loads_adapters_of_a_parallelised_model(tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="peft is not installed")
     for answers in _launched([("kept", "llama", "zero3")], 2, tmp_path):
         answer = answers["kept llama zero3"]
         assert answer["names"] and answer["differ"] > 1e-3, answer
@@ -195,12 +200,12 @@ def test_peft_saves_and_loads_adapters_of_a_parallelised_model(tmp_path: Path) -
         assert "merge_and_unload()" in answer["said"]["merged"], answer
 
 
+@NEEDS_PEFT
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_adapters_of_many(tmp_path: Path, strategy: str) -> None:
-    pytest.importorskip("peft", reason="peft is not installed")
     for answers in _launched([("adapted", kind, strategy) for kind in ADAPTED], 4, tmp_path):
         for name, answer in answers.items():
             _check_adapted(name, answer)
