@@ -13,6 +13,7 @@ from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.estimate import skeleton_ps
+from meshweave.ir.analysis.lifetimes import peak_bytes
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Permute
 from meshweave.ir.program.release import CollectiveStep
@@ -105,3 +106,13 @@ def test_links_let_both_directions_pass(name: str, dataflow: str) -> None:
         simulate(program, machine, contention=contention).duration_s for contention in (False, True)
     )
     assert met == pytest.approx(alone, rel=1e-3)
+
+
+def test_the_memory_of_a_rank_is_that_of_its_place_on_the_mesh() -> None:
+    ranks = (3, 2, 1, 0)
+    problem, config = Matmul2dProblem(7, 9, 5, (2, 2), ranks=ranks), Matmul2dConfig()
+    entry = PRODUCTS_2D["wang"]
+    program = entry.program(problem, config)
+    assert [entry.peak_bytes(problem, config, rank) for rank in ranks] == [
+        peak_bytes(program, r) for r in ranks
+    ]

@@ -237,6 +237,28 @@ def test_links_carry_what_the_messages_weigh(seed: int) -> None:
         assert carried.total() == expected.total()
 
 
+GATHER = """program("gather")
+t = mesh((16,), ("r",))
+X = tensor((16 * 4096,), "float32")
+x = input(X, t[S(0)])
+y = output(X, t[R])
+net = lane()
+with t:
+    all_gather(y, x, over="t.r", dim=0, lane=net)
+"""
+
+
+def test_the_nics_of_a_host_carry_the_bytes_of_the_ring() -> None:
+    program = parse(GATHER)
+    uses = {
+        use.link: use
+        for use in engine.simulate(program, Machine(load_cluster("dgx-h100:16"), program.meshes)).links
+    }
+    out = uses["nics-out", 0, 0, 0]
+    assert out.rate_bytes_per_s == 8 * 50_000_000_000
+    assert out.carried_bytes == 15 * 4096 * 4
+
+
 def test_links_are_those_of_this_run() -> None:
     programs = [parse(SEND.format(target=target)) for target in (1, 2, 1)]
     machine = Machine(load_cluster("dgx-h100:4"), programs[0].meshes)

@@ -168,15 +168,18 @@ class Simulation(Shown):
 
     @cached_property
     def links(self) -> tuple[LinkUse, ...]:
-        """Return the load of every link that carried bytes."""
+        """Return the load of every link that carried bytes.
+
+        For the NICs of a host together ("nics-out", "nics-in") it is that of all of them.
+        """
         carried = self.outputs["carried"][2 * len(self.ranks) :].tolist()
         whole_s = max(self.duration_s, 1e-12)
-        rates = [self.machine.weighted_link_rate(link) for link in self.link_names]
-        return tuple(
-            LinkUse(link, rate, amount, amount / (rate * whole_s))
-            for link, rate, amount in zip(self.link_names, rates, carried, strict=False)
-            if amount  # others were numbered by earlier simulations on an equal machine
-        )
+        uses = []
+        for link, amount in zip(self.link_names, carried, strict=False):
+            if amount:  # others were numbered by earlier simulations on an equal machine
+                rate, weight = self.machine.weighted_link_rate(link), self.machine.link_weight(link)
+                uses.append(LinkUse(link, rate // weight, amount // weight, amount / (rate * whole_s)))
+        return tuple(uses)
 
 
 # --- summary ----------------------------------------------------------------------------------------------

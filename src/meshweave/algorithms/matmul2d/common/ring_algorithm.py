@@ -35,6 +35,6 @@ class RingAlgorithm(Matmul2d):
 
     def peak_bytes(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int = 0) -> int:
         """Return the most bytes that a rank holds at once, operands and results included."""
-        if rank:
+        if rank != problem.mesh.ranks[0]:
             return super().peak_bytes(problem, config, rank)
         return peak_bytes(self.ring(problem, config))
