@@ -153,11 +153,18 @@ def prepare(
 ) -> LocalProduct:
     """Bind a product and return it as a function of this rank's shards of A and B to that of C, in new memory.
 
-    All ranks of the problem call it, and later that function. The context's cache counts the product as used at
-    this call only, and may drop it: a later call then binds it again. `rank` is global.
+    All ranks of the problem call `prepare`, and later the function. The context keeps the product for a
+    later `prepare` of the same one, which counts as a use of it; calls of the function do not. If the
+    context has dropped it, that `prepare` binds it anew; a function that was returned before still works.
 
-    Raises BindError where ranks are about to run different products or lack the memory, UnsupportedError where
-    the transport is not available, RankLostError or DeadlineError where other ranks are missing or late.
+    Args:
+        tuned: how it is computed, as `tune` returns it; the same on all ranks.
+        rank: this one, global.
+
+    Raises:
+        BindError: ranks are about to run different products, or lack the memory.
+        UnsupportedError: there is no such transport, or it is not available here.
+        RankLostError, DeadlineError: other ranks are missing or late; the function raises them, too.
     """
     return prepare_cached(problem, tuned, rank, transport, context).value
 
@@ -167,21 +174,24 @@ def prepare_cached(
 ) -> CachedProgram[LocalProduct]:
     """Bind a product at its first use in a context, or the first since it was dropped; every rank does so.
 
-    What is returned has in `value` a function from this rank's shards of A and B to that of C, in new memory;
-    all ranks call it.
+    What is returned has in `value` a function from this rank's shards of A and B to that of C, in new
+    memory; all ranks call it.
 
-    Where nothing has to move, and in shared memory, operands are read where the caller has them. Other
-    transports copy them into buffers of the program.
+    Where nothing has to move, and in shared memory, a rank reads its own operands where the caller has
+    them. In shared memory it first copies the parts that other ranks read. Where several ranks compute the
+    same copy of C, an operand with unusual strides or alignment is copied. Other transports copy operands
+    into buffers of the program.
 
     Args:
         tuned: how it is computed, as `tune` returns it; the same on all ranks.
         rank: this one, global.
 
     Raises:
-        BindError: ranks are about to run different products; nothing has moved then. Some rank has no memory
-            for "shared"; "auto" takes messages then.
+        BindError: ranks are about to run different products; nothing has moved then. Some rank has no
+            memory for "shared"; "auto" takes messages then.
         UnsupportedError: there is no such transport, or it is not available here.
-        RankLostError, DeadlineError: other ranks are missing or late; the returned function raises them, too.
+        RankLostError, DeadlineError: other ranks are missing or late; the returned function raises them,
+            too.
     """
     resolved = resolve_transport(transport, problem.ranks, context)
     key = problem, tuned.config, transport

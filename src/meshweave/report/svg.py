@@ -35,9 +35,15 @@ def chart_heading(title: str) -> str:
 
 
 def time_frame(title: str, subtitle: str, width: int, bottom: float, parts: Iterable[str]) -> str:
-    """Return an SVG of `width` pixels with a title, a subtitle ("" for none) and `parts`, SVG elements.
+    """Return the text of an SVG with a frame, a title, a subtitle ("" for none) and `parts`, SVG elements.
 
-    It ends 60 pixels below y = `bottom`, where the parts end: room for the numbers of an axis and a legend.
+    `parts` are all else that is drawn, in pixels from the top left corner: also the axis and the legend.
+    They start below the heading, at y = 62, or 44 without a subtitle. Titles are escaped here.
+
+    Args:
+        width: of the picture, in pixels.
+        bottom: y at which the timelines end, in pixels. The picture is 60 pixels higher than that: room
+            for the numbers of an axis and a legend.
     """
     height = int(bottom + 60)
     head = f'<text x="16" y="26" font-size="15" font-weight="bold">{escape(title)}</text>'

@@ -77,7 +77,11 @@ def _edges(problem: Matmul2dProblem, least: int) -> list[int]:
 
 
 def are_alike(problem: Matmul2dProblem, steps: tuple[SliceStep, ...]) -> bool:
-    """Return whether all steps have the same panels, so that a loop over them needs only one body."""
+    """Return whether shards cut all steps alike, so that a loop over them needs only one body.
+
+    That is: all have one width, and for each of the two moving matrices `SliceStep.panels` are equal.
+    `steps` are those of `slice_steps`, at least one.
+    """
     moving = (problem.horizontal, problem.vertical)
     width = steps[0].width
     if any(step.width != width for step in steps):

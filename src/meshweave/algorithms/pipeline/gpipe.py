@@ -16,7 +16,10 @@ from meshweave.algorithms.pipeline.problem import PipelineProblem
 
 
 class GPipe(PipelineAlgorithm):
-    """All forwards, then all backwards in the same order. A rank with several stages runs them one by one."""
+    """Runs all forwards, then all backwards, of micro-batches in the same order.
+
+    A rank with several stages runs them one by one, backward the last one first.
+    """
 
     name = "gpipe"
     title = "GPipe"
@@ -27,7 +30,10 @@ class GPipe(PipelineAlgorithm):
     repeats = waits_at_ends = forwards_first = True
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
-        """Return all forwards, then all backwards, on each rank."""
+        """Return on each rank all forwards, stage by stage, then all backwards, the last stage first.
+
+        Each stage takes the micro-batches from 0 on, both times. `config` is not read.
+        """
         count = problem.micro_batches
         orders = []
         for rank in range(problem.num_ranks):

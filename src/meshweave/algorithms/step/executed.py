@@ -76,7 +76,12 @@ def sequence_refusal(parallelism: Parallelism, sequence: int) -> str:
 def layer_roles(parallelism: Parallelism) -> tuple[Roles, tuple[int, ...]]:
     """Return the role of each axis of a layer's mesh, and the sizes of these axes.
 
-    They are (context, d1, d2) with a ring of context ranks, else (d1, d2). An axis of a single rank is idle.
+    The axes are (context, d1, d2) with a ring of context ranks, else (d1, d2), where d1 x d2 are the
+    tensor-parallel ranks. An axis of a single rank is idle. Degrees of experts are not read.
+
+    Raises:
+        UnsupportedError: there is no such strategy.
+        LayoutError: a step cannot have this strategy, or not with context ranks (`strategy_of`).
     """
     context = (parallelism.context,) if parallelism.context > 1 else ()
     mesh = (*context, *parallelism.tensor_mesh)

@@ -102,7 +102,12 @@ class ProcessGrid:
         return Mesh(self.name, (self.replicas, self.rows, self.cols), AXES, tuple(ranks))
 
     def block_layout(self) -> Layout:
-        """Return the layout of one block per process, by the chunk rule: the last ones may be shorter or empty."""
+        """Return the layout of a matrix in one block per process, on `mesh`; each replica has all of it.
+
+        Dim 0 is cut over the grid's rows, dim 1 over its columns, by the chunk rule: each part has
+        ceil(size / parts) elements until they run out, so the last may be shorter or empty. Block (0, 0)
+        lies on process `source`.
+        """
         return Layout(self.mesh, (Replicate(), Shard(0), Shard(1)))
 
     def block_cyclic_layout(self, tile: tuple[int, int], offsets: tuple[int, int] = (0, 0)) -> Layout:

@@ -308,9 +308,11 @@ class TermTable:
         return " and ".join(parts) or "complete"
 
     def goal(self, number: int) -> str:
-        """Return the name of the tensor of which term `number` is a part.
+        """Return the name of the tensor that term `number` is a part of, for error messages.
 
-        It is the term's only basis, or the first declared tensor whose finished elements have all of its bases.
+        If the term counts summands of one tensor, it is that one; if of several, the first declared tensor
+        whose finished elements count summands of all of these. `number` is of a term with such counts:
+        neither UNWRITTEN nor ZERO nor opaque.
         """
         term = self._term(number)
         if len(term.parts) == 1:

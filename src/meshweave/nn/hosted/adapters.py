@@ -141,7 +141,13 @@ class Adapter:
         return self._holders[name].weight
 
     def added(self, weight: Any) -> Any:
-        """Return `weight` + s B A, computed for this rank's shard of it."""
+        """Return W + s B A for `weight` W, differentiably; s is `scale`. All ranks of the layer call it.
+
+        Args:
+            weight: the layer's weight, a DTensor. The result is a DTensor of its placements and dtype, of
+                which each rank computes its own shard. Gradients of A and B are summed over the ranks that
+                split W.
+        """
         return _Added.apply(weight, *self._use(), self)
 
 

@@ -57,33 +57,35 @@ def matmul2d(
     in_order: bool = False,
     loops: Loops = "unrolled",
 ) -> Array:
-    """Return the product of two matrices, both and the result sharded over a 2D mesh.
+    """Return the product of two matrices that are sharded over a 2D mesh; it is sharded so, too.
 
     Rows of each matrix are sharded over the first mesh axis, columns over the second:
-    `PartitionSpec(*mesh.axis_names)`.
-    Operands with other shardings are resharded first. Sizes need not divide by those of the mesh.
+    `PartitionSpec(*mesh.axis_names)`. Operands with other shardings are resharded first. Sizes need not
+    divide by those of the mesh. jax has no type for unequal shards: where a size of the result does not
+    divide, explicit axes have it replicated, and otherwise XLA chooses how it lies.
 
         dataflow  computes       x (global)  w (global)  stationary
         os        Y = X W        (M, K)      (K, N)      Y
         ls        Y = X W^T      (M, K)      (N, K)      X
         rs        Y = X^T W      (K, M)      (K, N)      W
 
-    Differentiable in both operands, in reverse mode, under `jit`, `grad`, `scan` and `checkpoint`. Operands of two
-    dtypes are promoted as by `jnp.matmul`. Halves are multiplied and summed in single precision on each device;
-    for float32 on TPUs `jax.default_matmul_precision` holds.
+    Differentiable in both operands, in reverse mode, under `jit`, `grad`, `scan` and `checkpoint`.
+    Operands of two dtypes are promoted as by `jnp.matmul`. Halves are multiplied and summed in single
+    precision on each device; for float32 on TPUs `jax.default_matmul_precision` holds.
 
     Args:
         algorithm: the name of a 2D product, such as "meshslice", "summa", "wang".
         slices: slice count of MeshSlice, or the relative widths of unequal slices. At most as many as the
             sliced dim (K for os, N for ls, M for rs) has elements; more are cut down to that.
-        block: neighbouring elements that stay together in a slice.
+        block: neighbouring elements of the sliced dim that stay together in a slice.
         ring_ways: run collectives as rings of this many directions; 0 leaves them to XLA.
         in_order: have communication wait for the product that stands before it in the program.
-        loops: "rolled" writes equal slices as a `lax.fori_loop`: it compiles in less time, and overlaps nothing.
+        loops: "rolled" writes equal slices as a `lax.fori_loop`: it compiles in less time, and overlaps
+            nothing across turns. Ignored with `in_order`.
 
     Raises:
-        LayoutError: shapes do not fit each other or `dataflow`, the mesh is not 2D, or the algorithm shards
-            otherwise.
+        LayoutError: an operand is no matrix, shapes do not fit each other or `dataflow`, the mesh is not
+            2D, or the algorithm shards otherwise.
         UnsupportedError: there is no such algorithm.
         BindError: an option has no such value, or no program has the dtype.
     """

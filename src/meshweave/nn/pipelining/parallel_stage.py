@@ -101,8 +101,10 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
 
     @property
     def draws(self) -> bool:
-        """Return whether the stage draws random numbers, for which ranks must have torch's generator in the
-        same state.
+        """Return whether the stage's ranks must have torch's generator in the same state for a step.
+
+        True in training where the whole model has dropout that ranks must draw alike, even if none of it is
+        in this stage; False in evaluation.
         """
         return self._model.agreement.draws and self.training
 

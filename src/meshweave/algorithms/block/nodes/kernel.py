@@ -73,11 +73,12 @@ class RankSizes:
     def streamed(
         self, call: str, shape: tuple[int, ...], passes: int, part: PassPart, name: str = ""
     ) -> Kernel:
-        """Return a kernel limited by memory, with `passes` reads and writes of an array of `shape` in all.
+        """Return a kernel that is priced by memory alone: `passes` times the bytes of an array, no FLOPs.
 
         Args:
-            call: the kind of work, a key of `CALL_DIMS`.
-            shape: the sizes by which that kind is counted.
+            call: the kind of work, a key of `CALL_DIMS` whose sizes are the dims of one array, as "norm".
+            shape: the array's sizes on the first rank, those that `CALL_DIMS` names for `call`; its elements
+                are of the problem's dtype.
             passes: reads of the array plus writes of it.
             part: the part of the layer that it belongs to, "forward" or "backward".
             name: the gradient that it computes, "input_grad" or "weight_grad"; "" forward, or where it is a sum.

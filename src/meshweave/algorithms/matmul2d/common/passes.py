@@ -90,14 +90,24 @@ def pass_problem(
     ranks: tuple[int, ...] | None = None,
     transposed: bool = False,
 ) -> Matmul2dProblem:
-    """Return the product of one pass of a linear layer.
+    """Return the product of one pass of a linear layer Y = X W, as a row of MeshSlice's Table 1 has it.
+
+    `pass_rule` of the same arguments says which of X, W and dY are its A and B. They are global, and stored
+    as follows, where dY lies as Y, and gradients as what they are of:
+
+        stationary  X                    W                          Y
+        "y"         (tokens, in)         (in, out)                  (tokens, out)
+        "x"         (tokens, in)         (out, in)                  (tokens, out)
+        "w"         (in, tokens)         (in, out)                  (tokens, out)
 
     Args:
         stationary: the matrix that does not move in any pass: "y", "x" or "w".
         name: "forward", "backward_data" or "backward_weight".
-        tokens, in_features, out_features: rows of X, columns of X, and columns of Y.
+        tokens, in_features, out_features: sizes of the layer on all ranks together.
+        mesh_shape: sizes of the two mesh axes, rows and columns.
+        dtype: of all matrices.
         ranks: global ranks of the mesh in row-major order; None means 0, 1, 2, ...
-        transposed: whether all matrices are stored transposed; see the module docstring.
+        transposed: whether each matrix is stored the other way round than in the table.
 
     Raises:
         LayoutError: sizes, mesh or dtype fit no `Matmul2dProblem`.
