@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ def spread(items: list[Any], count: int = MOST_CANDIDATES) -> list[Any]:
 
 
 CASES = [
-    pytest.param(entry, problem, config, id=f"{name}-{number}-{config}")
+    pytest.param((entry, problem, config), id=f"{name}-{number}-{config}")
     for name, entry in ALGORITHMS.items()
     for number, problem in enumerate(entry.examples())
     for config in spread(list(entry.candidates(problem)))
@@ -59,10 +59,22 @@ def solution(
     return run_numpy(program, inputs, seed=seed, calls=entry.functions(problem)).outputs
 
 
-def written(entry: Entry, problem: Any, config: Any) -> Program:
-    """The program of a config; a test of one that has closed forms alone is skipped."""
+@dataclass(frozen=True)
+class Written:
+    """A config of a problem with its program, which several tests look at in turn: it is analysed once."""
+
+    entry: Entry
+    problem: Any
+    config: Any
+    program: Program
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> Written:
+    """A config and its program; the tests of one that has closed forms alone are skipped."""
+    entry, problem, config = request.param
     try:
-        return entry.program(problem, config)
+        return Written(entry, problem, config, entry.program(problem, config))
     except UnsupportedError as error:
         pytest.skip(f"no program: {error}")
 
@@ -79,11 +91,8 @@ def test_entries_describe_themselves(name: str) -> None:
         assert hash(problem) == hash(replace(problem))
 
 
-@pytest.mark.parametrize(("entry", "problem", "config"), CASES)
-def test_program_is_sound_and_computes_the_reference_in_any_order(
-    entry: Entry, problem: Any, config: Any
-) -> None:
-    program = written(entry, problem, config)
+def test_program_is_sound_and_computes_the_reference_in_any_order(case: Written) -> None:
+    entry, problem, config, program = case.entry, case.problem, case.config, case.program
     assert program == entry.program(problem, config)
     assert parse(to_text(program)) == program
     if entry.is_proved:
@@ -101,9 +110,8 @@ def test_program_is_sound_and_computes_the_reference_in_any_order(
             np.testing.assert_array_equal(outputs[tensor], value)
 
 
-@pytest.mark.parametrize(("entry", "problem", "config"), CASES)
-def test_closed_forms_equal_what_the_program_does(entry: Entry, problem: Any, config: Any) -> None:
-    program = written(entry, problem, config)
+def test_closed_forms_equal_what_the_program_does(case: Written) -> None:
+    entry, problem, config, program = case.entry, case.problem, case.config, case.program
     for rank in program.ranks:
         assert entry.traffic(problem, config, rank) == traffic(program, rank)
     if entry.memory_accuracy is not None:
@@ -132,8 +140,7 @@ def pod_for(ranks: tuple[int, ...]) -> Cluster:
     return replace(pod, chip=replace(pod.chip, gemm_tile=None))
 
 
-def require_accurate_time(entry: Entry, problem: Any, config: Any) -> None:
-    program = written(entry, problem, config)
+def require_accurate_time(entry: Entry, problem: Any, config: Any, program: Program) -> None:
     machine = entry.machine(problem, config, pod_for(program.ranks))
     estimated = entry.estimate(problem, config, machine).total_s
     simulated = simulate(program, machine, contention=False).duration_s + entry.outside_s(problem, config)
@@ -142,10 +149,9 @@ def require_accurate_time(entry: Entry, problem: Any, config: Any) -> None:
     assert is_accurate(entry.estimate_accuracy, estimated, simulated, rounding), (estimated, simulated)
 
 
-@pytest.mark.parametrize(("entry", "problem", "config"), CASES)
-def test_estimate_is_the_uncontended_simulation(entry: Entry, problem: Any, config: Any) -> None:
-    if not isinstance(entry.estimate_accuracy, Within):
-        require_accurate_time(entry, problem, config)
+def test_estimate_is_the_uncontended_simulation(case: Written) -> None:
+    if not isinstance(case.entry.estimate_accuracy, Within):
+        require_accurate_time(case.entry, case.problem, case.config, case.program)
 
 
 GENERATED = [
@@ -166,7 +172,8 @@ def test_an_estimate_within_a_share_is_so_for_problems_of_any_size(entry: Entry,
     candidates = list(entry.candidates(problem, pod_for(tuple(ranks))))
     first = data.draw(st.integers(0, len(candidates) - 1))
     order = candidates[first:] + candidates[:first]
-    require_accurate_time(entry, problem, next(each for each in order if has_program(entry, problem, each)))
+    config = next(each for each in order if has_program(entry, problem, each))
+    require_accurate_time(entry, problem, config, entry.program(problem, config))
 
 
 def has_program(entry: Entry, problem: Any, config: Any) -> bool:
