@@ -6,6 +6,7 @@ is printed, see `World.verdict`.
 """
 
 import atexit
+import gc
 import json
 import os
 import signal
@@ -230,5 +231,7 @@ if __name__ == "__main__":
     from meshweave.execute.torch.compat import import_all_of_dtensor
 
     import_all_of_dtensor()
+    gc.collect()
+    gc.freeze()  # ranks would look through, and so copy, all that was imported
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     main()

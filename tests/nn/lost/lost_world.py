@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import json
 import os
 import random
@@ -471,4 +472,6 @@ if __name__ == "__main__":
     preload([given] if len(sys.argv) > 2 else given)
     if len(sys.argv) > 2:  # a rank of torchrun
         run_rank(given, Path(sys.argv[2]))
+    gc.collect()
+    gc.freeze()  # ranks would look through, and so copy, all that was imported
     main()
