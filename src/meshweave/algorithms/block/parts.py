@@ -248,7 +248,7 @@ def cut_program(
 
     Args:
         whole: has the declarations and equations; its body is not looked at.
-        given, made: the buffers that become inputs, and those that are outputs, besides the inputs of the whole. An
+        given, made: the buffers that become inputs, and those that are outputs, besides inputs of the whole. An
             output of the whole that is in neither becomes a temp.
     """
     used = {view.buffer for op in ops_of(statements) for _, view in op.accesses()}
