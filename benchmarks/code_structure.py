@@ -74,8 +74,7 @@ def lines_of_code(path: Path, tree: ast.Module) -> list[str]:
 def public_names(root: Path) -> list[str]:
     """Return the names of the front door, namespaces among them."""
     tables = _assigned(root / WHEEL / "__init__.py")
-    groups = tables.get("_GROUPS", {}).values()
-    names = [name for group in groups for line in group.values() for name in line.split()]
+    names = " ".join(tables.get("_GROUPS", {}).values()).split()
     return [*names, *tables.get("_NAMESPACES", ())]
 
 

@@ -89,10 +89,10 @@ def stage() -> None:
 
 def api_page(group: str) -> str:
     """Return the page of one group of the front door: a directive for each name."""
-    homes = {name: module for module, line in meshweave._GROUPS[group].items() for name in line.split()}
+    homes = vars(meshweave)["_homes"]
     head = f"# {group.capitalize()}\n\n{GROUPS[group]} Every name is one of `meshweave`: `import meshweave as mw`."
-    names = sorted(homes, key=str.lower)
-    return "\n\n".join([head, *(f"::: meshweave.{homes[name]}.{name}" for name in names)]) + "\n"
+    names = sorted(meshweave._GROUPS[group].split(), key=str.lower)
+    return "\n\n".join([head, *(f"::: {homes[name]}.{name}" for name in names)]) + "\n"
 
 
 def module_page(module: str) -> str:
@@ -134,7 +134,7 @@ def reference_page() -> str:
         "`Plan.summary`, `Plan.to_dataframe`, `Plan.save`.",
     ]
     for group, meaning in GROUPS.items():
-        names = sorted(" ".join(meshweave._GROUPS[group].values()).split(), key=str.lower)
+        names = sorted(meshweave._GROUPS[group].split(), key=str.lower)
         words = ", ".join(f"`{name}`" for name in names)
         lines.append(f"**[{group.capitalize()}](api/{group}.md)**: {meaning}\n{words}")
     for module in (*NAMESPACES, *PACKAGES):

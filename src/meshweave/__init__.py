@@ -39,56 +39,17 @@ TYPE_CHECKING = False  # what type checkers take for true, without `typing`
 __version__ = "0.1.0"
 
 _GROUPS = {
-    "describe": {
-        "describe.catalog": "clusters models",
-        "describe.machine.cluster": "Cluster load_cluster",
-        "describe.model": "Transformer load_model",
-        "describe.model.workload": "Workload",
-        "describe.layout.mesh": "Mesh",
-        "describe.layout": "Layout Partial Replicate Shard",
-        "cost.machine": "Machine",
-    },
-    "programs": {
-        "ir.program": "Program parse",
-        "ir.analysis.validate": "validate",
-    },
-    "algorithms": {
-        "algorithms.contract": "Algorithm",
-        "algorithms.table": "algorithm",
-        "check.contract": "prove_contract",
-    },
-    "planning": {
-        "tune.exports": "export",
-        "tune.plan": "Plan",
-        "tune.ranking": "rank",
-        "tune.step_search": "plan",
-        "algorithms.step": "Parallelism SoftwareStack step",
-    },
-    "readings": {
-        "estimate": "estimate",
-        "simulate": "simulate",
-        "execute.numpy": "run_numpy",
-        "execute.torch.context": "TorchContext",
-        "execute.ranks.launch": "launch",
-        "trace": "Trace",
-    },
-    "torch": {
-        "nn.matmul": "matmul",
-        "nn.reshard": "reshard",
-        "nn.parallel.parallelize": "parallelize",
-        "nn.pipelining.pipeline": "pipeline",
-        "nn.training.checkpoints": "Checkpoints",
-        "nn.weights": "load_weights save_weights",
-        "nn.step_watch": "StepWatch",
-    },
-    "proofs": {
-        "check": "run verify",
-        "nn.prove.proof": "prove",
-    },
-    "messages": {
-        "base.errors": "MeshweaveError",
-        "base.log": "set_log_level",
-    },
+    "describe": (
+        "clusters models Cluster load_cluster Transformer load_model Workload Mesh Layout Partial "
+        "Replicate Shard Machine"
+    ),
+    "programs": "Program parse validate",
+    "algorithms": "Algorithm algorithm prove_contract",
+    "planning": "export Plan rank plan Parallelism SoftwareStack step",
+    "readings": "estimate simulate run_numpy TorchContext launch Trace",
+    "torch": "matmul reshard parallelize pipeline Checkpoints load_weights save_weights StepWatch",
+    "proofs": "run verify prove",
+    "messages": "MeshweaveError set_log_level",
 }
 """Names by what they are for; the guide and the API reference have the same groups."""
 
@@ -220,5 +181,5 @@ _MOVED = {
 __all__ = [
     "__version__",
     *_NAMESPACES,
-    *lazy_names(__name__, _GROUPS.values(), moved=_MOVED, modules=_NAMESPACES),
+    *lazy_names(__name__, moved=_MOVED, modules=_NAMESPACES),
 ]

@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 
 from meshweave.base.lazy import lazy_names
 
-_HOME = {"nn.jax.matmul2d": "matmul2d"}
-
 if TYPE_CHECKING:
     from meshweave.nn.jax.matmul2d import matmul2d as matmul2d
 
-__all__ = lazy_names(__name__, [_HOME])
+__all__ = lazy_names(__name__)

@@ -29,8 +29,6 @@ from meshweave.algorithms.universal.schedule import (
 from meshweave.algorithms.universal.schedule_search import ScheduleSearchResult, exhaustive
 from sampling import examples
 
-FAR = 1000
-"""Prefetch that holds nothing back."""
 HEURISTICS = (direct, greedy, cost_greedy)
 quick = examples(150)
 
@@ -46,7 +44,6 @@ def graphs(draw: st.DrawFn, products: int = 9, fetches: int = 7, gives: bool = T
     return ScheduleGraph(
         tuple(FetchNode(float(t)) for t in tiles),
         tuple(draw(st.lists(local, max_size=products))),
-        draw(st.booleans()),
     )
 
 
@@ -150,18 +147,8 @@ def test_lanes_need_no_less_than_their_work(graph: ScheduleGraph, limits: StageL
         fetches = sum(graph.fetches[tile].seconds for tile in issue.fetches)
         gives = sum(product.accumulate_s for product in graph.products)
         compute = sum(product.seconds for product in graph.products)
-        assert seconds >= max(compute, graph.communication_s(fetches, gives)) * (1 - 1e-9)
+        assert seconds >= max(compute, fetches + gives) * (1 - 1e-9)
         assert seconds <= (compute + fetches + gives) * (1 + 1e-9)
-
-
-@quick
-@given(graphs(), LIMITS)
-def test_the_barriers_of_stages_only_cost(graph: ScheduleGraph, limits: StageLimits) -> None:
-    """Each lane in the order of the stages, and directions apart: nothing starts later than in its stage."""
-    apart = ScheduleGraph(graph.fetches, graph.products, duplex=True)
-    for make in HEURISTICS:
-        stages = make(apart, limits)
-        assert pipelined_s(flatten_stages(stages), apart, FAR) <= staged_s(stages, apart) * (1 + 1e-9)
 
 
 @quick
@@ -194,12 +181,9 @@ def test_stages_by_hand() -> None:
 def test_no_prefetch_waits_and_one_wire_carries_one_transfer() -> None:
     """Beside the second product a third one's tile of 4 s and the first one's result of 4 s."""
     products = (ProductNode(1.0, (), 4.0), ProductNode(1.0, ()), ProductNode(1.0, (0,)))
-    both = ScheduleGraph((FetchNode(4.0),), products, duplex=True)
+    graph = ScheduleGraph((FetchNode(4.0),), products)
     issue = IssueOrder((0,), (0, 1, 2), (0,))
-    assert pipelined_s(issue, both, 1) == 6  # fetched from 1 to 5, while the result goes from 1 to 5
-    assert pipelined_s(issue, ScheduleGraph(both.fetches, products), 1) == 9  # the fetch goes first
-    assert pipelined_s(issue, both, 2) == 5
-    assert pipelined_s(issue, both, 0) == 7
+    assert pipelined_s(issue, graph, 1) == 9  # the fetch goes first
 
 
 def test_reordering_pairs_long_products_with_long_fetches() -> None:

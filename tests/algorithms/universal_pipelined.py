@@ -14,7 +14,7 @@ def pipelined_s(issue: IssueOrder, graph: ScheduleGraph, prefetch: int) -> float
     Fetches, products and accumulates have a lane each, which is first-in-first-out and waits for data only. A tile
     that the i-th product is the first to use is not fetched before product i - 1 - `prefetch` is done, as in a
     program with `prefetch` + 1 sets of buffers. A tile issued ahead of a more urgent one is as urgent as that one.
-    Unless the graph is `duplex`, one transfer runs at a time: the one that can start first, a fetch if both can.
+    One transfer runs at a time: the one that can start first, a fetch if both can.
     """
     assert prefetch >= 0
     position = {product: i for i, product in enumerate(issue.products)}
@@ -48,10 +48,10 @@ def pipelined_s(issue: IssueOrder, graph: ScheduleGraph, prefetch: int) -> float
         if fetch_s <= accumulate_s:
             tile = issue.fetches[num_fetched]
             fetch_lane_s = arrived_s[tile] = fetch_s + graph.fetches[tile].seconds
-            accumulate_lane_s = accumulate_lane_s if graph.duplex else fetch_lane_s
+            accumulate_lane_s = fetch_lane_s
             num_fetched += 1
         else:
             product = graph.products[issue.accumulates[num_accumulated]]
             accumulate_lane_s = accumulate_s + product.accumulate_s
-            fetch_lane_s = fetch_lane_s if graph.duplex else accumulate_lane_s
+            fetch_lane_s = accumulate_lane_s
             num_accumulated += 1

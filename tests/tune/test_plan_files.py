@@ -132,8 +132,8 @@ def random_model(draw: random.Random) -> Transformer:
         draw.choice(["", "llama"]), draw.choice([None, "rms"]), draw.choice([None, 1e-5]), "silu",
         draw.choice([None, True, False]), None, False, draw.choice([None, "rotary"]), draw.choice([None, 2048]),
         draw.choice([None, 1e4]), None, draw.choice(["", '{"factor": 2.0}']), draw.choice([None, 4096]),
-        draw.choice([None, True]), draw.choice([None, 0.02]), draw.choice([(), ("logit_scale = 2",)]),
         draw.choice([None, 1]), draw.choice(["", "parallel"]), draw.choice(["", "before and after"]),
+        draw.choice([None, True]), draw.choice([None, 0.02]), draw.choice([(), ("logit_scale = 2",)]),
     )  # fmt: skip
     said = [NotPriced("something", 0)]
     if own.window:

@@ -13,17 +13,6 @@ from typing import TYPE_CHECKING
 
 from meshweave.base.lazy import lazy_names
 
-_HOME = {
-    "algorithms.contract": "Gradient",
-    "algorithms.table": "ALGORITHMS algorithms_for",
-    "algorithms.matmul2d": "Matmul2d Matmul2dConfig Matmul2dProblem",
-    "algorithms.universal": "StageLimits UniversalConfig UniversalProblem universal_program",
-    "algorithms.experts": "ExpertsProblem Routing",
-    "algorithms.reshard": "ReshardPlan ReshardProblem TensorMove plan_reshard reshard_program",
-    "algorithms.block": "AxisRole BLOCK_ROLES BlockAlgorithm BlockConfig BlockProblem",
-    "algorithms.step": "Memory Step StepParts StepProblem step_of step_program",
-}
-
 if TYPE_CHECKING:
     from meshweave.algorithms.block import BLOCK_ROLES as BLOCK_ROLES
     from meshweave.algorithms.block import AxisRole as AxisRole
@@ -54,4 +43,4 @@ if TYPE_CHECKING:
     from meshweave.algorithms.universal import UniversalProblem as UniversalProblem
     from meshweave.algorithms.universal import universal_program as universal_program
 
-__all__ = lazy_names(__name__, [_HOME])
+__all__ = lazy_names(__name__)

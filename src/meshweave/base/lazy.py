@@ -1,10 +1,11 @@
 """Modules whose public names are imported at their first use: the front door and its namespaces.
 
-    _HOME = {"algorithms.contract": "Gradient", "algorithms.block": "BlockConfig BlockProblem"}
-    __all__ = lazy_names(__name__, [_HOME])
+    if TYPE_CHECKING:
+        from meshweave.algorithms.contract import Gradient as Gradient
 
-A table names the module below `meshweave` in which each public name stands. For type checkers a module has the
-same names as imports under TYPE_CHECKING; a test compares both.
+    __all__ = lazy_names(__name__)
+
+Which names these are, and where each stands, is read from the imports that type checkers see.
 """
 
 from __future__ import annotations
@@ -92,29 +93,26 @@ def without_package(error: ModuleNotFoundError, name: str) -> Exception:
 
 def lazy_names(
     module: str,
-    homes: Iterable[Mapping[str, str]],
+    homes: Mapping[str, str] | None = None,
     *,
     moved: Mapping[str, str] | None = None,
     modules: Iterable[str] = (),
-    package: str = "meshweave",
 ) -> list[str]:
     """Let a module import public names at their first use; return them sorted, for its `__all__`.
 
     Args:
         module: its `__name__`.
-        homes: tables of the names in each module below `package`, as {"ir.program": "Program parse"}.
+        homes: the names in each module, as {"meshweave.ir.program": "Program parse"}; None for what the module's
+            source imports under TYPE_CHECKING, each name as itself and on a line of its own.
         moved: names that stand elsewhere now, by the module there, as {"meshweave": "old=new same"}; for one
             version they are to be had here too, with a warning.
         modules: the modules below it that are imported at their first use too.
-        package: what the modules of `homes` stand below.
     """
     itself = sys.modules[module]
-    places = {
-        name: f"{package}.{home}"
-        for table in homes
-        for home, names in table.items()
-        for name in names.split()
-    }
+    if homes is None:
+        places = _typed_imports(itself)
+    else:
+        places = {name: home for home, names in homes.items() for name in names.split()}
     vars(itself)["_homes"], vars(itself)["_modules"] = places, tuple(modules)
     vars(itself)["_moved"] = {
         name.partition("=")[0]: (to, name.partition("=")[2] or name)
@@ -123,6 +121,16 @@ def lazy_names(
     }
     itself.__class__ = LazyModule
     return sorted(places)
+
+
+def _typed_imports(module: ModuleType) -> dict[str, str]:
+    """Return the module of each name that indented lines of a module's source import as itself."""
+    loader: Any = module.__loader__
+    source = loader.get_data(module.__file__).decode()
+    lines = (line.split() for line in source.splitlines() if line.startswith("    from "))
+    return {
+        name: home for _, home, _, name, *rest in lines if rest == ["as", name] and home != module.__name__
+    }
 
 
 def imported_names(module: str) -> list[str]:

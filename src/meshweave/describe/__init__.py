@@ -10,13 +10,6 @@ from typing import TYPE_CHECKING
 
 from meshweave.base.lazy import lazy_names
 
-_HOME = {
-    "describe.machine.host": "HostRates",
-    "describe.model": "FcLayer",
-    "describe.layout": "Placement StridedShard Tile",
-    "describe.layout.grid": "ProcessGrid block_2d block_cyclic column_block cyclic row_block",
-}
-
 if TYPE_CHECKING:
     from meshweave.describe.layout import Placement as Placement
     from meshweave.describe.layout import StridedShard as StridedShard
@@ -30,4 +23,4 @@ if TYPE_CHECKING:
     from meshweave.describe.machine.host import HostRates as HostRates
     from meshweave.describe.model import FcLayer as FcLayer
 
-__all__ = lazy_names(__name__, [_HOME], moved={"meshweave": "cluster_names=clusters model_names=models"})
+__all__ = lazy_names(__name__, moved={"meshweave": "cluster_names=clusters model_names=models"})

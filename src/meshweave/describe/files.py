@@ -14,10 +14,19 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, get_args
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, get_args, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+)
 from pydantic.fields import FieldInfo
 
 from meshweave.base.errors import (
@@ -57,10 +66,24 @@ Count = Annotated[int, BeforeValidator(whole_float_to_int), Field(ge=1, le=2**24
 Size = Annotated[int, BeforeValidator(whole_float_to_int), Field(ge=1, le=2**60)]
 
 
+def key(description: str, **limits: Any) -> Any:
+    """Return the annotation of a dataclass's field for `file_model`: its unit and range in words, and limits."""
+    return Field(description=description, **limits)
+
+
 class FileModel(BaseModel):
     """Base class of the models that check a file: unknown keys and silent conversions are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def file_model(of: type, base: type[FileModel] = FileModel) -> Any:
+    """Return a model that has the fields of `base`, then those of a dataclass, checked as they are annotated."""
+    hints = get_type_hints(of, include_extras=True)
+    own: Any = {
+        each.name: (hints[each.name], ... if each.default is MISSING else each.default) for each in fields(of)
+    }
+    return create_model(f"{of.__name__}Table", __base__=base, **own)
 
 
 class Problem(NamedTuple):

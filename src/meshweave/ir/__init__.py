@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from meshweave.base.lazy import lazy_names
 
 _HOME = {
-    "ir.program": (
+    "meshweave.ir.program": (
         "FULL Accumulate Add AllGather AllReduce AllToAll Blocked Broadcast Buffer Call Copy Counts Exchange Expr "
         "Fence Function Get Include Index Lane Matmul Meaning On Op Permute Product Put Range Recv Reduce "
         "ReduceScatter Release Repeat Same Send Statement Submesh Sum Tensor TensorPart Var View When Zero "
@@ -22,4 +22,4 @@ _HOME = {
 if TYPE_CHECKING:
     from meshweave.ir.program import *  # noqa: F403
 
-__all__ = lazy_names(__name__, [_HOME], moved={"meshweave": "Program parse"})
+__all__ = lazy_names(__name__, _HOME, moved={"meshweave": "Program parse"})

@@ -12,38 +12,6 @@ from typing import TYPE_CHECKING
 
 from meshweave.base.lazy import lazy_names
 
-_HOME = {
-    "nn.experts": "DispatchHandle ExpertExchange",
-    "nn.grouped_product": "grouped_product",
-    "nn.fused": "all_gather_linear linear_reduce_scatter",
-    "nn.hosted.trainer": "accelerate_config",
-    "nn.linear": "universal_linear",
-    "nn.matmul2d": "matmul2d",
-    "nn.products": "prepare",
-    "nn.parallel_style": "UniversalParallel",
-    "nn.weights": "StoredTensor",
-    "nn.step_watch": "FallingBehindWarning StepComparison",
-    "nn.reshard_state": "reshard_state_dict",
-    "nn.parallel.linear": "ParallelLinear",
-    "nn.parallel.units": "FeatureUnits",
-    "nn.pipelining.pipeline": "Pipeline",
-    "nn.pipelining.torch_runtime": "record_torch_actions torch_pipeline",
-    "nn.parallel.model": "ParallelModel",
-    "nn.parallel.structure": "LayerMap ModelMap",
-    "nn.parallel.machine_here": "MeasuredStep measure_step measured_problem step_here_s",
-    "nn.parallel.planned_here": "fastest_here",
-    "nn.parallel.trials": "Trial Trials TrialTable run_trials",
-    "nn.prove.differences": "Difference",
-    "nn.prove.proof": "Proof",
-    "nn.pipelining.parallel_stage": "ParallelStage",
-    "nn.training.state": "TrainingState",
-    "execute.memory": "open_memory",
-    "execute.torch.bind": "bind",
-    "execute.ranks.job": "RankContext",
-    "execute.torch.world": "join_ranks",
-    "execute.ranks.liveness": "Liveness",
-}
-
 if TYPE_CHECKING:
     from meshweave.execute.memory import open_memory as open_memory
     from meshweave.execute.ranks.job import RankContext as RankContext
@@ -86,4 +54,4 @@ if TYPE_CHECKING:
     from meshweave.nn.training.state import TrainingState as TrainingState
     from meshweave.nn.weights import StoredTensor as StoredTensor
 
-__all__ = lazy_names(__name__, [_HOME])
+__all__ = lazy_names(__name__)

@@ -180,9 +180,9 @@ def _linear(
         problem = _of_local(x, weight, dim, device_mesh, is_gather=is_gather, name=name)
     rows = local_x.movedim(dim, 0)
     lead = rows.shape[1:-1]
-    function = _AllGatherLinear if is_gather else _ReduceScatterLinear
     saved = (None if is_gather else x, weight) if placed is not None else ()
-    matrix = function.apply(rows.flatten(0, -2), local_w, problem, options, SavedVersions(saved))
+    versions = SavedVersions(saved)
+    matrix = _FusedLinear.apply(rows.flatten(0, -2), local_w, problem, options, versions, is_gather)
     size = matrix.shape[0] // math.prod(lead)
     local: Tensor = matrix.reshape(size, *lead, matrix.shape[-1]).movedim(0, dim)
     if placed is None:
@@ -198,7 +198,7 @@ def _linear(
 # --- autograd ---------------------------------------------------------------------------------------------------
 
 
-class _ReduceScatterLinear(torch.autograd.Function):  # type: ignore[misc]
+class _FusedLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
         ctx: Any,
@@ -207,50 +207,29 @@ class _ReduceScatterLinear(torch.autograd.Function):  # type: ignore[misc]
         problem: UniversalProblem,
         options: _Options,
         versions: SavedVersions,
+        is_gather: bool,
     ) -> Tensor:
-        """Return the result, and keep what gradients need."""
-        ctx.save_for_backward(x, weight)
-        ctx.problem, ctx.options, ctx.versions = problem, options, versions
-        return _reduce_scatter(x, weight.t(), problem, options)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the arguments; None for what has none."""
-        refuse_second_derivative("a fused linear layer")
-        x, weight = ctx.saved_tensors
-        ctx.versions.check()
-        grad_x, gathered = _all_gather(grads[0], weight, _backward_sizes(ctx.problem), ctx.options)
-        return grad_x, gathered.t() @ x, None, None, None
-
-
-class _AllGatherLinear(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        problem: UniversalProblem,
-        options: _Options,
-        versions: SavedVersions,
-    ) -> Tensor:
-        """Return the result, and keep what gradients need."""
-        result, gathered = _all_gather(x, weight.t(), problem, options)
-        ctx.save_for_backward(gathered, weight)
-        ctx.problem, ctx.options, ctx.versions = problem, options, versions
+        """Return the result, and keep what gradients need: x, or all of it where it is gathered, and weight."""
+        if is_gather:
+            result, kept = _all_gather(x, weight.t(), problem, options)
+        else:
+            result, kept = _reduce_scatter(x, weight.t(), problem, options), x
+        ctx.save_for_backward(kept, weight)
+        ctx.problem, ctx.options, ctx.versions, ctx.is_gather = problem, options, versions, is_gather
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the arguments; None for what has none."""
         refuse_second_derivative("a fused linear layer")
-        gathered, weight = ctx.saved_tensors
+        kept, weight = ctx.saved_tensors
         ctx.versions.check()
-        grad_x = _reduce_scatter(grads[0], weight, _backward_sizes(ctx.problem), ctx.options)
-        return grad_x, grads[0].t() @ gathered, None, None, None
-
-
-def _backward_sizes(problem: UniversalProblem) -> UniversalProblem:
-    return replace(problem, n=problem.k, k=problem.n)
+        grad, sizes = grads[0], replace(ctx.problem, n=ctx.problem.k, k=ctx.problem.n)
+        if ctx.is_gather:
+            grad_x = _reduce_scatter(grad, weight, sizes, ctx.options)
+        else:
+            grad_x, grad = _all_gather(grad, weight, sizes, ctx.options)
+        return grad_x, grad.t() @ kept, None, None, None, None
 
 
 # --- on local matrices ---------------------------------------------------------------------------------------

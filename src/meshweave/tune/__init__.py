@@ -9,18 +9,6 @@ from typing import TYPE_CHECKING
 
 from meshweave.base.lazy import lazy_names
 
-_HOME = {
-    "tune.plan_file": "load_plan",
-    "tune.product": "TunedProduct tune_product",
-    "tune.search": "plan_model",
-    "tune.step_search": "SpaceOptions",
-    "tune.exports": "Export",
-    "tune.ranked": "RankedConfig",
-    "tune.ranking": "simulate_best",
-    "tune.fused": "FusedChoice tune_fused",
-    "tune.universal": "tune_universal",
-}
-
 if TYPE_CHECKING:
     from meshweave.tune.exports import Export as Export
     from meshweave.tune.fused import FusedChoice as FusedChoice
@@ -42,4 +30,4 @@ _MOVED = {
     "meshweave_studies.slicing.schedules": "search_schedule",
 }
 
-__all__ = lazy_names(__name__, [_HOME], moved=_MOVED)
+__all__ = lazy_names(__name__, moved=_MOVED)

@@ -13,12 +13,6 @@ from typing import TYPE_CHECKING
 
 from meshweave.base.lazy import lazy_names
 
-_HOME = {
-    "papers": "FIGURES reproduce_alpacomm reproduce_atp reproduce_meshslice reproduce_slicing reproduce_t3 "
-    "reproduce_zero_bubble select",
-    "reproduction": "PaperSummary Reproduction Selection",
-}
-
 if TYPE_CHECKING:
     from meshweave_studies.papers import FIGURES as FIGURES
     from meshweave_studies.papers import reproduce_alpacomm as reproduce_alpacomm
@@ -32,4 +26,4 @@ if TYPE_CHECKING:
     from meshweave_studies.reproduction import Reproduction as Reproduction
     from meshweave_studies.reproduction import Selection as Selection
 
-__all__ = lazy_names(__name__, [_HOME], package=__name__)
+__all__ = lazy_names(__name__)

@@ -148,9 +148,14 @@ def parts_of_writer(
     for landed in layers.unsummed.values():
         layout = layout_of(mesh, landed.sides, landed.dims)
         writer.buffers[landed.buffer] = replace(writer.buffers[landed.buffer], layout=layout)
-    kept = _kept(writer, first, back)
-    forward = _part(writer, f"{name}, forward", first, kept, tensors, meanings, is_backward=False)
-    backward = _part(writer, f"{name}, backward", back, kept, tensors, meanings, is_backward=True)
+    kept = _kept(first, back)
+    buffers, of_experts = tuple(writer.buffers.values()), getattr(writer.problem.experts, "mesh", None)
+    meshes = (mesh,) if of_experts is None else (mesh, of_experts)
+    whole = Program(name, meshes, tuple(tensors), buffers, tuple(writer.lanes), (), tuple(meanings))
+    outputs = {buffer.name for buffer in buffers if buffer.kind == "output"}
+    gradients = {buffer.name for buffer in buffers if (buffer.tensor or "").startswith(BACKWARD)}
+    forward = cut_program(whole, f"{name}, forward", first, (), {*kept, *(outputs - gradients)})
+    backward = cut_program(whole, f"{name}, backward", back, kept, outputs & gradients)
     sums = {
         landed.buffer: tuple(
             axis for axis, dim in zip(mesh.axes, landed.dims, strict=True) if dim == "partial"
@@ -226,7 +231,7 @@ def read_first(statements: Iterable[Statement]) -> dict[str, None]:
     return first
 
 
-def _kept(writer: ProgramWriter, forward: Iterable[Statement], back: Iterable[Statement]) -> tuple[str, ...]:
+def _kept(forward: Iterable[Statement], back: Iterable[Statement]) -> tuple[str, ...]:
     """Return the buffers that the forward program makes and the backward one reads before it writes them."""
     made = {view.buffer for op in ops_of(forward) for view in op.writes}
     kept = tuple(name for name in read_first(back) if name in made)
@@ -236,44 +241,43 @@ def _kept(writer: ProgramWriter, forward: Iterable[Statement], back: Iterable[St
     return kept
 
 
-def _part(
-    writer: ProgramWriter,
-    name: str,
-    statements: tuple[Statement, ...],
-    kept: tuple[str, ...],
-    tensors: list[Tensor],
-    meanings: list[Meaning],
-    *,
-    is_backward: bool,
+def cut_program(
+    whole: Program, name: str, statements: tuple[Statement, ...], given: Iterable[str], made: Iterable[str]
 ) -> Program:
+    """Return some statements as a program of their own, with what of the whole they use.
+
+    Args:
+        whole: has the declarations and equations; its body is not looked at.
+        given, made: the buffers that become inputs, and those that are outputs, besides inputs of the whole. An
+            output of the whole that is in neither becomes a temp.
+    """
     used = {view.buffer for op in ops_of(statements) for _, view in op.accesses()}
-    buffers: list[Buffer] = []
-    for buffer in writer.buffers.values():
+    given, made = set(given), set(made)
+    buffers = []
+    for buffer in whole.buffers:
         if buffer.name not in used:
             continue
         kind = buffer.kind
-        if buffer.name in kept:
-            kind = "input" if is_backward else "output"
-        elif kind == "output" and is_backward != (buffer.tensor or "").startswith(BACKWARD):
+        if buffer.name in given:
+            kind = "input"
+        elif buffer.name in made:
+            kind = "output"
+        elif kind == "output":
             kind = "temp"
         buffers.append(replace(buffer, kind=kind))
-    meanings = equations_between(meanings, buffers)
-    needed = {buffer.tensor for buffer in buffers} | {
-        tensor for meaning in meanings for tensor in (meaning.out, *sources_of(meaning))
-    }
-    lanes = {lane.name: lane for lane in writer.lanes}
-    wanted = dict.fromkeys(op.lane for op in ops_of(statements) if op.lane)
-    included = {lane for op in ops_of(statements) for _, lane in getattr(op, "lanes", ())}
-    experts = writer.problem.experts
-    meshes = writer.mesh, experts.mesh if experts is not None else None
-    return Program(
-        name,
-        tuple(mesh for mesh in meshes if mesh is not None),
-        tuple(tensor for tensor in tensors if tensor.name in needed),
-        tuple(buffers),
-        tuple(lane for key, lane in lanes.items() if key in wanted or key in included) or (Lane("compute"),),
-        (On(writer.mesh.name, statements),),
-        tuple(meanings),
+    meanings = equations_between(list(whole.computes), buffers)
+    needed = {buffer.tensor for buffer in buffers}
+    needed |= {tensor for meaning in meanings for tensor in (meaning.out, *sources_of(meaning))}
+    lanes = {op.lane for op in ops_of(statements)}
+    lanes |= {lane for op in ops_of(statements) for _, lane in getattr(op, "lanes", ())}
+    return replace(
+        whole,
+        name=name,
+        tensors=tuple(tensor for tensor in whole.tensors if tensor.name in needed),
+        buffers=tuple(buffers),
+        lanes=tuple(lane for lane in whole.lanes if lane.name in lanes) or (Lane("compute"),),
+        body=(On(whole.meshes[0].name, statements),),
+        computes=tuple(meanings),
     )
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from meshweave.algorithms.block.parts import BlockParts, calls_writing, equations_between, read_first
+from meshweave.algorithms.block.parts import BlockParts, calls_writing, cut_program, read_first
 from meshweave.algorithms.block.writer import NEXT_SITE
 from meshweave.base.errors import UnsupportedError
-from meshweave.ir.program import Lane, On, Program, Statement
-from meshweave.ir.program.meanings import sources_of
+from meshweave.ir.program import On, Program, Statement
 from meshweave.ir.program.ops import Call
 from meshweave.ir.program.statements import ops_of
 
@@ -59,8 +58,8 @@ def split_backward(parts: BlockParts) -> SplitBackward:
     if changed := {view.buffer for op in ops_of(second) for view in op.writes} & set(passed):
         raise UnsupportedError(f"gradients of weights change {min(changed)}, which the residual's has left")
     early = tuple(sorted((outputs - wanted) & made))
-    input_grad = _program(whole, "input gradient", first, (), (*passed, *wanted, *early))
-    weight_grad = _program(whole, "weight gradients", second, passed, outputs - wanted)
+    input_grad = cut_program(whole, f"{whole.name}, input gradient", first, (), (*passed, *wanted, *early))
+    weight_grad = cut_program(whole, f"{whole.name}, weight gradients", second, passed, outputs - wanted)
     return SplitBackward(input_grad, weight_grad, passed, early)
 
 
@@ -105,37 +104,3 @@ def _leading_to(statements: Sequence[Statement], wanted: Iterable[str]) -> set[i
             needed |= {view.buffer for op in ops for view in op.reads}
             numbers.add(number)
     return numbers
-
-
-def _program(
-    whole: Program, what: str, statements: tuple[Statement, ...], given: Iterable[str], made: Iterable[str]
-) -> Program:
-    """Return a part with some buffers as inputs besides those of the whole, and some as outputs."""
-    used = {view.buffer for op in ops_of(statements) for _, view in op.accesses()}
-    given, made = set(given), set(made)
-    buffers = []
-    for buffer in whole.buffers:
-        if buffer.name not in used:
-            continue
-        kind = buffer.kind
-        if buffer.name in given:
-            kind = "input"
-        elif buffer.name in made:
-            kind = "output"
-        elif kind == "output":
-            kind = "temp"
-        buffers.append(replace(buffer, kind=kind))
-    meanings = equations_between(list(whole.computes), buffers)
-    needed = {buffer.tensor for buffer in buffers}
-    needed |= {tensor for meaning in meanings for tensor in (meaning.out, *sources_of(meaning))}
-    lanes = {op.lane for op in ops_of(statements)}
-    lanes |= {lane for op in ops_of(statements) for _, lane in getattr(op, "lanes", ())}
-    return replace(
-        whole,
-        name=f"{whole.name}, {what}",
-        tensors=tuple(tensor for tensor in whole.tensors if tensor.name in needed),
-        buffers=tuple(buffers),
-        lanes=tuple(lane for lane in whole.lanes if lane.name in lanes) or (Lane("compute"),),
-        body=(On(whole.meshes[0].name, statements),),
-        computes=tuple(meanings),
-    )

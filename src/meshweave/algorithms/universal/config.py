@@ -143,14 +143,9 @@ def summed_layouts(
     return [layout for layout in layouts if _is_complete(problem, operand, layout, variant.redundant_axes)]
 
 
-def universal_configs(
-    problem: UniversalProblem, *, stationary: Operand | None = None
-) -> Iterator[UniversalConfig]:
-    """Yield all configs of a problem with the default slices, prefetch and schedule, the simplest first.
-
-    With `stationary` only those in which this matrix does not move.
-    """
-    for variant in base_configs(problem, stationary=stationary):
+def universal_configs(problem: UniversalProblem) -> Iterator[UniversalConfig]:
+    """Yield all configs of a problem with the default slices, prefetch and schedule, the simplest first."""
+    for variant in base_configs(problem):
         for a, b in product(*(summed_layouts(problem, variant, name) for name in OPERANDS[:2])):
             config = replace(variant, summed_a=a, summed_b=b)
             yield config

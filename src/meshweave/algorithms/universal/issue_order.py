@@ -104,12 +104,11 @@ def remote_panels(steps: Sequence[ProductStep], rank: int) -> tuple[PanelKey, ..
     )
 
 
-def schedule_graph(slicing: Slicing, rank: int, rates: RankRates, *, duplex: bool = False) -> ScheduleGraph:
+def schedule_graph(slicing: Slicing, rank: int, rates: RankRates) -> ScheduleGraph:
     """Return a rank's graph: its steps as products, and its `remote_panels` as fetches, in that order.
 
     Args:
         rates: from which the seconds of products, fetches and accumulates follow.
-        duplex: whether fetches and accumulates of a stage run at once, one in each direction of a link.
     """
     steps = slicing.steps(rank)
     element_bytes, adds = dtype_bytes(slicing.problem.dtype), not needs_no_accumulate(slicing)
@@ -132,7 +131,7 @@ def schedule_graph(slicing: Slicing, rank: int, rates: RankRates, *, duplex: boo
             accumulate_s = transfer_s(step, "c", accumulates=adds)
         products.append(ProductNode(2 * m * n * k / rates.flops_per_s, tuple(need), accumulate_s))
     fetches = tuple(FetchNode(transfer_s(steps[number], operand)) for number, operand in panels)
-    return ScheduleGraph(fetches, tuple(products), duplex)
+    return ScheduleGraph(fetches, tuple(products))
 
 
 def direct_order(steps: Sequence[ProductStep], rank: int) -> IssueOrder:

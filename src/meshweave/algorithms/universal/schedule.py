@@ -10,9 +10,8 @@ The paper found it almost always as good as the best stages.
 
 The communication of a stage is the sum of its fetches and accumulates. A rank fetches inwards and accumulates
 outwards, but all ranks do alike: what others accumulate comes in beside what this rank fetches, and they fetch
-beside what it accumulates, so each direction of its link carries both. A `duplex` graph counts the longer of the
-two instead, which is right where the other ranks do neither. A fetched tile is kept until its last product;
-memory is not counted.
+beside what it accumulates, so each direction of its link carries both. A fetched tile is
+kept until its last product; memory is not counted.
 
 This is pure combinatorics: tiles and products are numbers, all times are seconds, and the same input gives the
 same output. Arguments out of range are mistakes of the calling code, and asserted.
@@ -88,13 +87,10 @@ class ScheduleGraph:
 
     Attributes:
         fetches: one for each tile; its position is the number of the tile.
-        duplex: whether the communication of a stage takes the longer of its fetches and accumulates, not
-            their sum.
     """
 
     fetches: tuple[FetchNode, ...]
     products: tuple[ProductNode, ...]
-    duplex: bool = False
 
     def __post_init__(self) -> None:
         assert all(0 <= tile < len(self.fetches) for product in self.products for tile in product.needs)
@@ -129,13 +125,6 @@ class ScheduleGraph:
         """Return the numbers of the computed products whose results are still to be accumulated."""
         return [i for i in self.accumulating if state[0] >> i & 1 and not state[2] >> i & 1]
 
-    def communication_s(self, fetch_s: float, accumulate_s: float) -> float:
-        """Return the seconds of communication of one stage with these fetches and accumulates.
-
-        They are the longer ones if the graph is `duplex`, else the sum.
-        """
-        return max(fetch_s, accumulate_s) if self.duplex else fetch_s + accumulate_s
-
 
 @dataclass(frozen=True)
 class IssueStage:
@@ -160,7 +149,7 @@ def stage_s(stage: IssueStage, graph: ScheduleGraph) -> float:
     fetch_s = sum(graph.fetches[i].seconds for i in stage.fetches)
     accumulate_s = sum(graph.products[i].accumulate_s for i in stage.accumulates)
     compute_s = sum(graph.products[i].seconds for i in stage.products)
-    return max(compute_s, graph.communication_s(fetch_s, accumulate_s))
+    return max(compute_s, fetch_s + accumulate_s)
 
 
 def staged_s(stages: Iterable[IssueStage], graph: ScheduleGraph) -> float:

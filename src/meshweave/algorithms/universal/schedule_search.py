@@ -130,7 +130,7 @@ class _LowerBound:
     def __init__(self, graph: ScheduleGraph, limits: StageLimits) -> None:
         self.graph = graph
         # Weights of fetches and accumulates in the communication that a bound counts.
-        self.weights = ((1, 0), (0, 1)) if graph.duplex else ((1, 1), (1, 0), (0, 1))
+        self.weights = ((1, 1), (1, 0), (0, 1))
         self.users = [
             [i for i, product in enumerate(graph.products) if tile in product.needs]
             for tile in range(len(graph.fetches))
@@ -206,11 +206,11 @@ def _next_stages(graph: ScheduleGraph, state: ScheduleState, limits: StageLimits
             for accumulates in accumulate_sets:
                 accumulates_s = sum(accumulate_s[i] for i in accumulates)
                 next_accumulate_s = _shortest_other(accumulate_s, accumulates, limits.accumulates)
-                duration_s = max(products_s, graph.communication_s(fetches_s, accumulates_s))
+                duration_s = max(products_s, fetches_s + accumulates_s)
                 lengthened_s = min(
                     products_s + next_product_s,
-                    graph.communication_s(fetches_s + next_fetch_s, accumulates_s),
-                    graph.communication_s(fetches_s, accumulates_s + next_accumulate_s),
+                    fetches_s + next_fetch_s + accumulates_s,
+                    fetches_s + (accumulates_s + next_accumulate_s),
                 )
                 if lengthened_s > duration_s and (products or fetches or accumulates):
                     yield IssueStage(products, fetches, accumulates)

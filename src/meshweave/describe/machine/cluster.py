@@ -83,7 +83,7 @@ def cluster_from(data: dict[str, Any], file: str | Path) -> Cluster:
             chip,
             network_file.network(),
             top.source,
-            top.host.rates() if top.host else None,
+            HostRates(**top.host.model_dump()) if top.host else None,
             top.note,
             top.send_buffer_bytes,
         )

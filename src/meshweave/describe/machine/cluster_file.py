@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from meshweave.base.errors import DescriptionError, did_you_mean
 from meshweave.base.units import DTYPES
@@ -20,6 +20,7 @@ from meshweave.describe.files import (
     Problem,
     Rate,
     fail_with_all,
+    file_model,
     format_value,
     validate_table,
 )
@@ -38,31 +39,21 @@ from meshweave.describe.machine.network import (
 from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 
 
-class CommFile(FileModel):
+class CommFile(file_model(CommConstants)):  # type: ignore[misc]
     """Constants of one kind of communication along an axis.
 
     Among P chips it takes `launch_s + (P - 1) (sync_s + shard_bytes / bytes_per_s)` seconds.
     """
 
-    bytes_per_s: Rate = Field(description="bytes per second into one chip, a number of at least 1")
-    sync_s: Duration = Field(description="seconds of synchronisation per step, from 0 to 1e6")
-    launch_s: Duration = Field(description="seconds to launch the operation, from 0 to 1e6")
+
+_COMM = (CommFile | None, Field(None, description="a table of bytes_per_s, sync_s and launch_s"))
 
 
-class CommTable(FileModel):
+class CommTable(create_model("Kinds", __base__=FileModel, **dict.fromkeys(COMM_KINDS, _COMM))):  # type: ignore
     """Constants of an axis by kind of communication.
 
     A kind that is left out takes those of a similar kind; with none at all, they follow from the links.
     """
-
-    all_gather: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
-    reduce_scatter: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
-    all_reduce: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
-    broadcast: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
-    reduce: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
-    all_to_all: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
-    send_recv: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
-    accumulate: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
 
 
 _BufferSize = Annotated[int, Field(ge=0, le=2**60)]
@@ -92,7 +83,7 @@ class AxisFile(FileModel):
     def axis(self) -> NetworkAxis:
         """Return the links that this table describes."""
         tables = ((kind, getattr(self.constants, kind)) for kind in COMM_KINDS)
-        constants = tuple((k, CommConstants(c.bytes_per_s, c.sync_s, c.launch_s)) for k, c in tables if c)
+        constants = tuple((k, CommConstants(**c.model_dump())) for k, c in tables if c)
         return NetworkAxis(
             self.name,
             self.link_bytes_per_s,
@@ -244,19 +235,8 @@ NETWORK_FILES: dict[str, type[NetworkFile]] = {
 """The model of the table `network` for each value of its key `kind`."""
 
 
-class HostFile(FileModel):
+class HostFile(file_model(HostRates)):  # type: ignore[misc]
     """What issuing an operation takes a rank's host (`HostRates`), in seconds."""
-
-    kernel_s: Duration = Field(0.0, description="for a kernel, from 0 to 1e6")
-    collective_s: Duration = Field(0.0, description="for a collective, from 0 to 1e6")
-    transfer_s: Duration = Field(0.0, description="for a message to or from one rank, from 0 to 1e6")
-    layer_s: Duration = Field(0.0, description="for the Python code of a layer's forward part, from 0 to 1e6")
-
-    waits: bool = Field(False, description="whether it waits for the end of each collective, true or false")
-
-    def rates(self) -> HostRates:
-        """Return the rates that this table describes."""
-        return HostRates(self.kernel_s, self.collective_s, self.transfer_s, self.layer_s, self.waits)
 
 
 class ClusterFile(FileModel):

@@ -10,8 +10,10 @@ nothing. What is issued does not shrink with the work, so that small operations 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from meshweave.base.errors import DescriptionError
+from meshweave.describe.files import Duration, key
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,11 @@ class HostRates:
         DescriptionError: one is negative.
     """
 
-    kernel_s: float = 0.0
-    collective_s: float = 0.0
-    transfer_s: float = 0.0
-    layer_s: float = 0.0
-    waits: bool = False
+    kernel_s: Annotated[Duration, key("for a kernel, from 0 to 1e6")] = 0.0
+    collective_s: Annotated[Duration, key("for a collective, from 0 to 1e6")] = 0.0
+    transfer_s: Annotated[Duration, key("for a message to or from one rank, from 0 to 1e6")] = 0.0
+    layer_s: Annotated[Duration, key("for the Python code of a layer's forward part, from 0 to 1e6")] = 0.0
+    waits: Annotated[bool, key("whether it waits for the end of each collective, true or false")] = False
 
     def __post_init__(self) -> None:
         if min(self.kernel_s, self.collective_s, self.transfer_s, self.layer_s) < 0:

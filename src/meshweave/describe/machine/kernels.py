@@ -9,8 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
 
 from meshweave.base.errors import DescriptionError
+from meshweave.describe.files import Count, Duration, Rate, key
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Amount = Annotated[float, Field(ge=0.0, le=1e6)]
+Bytes = Annotated[float, Field(ge=0.0, le=1e15)]
+Power = Annotated[float, Field(ge=1.0, le=1e6)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +101,23 @@ class ProductConstants:
         sustained_share: what these products sustain in steady training; None: as others of their chip.
     """
 
-    tiles: str
-    units: int
-    flops_per_s: float
-    unit_bytes_per_s: float
-    tile_s: float
-    launch_s: float
-    memory_bytes_per_s: float
-    wave_share: float = 1.0
-    overlap: float = 4.0
-    split_passes: float = 1.0
-    slowdown: float = 0.0
-    prepare_s: float = 0.0
-    sustained_share: float | None = None
+    tiles: Annotated[str, key(f"the menu of tiles, one of {', '.join(TILE_MENUS)}")]
+    units: Annotated[Count, key("the number of SMs, arrays or cores, at least 1")]
+    flops_per_s: Annotated[Rate, key("FLOP/s of all units at full tiles, a number of at least 1")]
+    unit_bytes_per_s: Annotated[Rate, key("bytes per second of operands into one unit")]
+    tile_s: Annotated[Duration, key("seconds a tile takes besides its passes over k, from 0 to 1e6")]
+    launch_s: Annotated[Duration, key("seconds of a product of nothing, from 0 to 1e6")]
+    memory_bytes_per_s: Annotated[Rate, key("bytes per second of A, B and C")]
+    wave_share: Annotated[Share, key("from 0 (no waves) to 1 (whole waves)")] = 1.0
+    overlap: Annotated[
+        Power, key("the power in which time of computing and of memory add up, at least 1")
+    ] = 4.0
+    split_passes: Annotated[Amount, key("passes of partial sums through memory for each part of k")] = 1.0
+    slowdown: Annotated[Amount, key("the share of time lost for each factor e above 0.1 ms")] = 0.0
+    prepare_s: Annotated[Duration, key("seconds for each element of A before the product")] = 0.0
+    sustained_share: Annotated[
+        float | None, key("their own `sustained_share`, where it is not that of the file", gt=0, le=1)
+    ] = None
 
     def __post_init__(self) -> None:
         _check_sustained(self.sustained_share)
@@ -134,15 +147,17 @@ class SystolicConstants:
         overlap: the power in which the time of multiplying adds up with that of rounding and memory.
     """
 
-    flops_per_s: float
-    load_rows: float
-    rounded_per_s: float
-    launch_s: float
-    memory_bytes_per_s: float
-    first_bytes: float
-    last_bytes: float
+    flops_per_s: Annotated[Rate, key("FLOP/s of all arrays while rows pass, a number of at least 1")]
+    load_rows: Annotated[Amount, key("rows that could pass while a part of an operand is loaded")]
+    rounded_per_s: Annotated[Rate, key("elements of C per second that are rounded from sums in fp32")]
+    launch_s: Annotated[Duration, key("seconds of a product of nothing, from 0 to 1e6")]
+    memory_bytes_per_s: Annotated[Rate, key("bytes per second of A, B and C")]
+    first_bytes: Annotated[Bytes, key("the most that is read before the first multiplication")]
+    last_bytes: Annotated[Bytes, key("the most of C that is written after the last multiplication")]
     window: float = math.inf
-    overlap: float = 4.0
+    overlap: Annotated[
+        Power, key("the power in which multiplying adds up with rounding and memory, at least 1")
+    ] = 4.0
 
     def __post_init__(self) -> None:
         rates = self.flops_per_s, self.rounded_per_s, self.memory_bytes_per_s
@@ -168,16 +183,20 @@ class CpuProductConstants:
         near_cache_bytes: bytes of a core's own cache. A size of the hardware, not fitted.
     """
 
-    flops_per_s: float
-    launch_s: float
-    memory_bytes_per_s: float
-    cache_bytes: float
-    copy_s: float = 0.0
-    store_s: float = 0.0
-    unaligned_s: float = 0.0
-    unaligned_far_s: float = 0.0
-    strided_s: float = 0.0
-    near_cache_bytes: float = float(1 << 20)
+    flops_per_s: Annotated[Rate, key("FLOP/s of products that stay in the caches, at least 1")]
+    launch_s: Annotated[Duration, key("seconds of a product of nothing, from 0 to 1e6")]
+    memory_bytes_per_s: Annotated[Rate, key("bytes per second of what does not fit into the caches")]
+    cache_bytes: Annotated[Rate, key("how many bytes fit into the caches, at least 1")]
+    copy_s: Annotated[Duration, key("seconds for each byte of B that is copied, from 0 to 1e6")] = 0.0
+    store_s: Annotated[Duration, key("seconds for each byte of C that is stored, from 0 to 1e6")] = 0.0
+    unaligned_s: Annotated[
+        Duration, key("seconds more for each byte of a C whose rows begin within a cache line")
+    ] = 0.0
+    unaligned_far_s: Annotated[Duration, key("seconds more still where C is beyond near_cache_bytes")] = 0.0
+    strided_s: Annotated[
+        Duration, key("seconds more for each byte of a C beyond half the cache, for k from 48 to 112")
+    ] = 0.0
+    near_cache_bytes: Annotated[Rate, key("the cache of a core, in bytes, at least 1")] = float(1 << 20)
 
     def __post_init__(self) -> None:
         if min(self.flops_per_s, self.memory_bytes_per_s, self.cache_bytes, self.near_cache_bytes) < 1:
@@ -203,15 +222,17 @@ class AttentionConstants:
             longest tile of queries.
     """
 
-    units: int
-    block: int
-    flops_per_s: float
-    tile_s: float
-    launch_s: float
-    memory_bytes_per_s: float
-    tail_share: float = 1.0
-    overlap: float = 4.0
-    slowdown: float = 0.0
+    units: Annotated[Count, key("the number of SMs, at least 1")]
+    block: Annotated[Count, key("queries, and keys, of a tile, at least 1")]
+    flops_per_s: Annotated[Rate, key("FLOP/s of all units, a number of at least 1")]
+    tile_s: Annotated[Duration, key("seconds that a tile of queries takes besides its keys, from 0 to 1e6")]
+    launch_s: Annotated[Duration, key("seconds of attention of nothing, from 0 to 1e6")]
+    memory_bytes_per_s: Annotated[Rate, key("bytes per second of queries, keys, values and result")]
+    tail_share: Annotated[Share, key("the share of the longest tile by which units end apart")] = 1.0
+    overlap: Annotated[
+        Power, key("the power in which time of computing and of memory add up, at least 1")
+    ] = 4.0
+    slowdown: Annotated[Amount, key("the share of time lost for each factor e above 0.1 ms")] = 0.0
 
     def __post_init__(self) -> None:
         if min(self.units, self.block, self.flops_per_s, self.memory_bytes_per_s) < 1:
@@ -234,14 +255,14 @@ class CollectiveConstants:
         group_power: the power of (P - 1) / P with which the rate among P chips grows.
     """
 
-    launch_s: float
-    hop_s: float
-    low_latency_bytes_per_s: float
-    simple_s: float
-    simple_hop_s: float
-    bytes_per_s: float
-    ramp_s: float
-    group_power: float
+    launch_s: Annotated[Duration, key("seconds of a collective of nothing, from 0 to 1e6")]
+    hop_s: Annotated[Duration, key("seconds a hop of the protocol for small sizes, from 0 to 1e6")]
+    low_latency_bytes_per_s: Annotated[Rate, key("the rate of that protocol")]
+    simple_s: Annotated[Duration, key("seconds more of the protocol for large sizes, from 0 to 1e6")]
+    simple_hop_s: Annotated[Duration, key("seconds a hop of that protocol, from 0 to 1e6")]
+    bytes_per_s: Annotated[Rate, key("the rate of that protocol")]
+    ramp_s: Annotated[Duration, key("seconds for each square root of a byte, from 0 to 1e6")]
+    group_power: Annotated[Amount, key("the power of (P - 1) / P with which the rate grows")]
 
     def __post_init__(self) -> None:
         if min(self.low_latency_bytes_per_s, self.bytes_per_s) < 1:

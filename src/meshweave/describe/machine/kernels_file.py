@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -17,7 +17,6 @@ from meshweave.base.errors import DescriptionError
 from meshweave.base.units import DTYPES
 from meshweave.describe.catalog import catalog_text, kernel_constants_names
 from meshweave.describe.files import (
-    Count,
     Duration,
     FileModel,
     Name,
@@ -25,6 +24,7 @@ from meshweave.describe.files import (
     Rate,
     fail,
     fail_with_all,
+    file_model,
     is_path,
     load_table,
     parse_table,
@@ -32,7 +32,6 @@ from meshweave.describe.files import (
 )
 from meshweave.describe.like import table_like
 from meshweave.describe.machine.kernels import (
-    TILE_MENUS,
     AttentionConstants,
     ChipKernels,
     CollectiveConstants,
@@ -51,107 +50,42 @@ from meshweave.describe.machine.measured_file import (
 
 KERNEL_DTYPES = (*DTYPES, *LOW_PRECISIONS)
 """Dtypes that kernels may have constants for. `fp8` includes the cast of A from bfloat16."""
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Amount = Annotated[float, Field(ge=0.0, le=1e6)]
-Bytes = Annotated[float, Field(ge=0.0, le=1e15)]
-Power = Annotated[float, Field(ge=1.0, le=1e6)]
 
 
-class ProductsFile(FileModel):
+class DtypesFile(FileModel):
+    """A table of constants that some dtypes have."""
+
+    dtypes: list[str] = Field(description="a list of dtypes that have these constants", min_length=1)
+
+
+class ProductsFile(file_model(ProductConstants, DtypesFile)):  # type: ignore[misc]
     """One table of `products`: the constants of products in some dtypes; see `cost/products.py`."""
 
-    dtypes: list[str] = Field(description="a list of dtypes that have these constants", min_length=1)
-    tiles: str = Field(description=f"the menu of tiles, one of {', '.join(TILE_MENUS)}")
-    units: Count = Field(description="the number of SMs, arrays or cores, at least 1")
-    flops_per_s: Rate = Field(description="FLOP/s of all units at full tiles, a number of at least 1")
-    unit_bytes_per_s: Rate = Field(description="bytes per second of operands into one unit")
-    tile_s: Duration = Field(description="seconds a tile takes besides its passes over k, from 0 to 1e6")
-    launch_s: Duration = Field(description="seconds of a product of nothing, from 0 to 1e6")
-    memory_bytes_per_s: Rate = Field(description="bytes per second of A, B and C")
-    wave_share: Share = Field(1.0, description="from 0 (no waves) to 1 (whole waves)")
-    overlap: Power = Field(
-        4.0, description="the power in which time of computing and of memory add up, at least 1"
-    )
-    split_passes: Amount = Field(1.0, description="passes of partial sums through memory for each part of k")
-    slowdown: Amount = Field(0.0, description="the share of time lost for each factor e above 0.1 ms")
-    prepare_s: Duration = Field(0.0, description="seconds for each element of A before the product")
-    sustained_share: float | None = Field(
-        None, gt=0, le=1, description="their own `sustained_share`, where it is not that of the file"
-    )
 
-
-class SystolicFile(FileModel):
+class SystolicFile(file_model(SystolicConstants, DtypesFile)):  # type: ignore[misc]
     """One table of `systolic`: the constants of products on systolic arrays; see `cost/systolic.py`."""
 
-    dtypes: list[str] = Field(description="a list of dtypes that have these constants", min_length=1)
-    flops_per_s: Rate = Field(description="FLOP/s of all arrays while rows pass, a number of at least 1")
-    load_rows: Amount = Field(description="rows that could pass while a part of an operand is loaded")
-    rounded_per_s: Rate = Field(description="elements of C per second that are rounded from sums in fp32")
-    launch_s: Duration = Field(description="seconds of a product of nothing, from 0 to 1e6")
-    memory_bytes_per_s: Rate = Field(description="bytes per second of A, B and C")
-    first_bytes: Bytes = Field(description="the most that is read before the first multiplication")
-    last_bytes: Bytes = Field(description="the most of C that is written after the last multiplication")
     window: Rate = Field(description="rows and columns of C for which operands are read once, at least 1")
-    overlap: Power = Field(
-        4.0, description="the power in which multiplying adds up with rounding and memory, at least 1"
-    )
 
 
-class CpuProductsFile(FileModel):
+class CpuProductsFile(file_model(CpuProductConstants, DtypesFile)):  # type: ignore[misc]
     """One table of `cpu_products`: the constants of products on a thread of a CPU; see `cost/products.py`."""
 
-    dtypes: list[str] = Field(description="a list of dtypes that have these constants", min_length=1)
-    flops_per_s: Rate = Field(description="FLOP/s of products that stay in the caches, at least 1")
-    launch_s: Duration = Field(description="seconds of a product of nothing, from 0 to 1e6")
-    memory_bytes_per_s: Rate = Field(description="bytes per second of what does not fit into the caches")
-    cache_bytes: Rate = Field(description="how many bytes fit into the caches, at least 1")
-    copy_s: Duration = Field(0.0, description="seconds for each byte of B that is copied, from 0 to 1e6")
-    store_s: Duration = Field(0.0, description="seconds for each byte of C that is stored, from 0 to 1e6")
-    unaligned_s: Duration = Field(
-        0.0, description="seconds more for each byte of a C whose rows begin within a cache line"
-    )
-    unaligned_far_s: Duration = Field(
-        0.0, description="seconds more still where C is beyond near_cache_bytes"
-    )
-    strided_s: Duration = Field(
-        0.0, description="seconds more for each byte of a C beyond half the cache, for k from 48 to 112"
-    )
-    near_cache_bytes: Rate = Field(float(1 << 20), description="the cache of a core, in bytes, at least 1")
 
-
-class AttentionFile(FileModel):
+class AttentionFile(file_model(AttentionConstants, DtypesFile)):  # type: ignore[misc]
     """One table of `attention`: the constants of attention in some dtypes; see `cost/attention.py`."""
 
-    dtypes: list[str] = Field(description="a list of dtypes that have these constants", min_length=1)
-    units: Count = Field(description="the number of SMs, at least 1")
-    block: Count = Field(description="queries, and keys, of a tile, at least 1")
-    flops_per_s: Rate = Field(description="FLOP/s of all units, a number of at least 1")
-    tile_s: Duration = Field(
-        description="seconds that a tile of queries takes besides its keys, from 0 to 1e6"
-    )
-    launch_s: Duration = Field(description="seconds of attention of nothing, from 0 to 1e6")
-    memory_bytes_per_s: Rate = Field(description="bytes per second of queries, keys, values and result")
-    tail_share: Share = Field(1.0, description="the share of the longest tile by which units end apart")
-    overlap: Power = Field(
-        4.0, description="the power in which time of computing and of memory add up, at least 1"
-    )
-    slowdown: Amount = Field(0.0, description="the share of time lost for each factor e above 0.1 ms")
 
-
-class CollectivesFile(FileModel):
-    """One table of `collectives`: the constants of one kind inside a host; see `cost/libraries.py`."""
+class KindFile(FileModel):
+    """A table of constants that one kind of collective has."""
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"] = Field(
         description="all_gather, reduce_scatter, all_reduce or all_to_all"
     )
-    launch_s: Duration = Field(description="seconds of a collective of nothing, from 0 to 1e6")
-    hop_s: Duration = Field(description="seconds a hop of the protocol for small sizes, from 0 to 1e6")
-    low_latency_bytes_per_s: Rate = Field(description="the rate of that protocol")
-    simple_s: Duration = Field(description="seconds more of the protocol for large sizes, from 0 to 1e6")
-    simple_hop_s: Duration = Field(description="seconds a hop of that protocol, from 0 to 1e6")
-    bytes_per_s: Rate = Field(description="the rate of that protocol")
-    ramp_s: Duration = Field(description="seconds for each square root of a byte, from 0 to 1e6")
-    group_power: Amount = Field(description="the power of (P - 1) / P with which the rate grows")
+
+
+class CollectivesFile(file_model(CollectiveConstants, KindFile)):  # type: ignore[misc]
+    """One table of `collectives`: the constants of one kind inside a host; see `cost/collectives.py`."""
 
 
 class ElementwiseFile(FileModel):

@@ -6,9 +6,10 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from meshweave.base.errors import DescriptionError, LayoutError, require_known
+from meshweave.describe.files import Duration, Rate, key
 from meshweave.describe.layout.shapes import factorisations
 
 COMM_KINDS = (
@@ -34,9 +35,9 @@ _ONE_DIRECTION = ("broadcast", "reduce", "send_recv", "accumulate")
 
 def require_at_least(owner: str, low: float, **values: float) -> None:
     """Raise DescriptionError, which begins with `owner`, unless every value is finite and at least `low`."""
-    for key, value in values.items():
+    for name, value in values.items():
         if not (math.isfinite(value) and value >= low):
-            raise DescriptionError(f"{owner}: {key} is {value}; give a finite number of at least {low:g}")
+            raise DescriptionError(f"{owner}: {name} is {value}; give a finite number of at least {low:g}")
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class CommConstants:
         DescriptionError: a value is out of range.
     """
 
-    bytes_per_s: float
-    sync_s: float
-    launch_s: float
+    bytes_per_s: Annotated[Rate, key("bytes per second into one chip, a number of at least 1")]
+    sync_s: Annotated[Duration, key("seconds of synchronisation per step, from 0 to 1e6")]
+    launch_s: Annotated[Duration, key("seconds to launch the operation, from 0 to 1e6")]
 
     def __post_init__(self) -> None:
         require_at_least("communication constants", 1, bytes_per_s=self.bytes_per_s)

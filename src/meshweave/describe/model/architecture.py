@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from meshweave.base.limits import FILE_BYTES
+from meshweave.describe.files import key, require_printable, whole_float_to_int
+from meshweave.describe.model.workload import MAX_SIZE
 
 Norm = Literal["rms", "layer"]
 Positions = Literal["rotary", "learned", "alibi", "other"]
 Residual = Literal["", "parallel", "parallel with one norm"]
 NormPlaces = Literal["", "before and after"]
+
+
+ModelSize = Annotated[int, BeforeValidator(whole_float_to_int), Field(ge=1, le=MAX_SIZE)]
+Words = Annotated[str, Field(max_length=100_000), AfterValidator(require_printable)]
+
+
+def _require_json_table(text: str) -> str:
+    """Return the text of a JSON table, or "". Raises ValueError."""
+    try:
+        if not text or isinstance(json.loads(text), dict):
+            return text
+    except (ValueError, RecursionError):
+        pass
+    raise ValueError("no table of JSON")
+
+
+JsonTable = Annotated[str, Field(max_length=FILE_BYTES.most), AfterValidator(_require_json_table)]
 
 
 @dataclass(frozen=True)
@@ -35,25 +59,34 @@ class Architecture:
         others: further keys of a config that change what is computed, with their values, as "key = value".
     """
 
-    model_type: str = ""
-    norm: Norm | None = None
-    norm_eps: float | None = None
-    activation: str | None = None
-    qkv_bias: bool | None = None
-    out_bias: bool | None = None
-    ffn_bias: bool | None = None
-    positions: Positions | None = None
-    max_positions: int | None = None
-    rotary_base: float | None = None
-    rotary_share: float | None = None
-    rotary_scaling: str = ""
-    window: int | None = None
-    qk_norm: bool | None = None
-    init_std: float | None = None
+    model_type: Annotated[Words, key("the family, as transformers names it, a string")] = ""
+    norm: Annotated[Norm | None, key("the norm: rms or layer")] = None
+    norm_eps: Annotated[float | None, key("what the norm adds to a variance, a number", ge=0)] = None
+    activation: Annotated[Words | None, key("the activation of the FFN, as transformers names it")] = None
+    qkv_bias: Annotated[bool | None, key("true where queries, keys and values add a bias, else false")] = None
+    out_bias: Annotated[bool | None, key("true where attention's output adds a bias, else false")] = None
+    ffn_bias: Annotated[bool | None, key("true where the FFN adds biases, else false")] = None
+    positions: Annotated[
+        Positions | None, key("how tokens know their places: rotary, learned, alibi or other")
+    ] = None
+    max_positions: Annotated[ModelSize | None, key("the most tokens of a sequence, at least 1")] = None
+    rotary_base: Annotated[float | None, key("the base of rotary angles, a positive number", gt=0)] = None
+    rotary_share: Annotated[float | None, key("the share of a head that turns, to 1", gt=0)] = None
+    rotary_scaling: Annotated[
+        JsonTable, key("how angles are scaled for longer sequences, a table of JSON in a string")
+    ] = ""
+    window: Annotated[ModelSize | None, key("the tokens that a token attends to in some layers")] = None
+    windowed_layers: Annotated[
+        ModelSize | None, key("the number of layers that have the window (left out: all)")
+    ] = None
+    residual: Annotated[
+        Residual,
+        key("parallel, or parallel with one norm, where both parts of a layer read the same residual"),
+    ] = ""
+    norms: Annotated[NormPlaces, key("before and after, where a norm follows each part, too")] = ""
+    qk_norm: Annotated[bool | None, key("true where queries and keys are normalised, else false")] = None
+    init_std: Annotated[float | None, key("the standard deviation of initial weights", ge=0)] = None
     others: tuple[str, ...] = ()
-    windowed_layers: int | None = None
-    residual: Residual = ""
-    norms: NormPlaces = ""
 
 
 @dataclass(frozen=True)
@@ -64,8 +97,8 @@ class NotPriced:
         beyond: only sequences of more tokens than this are priced wrongly for it; 0 for all.
     """
 
-    text: str
-    beyond: int = 0
+    text: Annotated[Words, key("what it is, a string")]
+    beyond: Annotated[int, key("the most tokens of a sequence that it does not touch", ge=0)] = 0
 
 
 def positions_not_priced(positions: int, *, learned: bool) -> NotPriced:

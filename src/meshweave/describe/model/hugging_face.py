@@ -33,8 +33,8 @@ from meshweave.describe.model.model_types import (
 from meshweave.describe.model.routed_config import is_routed, routed_transformer
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.window_rules import with_layer_kinds
+from meshweave.describe.model.workload import MAX_SIZE
 
-MAX_SIZE = 2**31
 _GATED_ACTIVATIONS = ("silu", "swish", "swiglu", "geglu", "reglu")
 
 

@@ -10,85 +10,39 @@ import os
 import re
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Protocol
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import Field
 
 from meshweave.base.errors import DescriptionError, printable
-from meshweave.base.limits import FILE_BYTES
 from meshweave.describe.catalog import catalog_text, models
 from meshweave.describe.files import (
     FileModel,
     Name,
     Problem,
     fail_with_all,
+    file_model,
     is_path,
     load_table,
     parse_table,
-    require_printable,
     validate_table,
-    whole_float_to_int,
 )
 from meshweave.describe.model.architecture import (
     Architecture,
-    NormPlaces,
+    JsonTable,
+    ModelSize,
     NotPriced,
-    Residual,
+    Words,
     positions_not_priced,
 )
-from meshweave.describe.model.hugging_face import MAX_SIZE, head_problems, transformer_from_config
+from meshweave.describe.model.hugging_face import head_problems, transformer_from_config
 from meshweave.describe.model.layer_file import LayersFile, Runs, layers_from, layers_table
 from meshweave.describe.model.transformer import Transformer
 
-ModelSize = Annotated[int, BeforeValidator(whole_float_to_int), Field(ge=1, le=MAX_SIZE)]
-Words = Annotated[str, Field(max_length=100_000), AfterValidator(require_printable)]
 
-
-def _require_json_table(text: str) -> str:
-    """Return the text of a JSON table, or "". Raises ValueError."""
-    try:
-        if not text or isinstance(json.loads(text), dict):
-            return text
-    except (ValueError, RecursionError):
-        pass
-    raise ValueError("no table of JSON")
-
-
-JsonTable = Annotated[str, Field(max_length=FILE_BYTES.most), AfterValidator(_require_json_table)]
-
-
-class ArchitectureFile(FileModel):
+class ArchitectureFile(file_model(Architecture)):  # type: ignore[misc]
     """What defines a model beside its sizes, for other software; what is left out is not said."""
 
-    model_type: Words = Field("", description="the family, as transformers names it, a string")
-    norm: Literal["rms", "layer"] | None = Field(None, description="the norm: rms or layer")
-    norm_eps: float | None = Field(None, description="what the norm adds to a variance, a number", ge=0)
-    activation: Words | None = Field(None, description="the activation of the FFN, as transformers names it")
-    qkv_bias: bool | None = Field(
-        None, description="true where queries, keys and values add a bias, else false"
-    )
-    out_bias: bool | None = Field(None, description="true where attention's output adds a bias, else false")
-    ffn_bias: bool | None = Field(None, description="true where the FFN adds biases, else false")
-    positions: Literal["rotary", "learned", "alibi", "other"] | None = Field(
-        None, description="how tokens know their places: rotary, learned, alibi or other"
-    )
-    max_positions: ModelSize | None = Field(None, description="the most tokens of a sequence, at least 1")
-    rotary_base: float | None = Field(None, description="the base of rotary angles, a positive number", gt=0)
-    rotary_share: float | None = Field(None, description="the share of a head that turns, to 1", gt=0)
-    rotary_scaling: JsonTable = Field(
-        "", description="how angles are scaled for longer sequences, a table of JSON in a string"
-    )
-    window: ModelSize | None = Field(None, description="the tokens that a token attends to in some layers")
-    windowed_layers: ModelSize | None = Field(
-        None, description="the number of layers that have the window (left out: all)"
-    )
-    residual: Residual = Field(
-        "",
-        description="parallel, or parallel with one norm, where both parts of a layer read the same residual",
-    )
-    norms: NormPlaces = Field("", description="before and after, where a norm follows each part, too")
-    qk_norm: bool | None = Field(None, description="true where queries and keys are normalised, else false")
-    init_std: float | None = Field(None, description="the standard deviation of initial weights", ge=0)
     others: list[Words] = Field([], description="what else defines the model, a list of strings")
 
     def architecture(self) -> Architecture:
@@ -96,11 +50,8 @@ class ArchitectureFile(FileModel):
         return Architecture(**{**self.model_dump(), "others": tuple(self.others)})
 
 
-class NotPricedFile(FileModel):
+class NotPricedFile(file_model(NotPriced)):  # type: ignore[misc]
     """A property of a model that predictions of time and memory leave out."""
-
-    text: Words = Field(description="what it is, a string")
-    beyond: int = Field(0, description="the most tokens of a sequence that it does not touch", ge=0)
 
 
 class ModelFile(FileModel):
@@ -207,7 +158,7 @@ def _from_config(data: dict[str, Any], file: str | Path) -> Transformer:
 
 def _all_not_priced(table: ModelFile) -> tuple[NotPriced, ...]:
     """Return what a table says is not priced, and what follows from its positions."""
-    items = [NotPriced(item.text, item.beyond) for item in table.not_priced]
+    items = [NotPriced(**item.model_dump()) for item in table.not_priced]
     positions = table.architecture.max_positions
     if positions is not None and not any(item.beyond == positions for item in items):
         items.append(positions_not_priced(positions, learned=table.architecture.positions == "learned"))

@@ -5,19 +5,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from meshweave.algorithms.block.functions import Functions
 from meshweave.algorithms.block.node_writer import NodeWriter
 from meshweave.algorithms.block.nodes.kernel import Kernel, PassPart, RankSizes
-from meshweave.algorithms.block.nodes.record import AnyNode, Known, NodeRecord
+from meshweave.algorithms.block.nodes.record import AnyNode, NodeRecord
 from meshweave.algorithms.block.place import NodePlace
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import AxisDims, Roles
 from meshweave.algorithms.block.writer import COMPUTE, Stored
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import dtype_bytes
-from meshweave.ir.program.meanings import Meaning
 from meshweave.ir.work import Compute, Work
 
 REFUSAL = (
@@ -40,21 +38,11 @@ class TimedRecord(NodeRecord[AnyNode]):
         The lane is "compute", or "experts" for what moves between the ranks of experts.
         """
 
-    def meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
-        """Raise UnsupportedError, always: programs of such a node have no equations."""
-        _refuse()
+    def _refuse(self, *given: Any, **named: Any) -> NoReturn:
+        """Raise UnsupportedError, always: such a node has costs, and neither equations nor values."""
+        raise UnsupportedError(REFUSAL)
 
-    def gradient_meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
-        """Raise UnsupportedError, always: programs of such a node have no equations."""
-        _refuse()
-
-    def compute(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Raise UnsupportedError, always: the node has no values here, only costs."""
-        _refuse()
-
-    def compute_gradient(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Raise UnsupportedError, always: the node has no values here, only costs."""
-        _refuse()
+    meanings = gradient_meanings = compute = compute_gradient = _refuse
 
     def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
         """Yield the computations of the rank with the most tokens, forward and backward, no transfers."""
@@ -126,7 +114,3 @@ def streamed(problem: BlockProblem, elements: int) -> tuple[str, Work]:
     return COMPUTE, Compute(
         "call", max(elements, 1), moved, dtype=problem.dtype, call="elementwise", shape=(elements,)
     )
-
-
-def _refuse() -> NoReturn:
-    raise UnsupportedError(REFUSAL)
