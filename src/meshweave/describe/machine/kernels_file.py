@@ -85,7 +85,7 @@ class KindFile(FileModel):
 
 
 class CollectivesFile(file_model(CollectiveConstants, KindFile)):  # type: ignore[misc]
-    """One table of `collectives`: the constants of one kind inside a host; see `cost/collectives.py`."""
+    """One table of `collectives`: the constants of one kind inside a host; see `cost/libraries.py`."""
 
 
 class ElementwiseFile(FileModel):
