@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch import compat
 from meshweave.nn.parallel.agreed import difference, without_addresses
-from meshweave.nn.parallel.local_steps import restore_parameter_groups, step_locally
+from meshweave.nn.parallel.local_steps import mixes_parameters, restore_parameter_groups, step_locally
 from meshweave.nn.parallel.model_words import copy_words
 from meshweave.nn.parallel.step_agreement import StepAgreement
 
@@ -78,6 +78,7 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
     """Return the models whose parameters an optimizer holds, once their ranks have compared it.
 
     Raises LayoutError where ranks differ, or where it holds parameters that are in no model any more.
+    Raises UnsupportedError where it holds those of a stage of a pipeline, and steps them by those of others too.
     """
     held = {id(each): each for group in optimizer.param_groups for each in group["params"]}
     for parameter in held.values():
@@ -90,6 +91,12 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
     for agreement, probe in list(_probes.items()):
         named = {name: each for name, each in agreement.module.named_parameters() if id(each) in held}
         if named:
+            if agreement.is_stage and mixes_parameters(optimizer):
+                raise UnsupportedError(
+                    f"this {type(optimizer).__name__} steps a parameter otherwise beside others, as by a norm over "
+                    "all of them or by random numbers, and a stage of a pipeline has some of them: take one that "
+                    "steps each parameter by itself, or no pipeline"
+                )
             gradients = ((name, each.grad) for name, each in named.items() if each.grad is not None)
             has = {name: "none" if each.grad is None else "there" for name, each in named.items()}
             places = {id(each): name for name, each in named.items()}
