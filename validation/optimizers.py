@@ -94,9 +94,10 @@ def table(cases: Sequence[tuple[str, str]], rows: Sequence[dict[str, tuple[str, 
         "# Optimizers on two ranks",
         "",
         "Each class of a package trains a small Llama in double precision for three steps by its defaults, with "
-        "lr 0.01. Exact: all parameters within 1e-9 of one process, or, where a class carries a change of 1e-13 in "
-        "gradients further than that, within a thousand times as much. An error is one of torch or of the package. "
-        "What is not run fails on one process, or needs a closure in a pipeline. Made by `validation/optimizers.py`.",
+        "lr 0.01. Exact: all parameters within 1e-9 of one process or, where a class carries a change of 1e-13 in "
+        "gradients further than that, within a thousand times as much. An error is one of torch or the package. "
+        "What is not run fails on one process, or needs a closure in a pipeline. Made by "
+        "`validation/optimizers.py`.",
         "",
     ]
     for module in dict.fromkeys(module for module, _ in cases):

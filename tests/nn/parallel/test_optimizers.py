@@ -1,4 +1,4 @@
-"""All optimizers of torch train a model on ranks as on one process, and values of DTensors are those of one process."""
+"""Optimizers of torch, and what is read of DTensors and drawn into them, on ranks as on one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 
-from meshweave.execute.ranks.launch import launch
+from meshweave.execute.ranks.launch import launch  # noqa: E402
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 CLASSES = [name for name in torch.optim.__all__ if name[0].isupper() and name != "Optimizer"]

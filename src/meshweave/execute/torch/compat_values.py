@@ -10,7 +10,7 @@ import torch
 from meshweave.execute.torch.compat import _missing, local_tensor
 
 Handler = Callable[..., Any]
-"""Given an op, its arguments and those by name, returns the result; NotImplemented where torch is to compute it."""
+"""Returns the result of an op, its arguments and those by name; NotImplemented where torch is to compute it."""
 
 
 def handle_reads(handler: Handler) -> None:

@@ -27,6 +27,10 @@ from meshweave.nn.parallel.model_words import copy_words
 from meshweave.nn.parallel.step_agreement import StepAgreement
 
 _WHAT = "all ranks to compare the optimizers of a parallelised model"
+_MIXES = (
+    "this {} steps a parameter otherwise beside others, as by a norm over all of them or by random numbers, and a "
+    "stage of a pipeline has some of them: take one that steps each parameter by itself, or no pipeline"
+)
 _replaced: Any = WeakIdKeyDictionary()
 _known: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[StepAgreement]]] = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
@@ -78,7 +82,7 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
     """Return the models whose parameters an optimizer holds, once their ranks have compared it.
 
     Raises LayoutError where ranks differ, or where it holds parameters that are in no model any more.
-    Raises UnsupportedError where it holds those of a stage of a pipeline, and steps them by those of others too.
+    Raises UnsupportedError where it holds those of a stage of a pipeline, and steps them by those of others.
     """
     held = {id(each): each for group in optimizer.param_groups for each in group["params"]}
     for parameter in held.values():
@@ -92,11 +96,7 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
         named = {name: each for name, each in agreement.module.named_parameters() if id(each) in held}
         if named:
             if agreement.is_stage and mixes_parameters(optimizer):
-                raise UnsupportedError(
-                    f"this {type(optimizer).__name__} steps a parameter otherwise beside others, as by a norm over "
-                    "all of them or by random numbers, and a stage of a pipeline has some of them: take one that "
-                    "steps each parameter by itself, or no pipeline"
-                )
+                raise UnsupportedError(_MIXES.format(type(optimizer).__name__))
             gradients = ((name, each.grad) for name, each in named.items() if each.grad is not None)
             has = {name: "none" if each.grad is None else "there" for name, each in named.items()}
             places = {id(each): name for name, each in named.items()}

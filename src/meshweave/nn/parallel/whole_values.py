@@ -1,8 +1,8 @@
 """Values of DTensors as on one process, where torch gives each rank others without a word.
 
 Of a norm of gradients whose parts ranks have, torch gives `item()` and `float()` this rank's term. Training loops
-log it, and optimizers scale their steps by it. It is summed first. Random values that torch draws into parts on CPUs
-are the same in each part, where generators are alike. Each rank draws all of them, and keeps its part.
+log it, and optimizers scale their steps by it. It is summed first. Random values that torch draws into parts on
+CPUs are the same in each part, where generators are alike. Each rank draws all of them, and keeps its part.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from meshweave.execute.torch.call_order import call_order
 from meshweave.nn.parallel.step_agreement import StepAgreement
 
 _WHAT = (
-    "all ranks to read one value, such as a norm of gradients, that is a sum of what ranks have: each of them calls "
-    "item() or float() of it"
+    "all ranks to read one value, such as a norm of gradients, that is a sum of what ranks have: each of them "
+    "calls item() or float() of it"
 )
 _models: weakref.WeakSet[StepAgreement] = weakref.WeakSet()
 _handled: list[bool] = []
@@ -52,7 +52,7 @@ def _is_in_parts(tensor: Any) -> bool:
 
 
 def _read(op: Any, args: Any, kwargs: Any) -> Any:
-    """Return the value of a DTensor of one element as a number of Python. Collective where ranks have terms of it."""
+    """Return the value of a DTensor of one element as a number; collective where ranks have terms of it."""
     tensor: DTensor = args[0]
     if not _is_in_parts(tensor):
         return NotImplemented
