@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import inspect
+import json
 import os
 import sys
 import warnings
@@ -28,7 +29,7 @@ from meshweave.execute.ranks.launch import launch  # noqa: E402
 
 PACKAGES = {
     "torch.optim": "torch", "transformers.optimization": "transformers", "timm.optim": "timm",
-    "pytorch_optimizer": "pytorch-optimizer", "torch_optimizer": "torch-optimizer", "heavyball": "heavyball",
+    "pytorch_optimizer": "pytorch-optimizer", "torch_optimizer": "torch-optimizer",
     "schedulefree": "schedulefree", "lion_pytorch": "lion-pytorch", "prodigyopt": "prodigyopt",
     "muon": "muon-optimizer", "apollo_torch": "apollo-torch", "galore_torch": "galore-torch",
 }  # fmt: skip
@@ -55,13 +56,21 @@ def classes(module: str) -> list[str]:
     return []
 
 
-def run(cases: Sequence[tuple[str, str]]) -> list[dict[str, tuple[str, str]]]:
-    """Return per case, (module, class), what each strategy gave: the outcome of the worse rank, and why."""
-    rows: list[dict[str, tuple[str, str]]] = []
-    for first in range(0, len(cases), AT_ONCE):
-        rows += _launched(cases[first : first + AT_ONCE], STRATEGIES)
-        print(f"{len(rows)} of {len(cases)}", file=sys.stderr, flush=True)
-    return rows
+def run(cases: Sequence[tuple[str, str]], kept: Path | None = None) -> list[dict[str, tuple[str, str]]]:
+    """Return per case, (module, class), what each strategy gave: the outcome of the worse rank, and why.
+
+    `kept` is a file of rows, a line each, that is read first and goes on to grow.
+    """
+    lines = kept.read_text().splitlines() if kept and kept.exists() else ()
+    rows = {tuple(case): row for case, row in map(json.loads, lines)}
+    while left := [case for case in cases if case not in rows]:
+        new = dict(zip(left, _launched(left[:AT_ONCE], STRATEGIES), strict=False))
+        rows |= new
+        if kept:
+            with kept.open("a") as file:
+                file.writelines(json.dumps(each) + "\n" for each in new.items())
+        print(f"{len(cases) - len(left) + len(new)} of {len(cases)}", file=sys.stderr, flush=True)
+    return [rows[case] for case in cases]
 
 
 def _launched(part: Sequence[Any], strategies: Sequence[str]) -> list[dict[str, tuple[str, str]]]:
@@ -125,12 +134,13 @@ def main() -> None:
     """Try the classes of the modules that are named, and print what came of it; or of all, and write it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="*", help="modules, or module:Class; default: all")
+    parser.add_argument("--kept", type=Path, metavar="FILE", help="rows so far, from which it goes on")
     given = parser.parse_args()
     cases: list[tuple[str, str]] = []
     for each in given.modules or PACKAGES:
         module, _, name = each.partition(":")
         cases += [(module, found) for found in ([name] if name else classes(module))]
-    text = table(cases, run(cases))
+    text = table(cases, run(cases, given.kept))
     if given.modules:
         print(text)
     else:

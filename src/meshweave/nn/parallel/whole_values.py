@@ -22,7 +22,8 @@ _WHAT = (
     "all ranks to read one value, such as a norm of gradients, that is a sum of what ranks have: each of them "
     "calls item() or float() of it"
 )
-_models: weakref.WeakSet[StepAgreement] = weakref.WeakSet()
+_models: weakref.WeakKeyDictionary[StepAgreement, bool] = weakref.WeakKeyDictionary()
+"""Those on several ranks, in the order in which they were parallelised."""
 _handled: list[bool] = []
 
 
@@ -37,7 +38,7 @@ def watch_values(agreement: StepAgreement) -> None:
         compat_values.handle_draws(_drawn)
         _handled.append(True)
     if not agreement.strategy.is_alone:
-        _models.add(agreement)
+        _models[agreement] = True
 
 
 def _is_in_parts(tensor: Any) -> bool:
@@ -56,7 +57,9 @@ def _read(op: Any, args: Any, kwargs: Any) -> Any:
     tensor: DTensor = args[0]
     if not _is_in_parts(tensor):
         return NotImplemented
-    context = next(iter(_models)).context(tensor.device)
+    models = list(_models)[::-1]
+    own = [each for each in models if each.strategy.device_mesh == tensor.device_mesh]
+    context = (own or models)[0].context(tensor.device)
     ranks = tuple(tensor.device_mesh.mesh.flatten().tolist())
     order = call_order(context)
     others = [rank for rank in ranks if rank != context.rank]
