@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from meshweave.execute.torch import compat
 
-_STEPS, _LR = 2, 0.125
+_STEPS, _LR = 4, 0.125
 _STEPPED_ON_WHOLE = ("torch.optim.", "transformers.optimization")
 """Where classes are from that are tried on whole parameters."""
 _DTYPE, _IS_ON_CPU, _IS_SPARSE = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("is_sparse")
