@@ -412,7 +412,7 @@ class _Vmapped(torch.autograd.Function):
         return 2 * grad
 
 
-.mark.filterwarnings("ignore:DTensor random operators")
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
 def test_values_of_dtensors_by_handlers(mesh):
     """A handler reads and draws the values of DTensors; where it does not, torch does."""
     handlers = compat_values._handlers()
