@@ -124,7 +124,8 @@ def table(cases: Sequence[tuple[str, str]], rows: Sequence[dict[str, tuple[str, 
         "|---" * (2 + len(STRATEGIES)) + "|",
     ]
     for (module, name), row in zip(cases, rows, strict=True):
-        said = next((why for what, why in row.values() if what != "exact"), "").replace("|", "/").replace("](", "] (")
+        said = next((why for what, why in row.values() if what != "exact"), "")
+        said = said.replace("|", "/").replace("](", "] (")
         cells = " | ".join(row[each][0] for each in STRATEGIES)
         lines.append(f"| {module}.{name} | {cells} | {said[:150]} |")
     return "\n".join(lines) + "\n"
