@@ -8,10 +8,10 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
 
 from meshweave.base.errors import UnsupportedError  # noqa: E402
-from meshweave.execute.torch import compat, compat_gradients, compat_groups  # noqa: E402
+from meshweave.execute.torch import compat, compat_gradients, compat_groups, compat_values  # noqa: E402
 from meshweave_lab.bench import observing  # noqa: E402
 
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -410,3 +410,29 @@ class _Vmapped(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return 2 * grad
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_values_of_dtensors_by_handlers(mesh):
+    """A handler reads and draws the values of DTensors; where it does not, torch does."""
+    handlers = compat_values._handlers()
+    before, tensor = dict(handlers), DTensor.from_local(torch.ones(()), mesh, [Partial(), Replicate()])
+    given = []
+    try:
+        compat_values.handle_reads(lambda op, args, kwargs: 7.0)
+        assert tensor.item() == float(tensor) == 7.0
+        compat_values.handle_reads(lambda *op: NotImplemented)
+        assert tensor.item() == 1.0
+        compat_values.handle_draws(lambda op, args, kwargs: given.append(str(op)) or args[0])
+        part = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0), Replicate()])
+        for draw in (torch.randn_like, torch.rand_like, torch.nn.init.normal_, torch.nn.init.uniform_):
+            draw(part)
+        assert bool((part.to_local() == 1).all())
+        names = "randn_like", "rand_like", "normal_", "uniform_"
+        assert given == [f"aten.{name}.default" for name in names]
+        compat_values.handle_draws(lambda *op: NotImplemented)
+        torch.nn.init.uniform_(part)
+        assert bool((part.to_local() < 1).all())
+    finally:
+        handlers.clear()
+        handlers.update(before)

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from meshweave.execute.torch import compat
 
-_STEPS, _LR = 2, 0.125
+_STEPS, _LR = 4, 0.125
 _STEPPED_ON_WHOLE = ("torch.optim.", "transformers.optimization")
 """Where classes are from that are tried on whole parameters."""
 _DTYPE, _IS_ON_CPU, _IS_SPARSE = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("is_sparse")
@@ -232,14 +232,29 @@ def _way(optimizer: Optimizer) -> _Step | None:
         return None
     # Its states may be what it made when it was made, as Adagrad's are: those of a trial are made by another one.
     with contextlib.suppress(Exception):
-        whole = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+        whole = _matrix()
         if all(_is_same_apart(optimizer, whole, whole.chunk(2, dim), dim) for dim in (0, 1)):
             return partial(_step_on_parts, has_kernel=_is_same_by_kernel(optimizer, whole))
-        stepped = _tried(optimizer, [whole, whole.t()])
-        by_itself = [_tried(optimizer, [each])[0] for each in (whole, whole.t())]
-        if all(map(torch.equal, stepped, by_itself)):
+        if _is_by_itself(optimizer, whole):
             return cast(_Step, _step_on_whole)
     return None
+
+
+def mixes_parameters(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer steps a parameter otherwise beside others; False where that cannot be tried."""
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
+        return not _is_by_itself(optimizer, _matrix())
+    return False
+
+
+def _matrix() -> Tensor:
+    return torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+
+
+def _is_by_itself(optimizer: Optimizer, whole: Tensor) -> bool:
+    """Return whether an optimizer steps on each of two parameters as on it alone."""
+    values = whole, whole.t() / 2
+    return all(map(torch.equal, _tried(optimizer, values), [_tried(optimizer, [each])[0] for each in values]))
 
 
 def _is_same_apart(optimizer: Optimizer, whole: Tensor, parts: Sequence[Tensor], dim: int) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side
 from meshweave.base.errors import UnsupportedError
@@ -105,14 +106,18 @@ class VocabularyLoss:
 def _once(result: Tensor) -> Tensor:
     """Return a result whose gradients have no gradients, and say so; compilers say it themselves."""
     if result.requires_grad and not torch.compiler.is_compiling():
-        result.register_hook(_refuse_second)
+        result.register_hook(_plain_gradient)
     return result
 
 
-def _refuse_second(grad: Tensor) -> None:
-    """Raise UnsupportedError where a gradient is to be differentiated."""
+def _plain_gradient(grad: Tensor) -> Tensor:
+    """Return a gradient as a plain tensor. Raise UnsupportedError where it is to be differentiated.
+
+    It is a DTensor where what is computed of parameters, as a penalty of weights, was added to the result.
+    """
     if torch.is_grad_enabled():
         raise UnsupportedError(
             "create_graph=True: gradients of gradients are not computed on a parallelised model; penalties of "
             "gradients, and second derivatives, take a model on one rank"
         )
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad

@@ -18,15 +18,19 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch import compat
 from meshweave.nn.parallel.agreed import difference, without_addresses
-from meshweave.nn.parallel.local_steps import restore_parameter_groups, step_locally
+from meshweave.nn.parallel.local_steps import mixes_parameters, restore_parameter_groups, step_locally
 from meshweave.nn.parallel.model_words import copy_words
 from meshweave.nn.parallel.step_agreement import StepAgreement
 
 _WHAT = "all ranks to compare the optimizers of a parallelised model"
+_MIXES = (
+    "this {} steps a parameter otherwise beside others, as by a norm over all of them or by random numbers, and a "
+    "stage of a pipeline has some of them: take one that steps each parameter by itself, or no pipeline"
+)
 _replaced: Any = WeakIdKeyDictionary()
 _known: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[StepAgreement]]] = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
@@ -78,6 +82,7 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
     """Return the models whose parameters an optimizer holds, once their ranks have compared it.
 
     Raises LayoutError where ranks differ, or where it holds parameters that are in no model any more.
+    Raises UnsupportedError where it holds those of a stage of a pipeline, and steps them by those of others.
     """
     held = {id(each): each for group in optimizer.param_groups for each in group["params"]}
     for parameter in held.values():
@@ -90,6 +95,8 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
     for agreement, probe in list(_probes.items()):
         named = {name: each for name, each in agreement.module.named_parameters() if id(each) in held}
         if named:
+            if agreement.is_stage and mixes_parameters(optimizer):
+                raise UnsupportedError(_MIXES.format(type(optimizer).__name__))
             gradients = ((name, each.grad) for name, each in named.items() if each.grad is not None)
             has = {name: "none" if each.grad is None else "there" for name, each in named.items()}
             places = {id(each): name for name, each in named.items()}

@@ -32,6 +32,7 @@ from meshweave.nn.parallel.seeds import keep_generators, share_generators
 from meshweave.nn.parallel.structure import ModelMap, check_modules
 from meshweave.nn.parallel.takeable import check_takeable, check_unaltered, forget_recorders
 from meshweave.nn.parallel.trials import Trials, by_trial
+from meshweave.nn.parallel.whole_values import watch_values
 from meshweave.nn.prove.check import check_layers
 
 _LOG = logging.getLogger(__name__)
@@ -141,6 +142,7 @@ def parallelize(
         keep_freed_memory()
     model.context = context
     watch_optimizers(model.agreement, before)
+    watch_values(model.agreement)
     is_own = isinstance(model, HostedModel)
     refuse_features(module, model.names.layers, runs_own_code=is_own, offered=offer_methods(model))
     return model

@@ -65,12 +65,14 @@ class StepAgreement:
 
     Attributes:
         number: distinguishes the model from others of the same ranks; equal on all of them.
+        is_stage: whether the model has some layers alone, as a stage of a pipeline.
     """
 
     def __init__(self, module: nn.Module, settings: ModelSettings, limits: TokenLimits, draws: bool) -> None:
         self.module, self.strategy, self.limits, self.draws = module, settings.strategy, limits, draws
         self.recompute, self.debug_every = settings.recompute, settings.debug_every
         self.progress, self.number = Progress(), 0
+        self.is_stage = False
         self._children = list(module.modules())
         self._joint: JointMessage | None = None
 

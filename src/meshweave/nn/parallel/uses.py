@@ -134,8 +134,13 @@ class ParameterUse:
         return any(hasattr(type(module), name) for module, name in self.entries)
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters as they are kept, as their modules have them now."""
-        return [getattr(module, name) for module, name in self.entries]
+        """Return the parameters as their modules have them now, laid out as they are kept."""
+        own = [getattr(module, name) for module, name in self.entries]
+        if not self.is_computed:
+            return own
+        return [
+            _laid(each, module.kept.get(name)) for each, (module, name) in zip(own, self.entries, strict=True)
+        ]
 
     def _used(self, gathered: list[tuple[GatheredBucket, Tensor]]) -> list[Tensor]:
         if torch.compiler.is_compiling() or not self.is_computed:
@@ -329,6 +334,19 @@ def _unchanged(kept: tuple[Tensor, list[int]]) -> Tensor:
     saved, before = kept
     check_versions([saved], before, "a tensor that a computed parameter needs for its gradient")
     return saved
+
+
+def _laid(parameter: Tensor, kept: KeptParameter | None) -> Tensor:
+    """Return a parameter laid out as it is kept: what torch computes of others it may lay out otherwise."""
+    if (
+        kept is None
+        or not isinstance(parameter, DTensor)
+        or parameter.device_mesh != kept.strategy.device_mesh
+    ):
+        return parameter
+    placements = kept.layout.placements("", kept.strategy)
+    same: bool = tuple(parameter.placements) == placements
+    return parameter if same else parameter.redistribute(placements=placements)
 
 
 def _alone(parameter: Tensor, kept: KeptParameter) -> Tensor:

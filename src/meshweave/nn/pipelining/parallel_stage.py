@@ -45,6 +45,7 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         self._model, self._first, self._end, self._sequence = model, first, end, sequence
         self._features = model.embedding.features
         model.prune(first, end)
+        model.agreement.is_stage = not (self.is_first and self.is_last)
         self.module = model.module
 
     @property
