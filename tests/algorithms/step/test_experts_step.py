@@ -17,6 +17,7 @@ from meshweave.algorithms.step import (
     step,
     step_of,
 )
+from meshweave.algorithms.step.checks import can_be_laid_out
 from meshweave.algorithms.step.layers import layer_time
 from meshweave.algorithms.step.placement import expert_axes, expert_replica_groups, expert_sharding_groups
 from meshweave.algorithms.step.problem import DEGREES
@@ -243,6 +244,22 @@ def test_a_plan_searches_degrees_of_experts_and_keeps_them(tmp_path) -> None:  #
     plan.save(file)
     assert planned_problem(load_plan(file)).model.layers == MIXTRAL.layers
     assert "expert" in file.read_text()
+
+
+def test_a_problem_prices_as_one_that_has_priced_nothing_before() -> None:
+    """What it keeps of other configurations is kept by all that it depends on."""
+    options = SpaceOptions(
+        tensor=(1, 2, 4), pipeline=(1, 2, 4), strategies=("megatron_sp",), zero=(0, 1, 3),
+        recompute=("none", "full"),
+    )  # fmt: skip
+    of = problem(chips=16)
+    choices = [choice for choice in StepSpace(of, options).choices() if can_be_laid_out(of, choice)]
+    few = choices[:: len(choices) // 12]
+    few += [replace(few[-1], zero=1, zero_group=1), few[0]]
+    priced = [(step_of(of, choice).time_s, memory_of(of, choice)) for choice in few]
+    for choice, own in zip(few, priced, strict=True):
+        alone = replace(of)
+        assert (step_of(alone, choice).time_s, memory_of(alone, choice)) == own, choice
 
 
 def test_a_plan_of_experts_that_does_not_fit_says_what_would() -> None:

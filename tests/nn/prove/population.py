@@ -58,6 +58,12 @@ def _numbered(model: Any) -> float:
     return 0.5 if model.calls > 3 else 1.0
 
 
+def _decayed(layer: Any, number: int, x: Tensor, first: Tensor) -> Tensor:
+    if number == 4 and layer.training:
+        layer.mlp.c_fc.weight.data.mul_(0.9)
+    return layer(x)
+
+
 def _shown(layer: Any, number: int, x: Tensor, first: Tensor) -> Tensor:
     x = layer(x)
     layer.norm_of_last = float(x.detach().norm())
@@ -188,6 +194,7 @@ POPULATION: Mapping[str, tuple[Callable[[], nn.Module], str]] = {
     "a window": (lambda: _windowed(late=False), "sees 26 tokens of 32"),
     "a counter": (lambda: Gpt(scale=_counted), "changes steps"),
     "a number": (lambda: Gpt(scale=_numbered), "changes calls"),
+    "a weight, late": (lambda: Gpt(_decayed), "changes transformer.h.0.mlp.c_fc.weight in each call"),
     "inner dropout": (lambda: _with_inner(nn.Dropout(0.5)), "drops out with probabilities"),
     "layers at random": (lambda: Gpt(_skipped), "random numbers beside dropout"),
     "layers at random, by numpy": (lambda: Gpt(_noisy), "random numbers beside dropout"),

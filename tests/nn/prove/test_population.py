@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 
 import torch
 from population import POPULATION, Gpt, checked
+from torch.overrides import TorchFunctionMode
 
 from meshweave.execute.ranks.launch import launch
 from meshweave.nn.parallel.known import recognised
 from meshweave.nn.prove.reduced import reduced
+from meshweave.nn.prove.whole_model import _Calls
 
 HERE = {"PYTHONPATH": ":".join(sys.path[:2])}
 
@@ -66,6 +69,34 @@ def test_rows_are_shortened_to_what_a_model_takes() -> None:
 def test_a_model_that_fails_in_a_copy_is_refused_in_a_sentence() -> None:
     said = checked(Gpt(lambda layer, number, x, first: layer(x) if number < 5 else layer.lacking))
     assert "Gpt does not run in a copy with all layers" in said and "lacking" in said
+
+
+class _Sizes(TorchFunctionMode):  # type: ignore[misc]
+    """Notes the smaller dim of each matrix that a linear layer multiplies by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            self.sizes += [min(each.shape) for each in args[1:2]]
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_copy_with_all_layers_multiplies_by_thin_matrices() -> None:
+    """Its products take a share of the time, and are those of its weights."""
+    model = Gpt()
+    _, names = recognised(model)
+    options = {"words": 8, "sequence": 8, "binds": (), "device": torch.device("cpu"), "dtype": torch.float64}
+    copied, tokens = reduced(model, names, range(6), **options, shares=True).eval(), torch.arange(8)[None]
+    whole = copied(tokens)
+    with _Sizes() as seen, _Calls("cpu"):
+        assert torch.allclose(copied(tokens), whole, rtol=1e-9, atol=1e-9)
+        named = torch.nn.functional.linear(whole, weight=copied.transformer.h[0].mlp.c_fc.weight[:, :8])
+        assert named.shape[-1] == copied.transformer.h[0].mlp.c_fc.out_features
+    assert len(seen.sizes) >= 2 * 4 * 6
+    assert max(seen.sizes) <= 8
 
 
 def test_layers_of_several_kinds_share_weights_and_masks() -> None:

@@ -49,6 +49,12 @@ def test_nan_in_the_same_places_is_no_error_and_hides_none() -> None:
     assert error([nan, 1.0], [1.0, 1.0])[0] == error([1.0, 1.0], [1.0, nan])[0] == float("inf")
 
 
+def test_equal_numbers_beyond_norms_are_left_out() -> None:
+    masked, other = torch.tensor([-1e38, 1.0, 2.0]), torch.tensor([-1e38, 1.0, 1.0])
+    assert Compared("x", LocalTensor(masked), other).error()[0] == pytest.approx(2**-0.5)
+    assert Compared("x", LocalTensor(masked), masked.clone()).error() == (0.0, 0.0)
+
+
 @pytest.mark.gloo
 def test_seeded_faults_are_named() -> None:
     _check_faults(2, "few")

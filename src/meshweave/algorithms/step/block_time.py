@@ -8,7 +8,7 @@ slices.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.block.pieces import Piece
@@ -35,6 +35,7 @@ from meshweave.estimate.timeline import TaskSpan, task_spans
 from meshweave.ir.skeleton import Skeleton
 
 
+@lru_cache(maxsize=8192)
 def layer_key(parallelism: Parallelism) -> tuple[object, ...]:
     """Return what of `parallelism` a `LayerBlock` depends on, as a cache key.
 

@@ -75,6 +75,15 @@ def data_parallel_time(
         counts: the numbers of layers of each of `problem.kinds` in a stage, over which those of a layer are the
             mean; () for the mean over the model.
     """
+    p = parallelism
+    layout = p.data, p.pipeline, p.context, p.tensor_size, p.order, p.experts
+    key = layout, p.zero, p.zero_group, rank_of_head(p), counts
+    return problem.once("replicas", key, lambda: _data_parallel_time(problem, p, counts))
+
+
+def _data_parallel_time(
+    problem: StepProblem, parallelism: Parallelism, counts: tuple[float, ...]
+) -> DataParallelTime:
     table = table_parameters(problem, parallelism)
     table_s = _reduce_s(problem, parallelism, table * problem.gradient_bytes)
     tied_s = table_gather_s = 0.0

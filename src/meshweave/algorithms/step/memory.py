@@ -174,11 +174,19 @@ def rank_of_head(parallelism: Parallelism) -> int:
 
 def rank_parameters(
     problem: StepProblem, parallelism: Parallelism, layers: Sequence[int]
-) -> list[ShardedParameters]:
+) -> tuple[ShardedParameters, ...]:
     """Return for each pipeline rank the number of weights on a chip, those of embedding and head included.
 
     `layers` are the ranks' numbers of layers; they are not read where `rank_kinds` knows how many of each kind.
     """
+    p = parallelism
+    key = p.schedule, p.pipeline, p.virtual_stages, p.tensor_size, p.experts, tuple(layers)
+    return problem.once("weights of ranks", key, lambda: _rank_parameters(problem, p, layers))
+
+
+def _rank_parameters(
+    problem: StepProblem, parallelism: Parallelism, layers: Sequence[int]
+) -> tuple[ShardedParameters, ...]:
     if kinds := rank_kinds(problem, parallelism):
         own = kinds_parameters(problem, parallelism)
         nothing = ShardedParameters(0)
@@ -189,7 +197,7 @@ def rank_parameters(
         counts = [count * of_layer for count in layers]
     for rank in {0, rank_of_head(parallelism)}:
         counts[rank] += ShardedParameters(tables_parameters(problem, parallelism, rank))
-    return counts
+    return tuple(counts)
 
 
 def rank_kinds(problem: StepProblem, parallelism: Parallelism) -> tuple[tuple[float, ...], ...]:

@@ -114,6 +114,7 @@ def replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
     return tuple(groups)
 
 
+@lru_cache(maxsize=8192)
 def expert_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
     """Return (name, size, stride in chips) of the axes of ranks among which experts are divided.
 
@@ -209,7 +210,7 @@ def _divided(groups: Groups, count: int) -> tuple[Groups, Groups]:
 
 
 def boundaries_s(
-    problem: StepProblem, parallelism: Parallelism, ranks: Sequence[int], num_bytes: int, is_whole: bool
+    problem: StepProblem, parallelism: Parallelism, ranks: tuple[int, ...], num_bytes: int, is_whole: bool
 ) -> tuple[tuple[float, ...], bool]:
     """Return the seconds of sending a micro-batch's residual from each stage to the next, and whether in parts.
 
@@ -221,6 +222,14 @@ def boundaries_s(
         ranks: for each stage its pipeline rank.
         num_bytes: those of the residual on one rank.
     """
+    p = parallelism
+    key = p.tensor_size, p.stride("tensor"), p.pipeline, p.stride("pipeline"), ranks, num_bytes, is_whole
+    return problem.once("boundaries", key, lambda: _boundaries_s(problem, p, ranks, num_bytes, is_whole))
+
+
+def _boundaries_s(
+    problem: StepProblem, parallelism: Parallelism, ranks: Sequence[int], num_bytes: int, is_whole: bool
+) -> tuple[tuple[float, ...], bool]:
     p, tensor = parallelism, parallelism.tensor_size
     gathered_s, part = 0.0, num_bytes
     if is_whole and tensor > 1:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, TypeVar, get_args
 
 from meshweave.algorithms.block.megatron import MegatronSequence
@@ -125,12 +127,12 @@ class Parallelism:
         """Return the schedule for `virtual_stages` stages a rank. Raises UnsupportedError for an unknown name."""
         return SCHEDULES.named(self.schedule).for_stages(self.virtual_stages)
 
-    @property
+    @cached_property
     def tensor_mesh(self) -> tuple[int, int]:
         """Return the sizes (d1, d2) of the mesh of tensor ranks: (tensor, 1) where `tensor` is a number."""
         return self.tensor if isinstance(self.tensor, tuple) else (self.tensor, 1)
 
-    @property
+    @cached_property
     def tensor_size(self) -> int:
         """Return the number of tensor-parallel ranks, which share each layer."""
         return math.prod(self.tensor_mesh)
@@ -182,8 +184,12 @@ class Parallelism:
 
     def stride(self, degree: Degree) -> int:
         """Return how many chips apart neighbours of a degree are: the product of the degrees inside it."""
-        inside = self.order[: self.order.index(degree)]
-        return math.prod(self.size(each) for each in inside)
+        return self._strides[degree]
+
+    @cached_property
+    def _strides(self) -> dict[Degree, int]:
+        sizes = [self.size(each) for each in self.order]
+        return {each: math.prod(sizes[:number]) for number, each in enumerate(self.order)}
 
 
 @renamed_field("seq", "sequence", product_dtype="precision")
@@ -388,12 +394,15 @@ class StepProblem:
 
     def cache(self, kind: str) -> dict[Any, Any]:
         """Return the dictionary in which the problem caches results of a kind, such as prices of layers."""
-        kept: dict[str, dict[Any, Any]] = vars(self).setdefault("_cache", {})
-        return kept.setdefault(kind, {})
+        return self._cache[kind]
+
+    @cached_property
+    def _cache(self) -> defaultdict[str, dict[Any, Any]]:
+        return defaultdict(dict)
 
     def once(self, kind: str, key: Hashable, compute: Callable[[], Result]) -> Result:
         """Return `compute()`, which is called once for each kind and key of this problem, and then cached."""
-        known = self.cache(kind)
+        known = self._cache[kind]
         if key not in known:
             known[key] = compute()
         result: Result = known[key]

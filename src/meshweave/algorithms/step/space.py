@@ -344,6 +344,16 @@ class StepSpace:
 
         One pipeline rank has one pair, with one stage, or none if the options exclude one stage a rank.
         """
+        key = pipeline, num_micro_batches
+        if key not in self._schedules:
+            self._schedules[key] = self._schedules_of(*key)
+        return self._schedules[key]
+
+    @cached_property
+    def _schedules(self) -> dict[tuple[int, int], tuple[tuple[str, int], ...]]:
+        return {}
+
+    def _schedules_of(self, pipeline: int, num_micro_batches: int) -> tuple[tuple[str, int], ...]:
         options, runs = self.options, self.problem.stack.runs.schedules
         if pipeline == 1:
             if options.virtual_stages is not None and 1 not in options.virtual_stages:

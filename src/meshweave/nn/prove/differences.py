@@ -84,8 +84,8 @@ class Compared:
     def error(self) -> tuple[float, float]:
         """Return (error, allowed error), as norms over that of the right part, or absolute where that is 0.
 
-        The error is infinite where one of the two is missing, has another shape, or has nan where the other has
-        none; nan in the same places is no error. Of integers it is 0 or 1.
+        Both are 0 where all elements are equal. The error is infinite where one of the two is missing, has another
+        shape, or has nan where the other has none; nan in the same places is no error. Of integers it is 0 or 1.
         """
         if self.actual is None or self.wanted is None:
             return (0.0 if self.actual is None and self.wanted is None else math.inf), 0.0
@@ -96,10 +96,13 @@ class Compared:
         if not kind.is_floating_point and not kind.is_complex:
             return float(not torch.equal(self.actual.values, wanted)), 0.0
         actual, wanted = self.actual.values.to(kind), wanted.to(kind)
-        masked = (actual == wanted) & (wanted.abs() > _MASKED) | actual.isnan() & wanted.isnan()
-        actual, wanted = actual[~masked], wanted[~masked]
-        off = float(torch.linalg.vector_norm(actual - wanted)) if actual.numel() else 0.0
-        norm = float(torch.linalg.vector_norm(wanted)) if actual.numel() else 0.0
+        if torch.equal(actual, wanted):
+            return 0.0, 0.0
+        off, norm = _norms(actual, wanted)
+        if not off + norm < _MASKED:  # none is beyond all norms, or nan, where these are not
+            masked = (actual == wanted) & (wanted.abs() > _MASKED) | actual.isnan() & wanted.isnan()
+            actual, wanted = actual[~masked], wanted[~masked]
+            off, norm = _norms(actual, wanted)
         own = self.allowed * norm + self.floor * math.sqrt(max(actual.numel(), 1))
         if math.isnan(off) or math.isnan(norm):
             return math.inf, 0.0  # nan in one of the two
@@ -148,6 +151,12 @@ class Compared:
             bias,
             _extent(self.actual.values, self._wanted()),
         )
+
+
+def _norms(actual: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """Return the norms of a difference and of what is right; 0 for no elements."""
+    off, norm = (torch.linalg.vector_norm(each) for each in (actual - wanted, wanted))
+    return float(off), float(norm)
 
 
 def _positions(count: int) -> Tensor:
@@ -277,7 +286,9 @@ class ProofRanks:
         own = {
             "wrong": [[number, *values] for number, values in wrong.items()],
             "names": zlib.crc32(repr([item.what for item in items]).encode()),
-            "copies": [item.digest() if item.has_copies else (0, 0) for item in items],
+            "copies": [
+                item.digest() if item.has_copies and len(self.ranks) > 1 else (0, 0) for item in items
+            ],
         }
         said = self.say(own)
         if len({answer["names"] for answer in said.values()}) > 1:

@@ -19,6 +19,7 @@ _WINDOW = re.compile(r"window|attention_chunk|local_attention|attention_span")
 _POSITIONS = re.compile(r"original_max|max_seq_len|max_position")
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 _DEPTH = 4
+_RANK = 16
 
 
 def kinds_of(module: nn.Module, names: ModelMap) -> list[int]:
@@ -127,7 +128,8 @@ def reduced(
         binds: which of "window" (of attention) and "positions" (the original context length) are made shorter than
             `sequence`.
         device, dtype: of the copy.
-        shares: whether layers of the same shapes have the same weights, and equal buffers once.
+        shares: whether layers of the same shapes have the same weights, and equal buffers once. On a CPU the
+            matrix of an `nn.Linear` then is a product of two thin ones, its `factors`, by which to multiply.
 
     Raises UnsupportedError where it cannot be copied.
     """
@@ -151,7 +153,7 @@ def reduced(
     _shorten(made, module, names, chosen)
     before = int(module.get_submodule(names.embedding).weight.shape[0])
     _fewer_words(made, names, before, min(words, before))
-    _materialise(made, device, dtype, module)
+    _materialise(made, device, dtype, module, is_thin=shares and device.type == "cpu")
     _bind(made, sequence, binds)
     if dtype == WIDE:
         with_loops_over_experts(made.modules())
@@ -250,7 +252,9 @@ def _shorter(name: str, value: Any, short: dict[str, int]) -> Any:
     return value
 
 
-def _materialise(made: nn.Module, device: torch.device, dtype: torch.dtype, module: nn.Module) -> None:
+def _materialise(
+    made: nn.Module, device: torch.device, dtype: torch.dtype, module: nn.Module, is_thin: bool
+) -> None:
     """Give a copy random weights, the same on all ranks, and buffers in its type."""
     generator = torch.Generator().manual_seed(47)
     done: dict[int, nn.Parameter] = {}
@@ -261,8 +265,11 @@ def _materialise(made: nn.Module, device: torch.device, dtype: torch.dtype, modu
                 continue
             if id(parameter) not in done:
                 kind = dtype if parameter.is_floating_point() else parameter.dtype
-                values = _drawn(owner, name, tuple(parameter.shape), generator, kind).to(device)
-                done[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+                of = owner, name, tuple(parameter.shape), generator, kind
+                factors = _factors(*of) if is_thin else ()
+                values = torch.mm(*factors) if factors else _drawn(*of)
+                done[id(parameter)] = nn.Parameter(values.to(device), parameter.requires_grad)
+                done[id(parameter)].factors = factors
             owner._parameters[name] = done[id(parameter)]
     for path, owner in made.named_modules():
         if any(buffer is not None and buffer.is_meta for buffer in owner._buffers.values()):
@@ -283,6 +290,18 @@ def _drawn(
     if len(shape) > 1:
         return values * (shape[0] if type(owner).__name__ == "Conv1D" else shape[-1]) ** -0.5
     return values * 0.3 if "bias" in name else 1 + values * 0.3
+
+
+def _factors(
+    owner: nn.Module, name: str, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return two thin matrices whose product is as large as what is drawn for a linear layer; () for others."""
+    if not isinstance(owner, nn.Linear) or len(shape) != 2 or not dtype.is_floating_point:
+        return ()
+    rank = max(min(_RANK, *(size // 2 for size in shape)), 1)
+    sizes = (shape[0], rank), (rank, shape[1])
+    left, right = (_drawn(owner, name, size, generator, dtype) for size in sizes)
+    return left, right
 
 
 def _rebuild(made: nn.Module, path: str, owner: nn.Module, device: torch.device, module: nn.Module) -> None:

@@ -84,8 +84,8 @@ def check_whole(
     for parameter in made.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     try:
-        with prepared(made, checked.dtype, drops=True):
-            checked.dropout(_dropout_of(module, names), tokens)
+        with prepared(made, checked.dtype, drops=True), _Calls(checked.device.type) as seen:
+            checked.dropout(seen, _dropout_of(module, names), tokens)
             without_dropout(made.modules())
             before = checked.state()
             calls = checked.calls(tokens)
@@ -123,11 +123,10 @@ class _WatchedCopy:
 
     # --- dropout and random numbers ---------------------------------------------------------------------------
 
-    def dropout(self, expected: list[float], sequence: int) -> None:
+    def dropout(self, seen: _Calls, expected: list[float], sequence: int) -> None:
         """Run it once, and compare the probabilities of dropout with those of what replaces its layers."""
         before = _generators(self.device)
-        with _Dropouts(self.device.type) as seen:
-            self.run(sequence)
+        self.run(sequence)
         if _generators(self.device) != before:
             self.refuse(
                 "forward draws random numbers beside dropout, as noise, or layers or paths that are left out, "
@@ -143,15 +142,17 @@ class _WatchedCopy:
     # --- what calls leave -------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return numbers and copies of buffers of modules that are replaced, by name."""
-        copies = {id(own): own.clone() for own in self.made.buffers()}
+        """Return numbers, copies of buffers and sums of weights of modules that are replaced, by name."""
+        tensors = {id(own): own.clone() for own in self.made.buffers()}
+        tensors |= {id(own): own.detach().sum() for own in self.made.parameters()}
         kept: dict[str, Any] = {}
         rotary = f"{self.names.rotary or self.names.head}."
         for path, child in self.made.named_modules():
             if not f"{path}.".startswith(rotary) and not path.endswith(f".{self.names.layer.activation}"):
-                numbers = {name: own for name, own in vars(child).items() if isinstance(own, int | float)}
-                buffers = {name: copies[id(own)] for name, own in child._buffers.items() if own is not None}
-                kept |= {f"{path}.{name}".lstrip("."): own for name, own in {**numbers, **buffers}.items()}
+                own = {name: each for name, each in vars(child).items() if isinstance(each, int | float)}
+                for name, each in (*child._parameters.items(), *child._buffers.items()):
+                    own |= {} if each is None else {name: tensors[id(each)]}
+                kept |= {f"{path}.{name}".lstrip("."): each for name, each in own.items()}
         return kept
 
     def memory(self, before: dict[str, Any], sequence: int) -> None:
@@ -260,8 +261,11 @@ class _WatchedCopy:
                 )
 
 
-class _Dropouts(TorchFunctionMode):  # type: ignore[misc]
-    """A context that notes the probabilities of dropout, where some are dropped, as `probabilities`."""
+class _Calls(TorchFunctionMode):  # type: ignore[misc]
+    """A context that notes the probabilities of dropout, where some are dropped, as `probabilities`.
+
+    It multiplies by the factors of a weight, where that has some (`reduced`).
+    """
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -273,6 +277,9 @@ class _Dropouts(TorchFunctionMode):  # type: ignore[misc]
     ) -> Any:
         """Call a function of torch, and note what it drops."""
         named, p = kwargs or {}, 0.0
+        if func is F.linear and len(args) > 1 and (factors := getattr(args[1], "factors", ())):
+            left, right = factors
+            return F.linear(F.linear(args[0], right), left, *args[2:], **named)
         if func in _DROPOUTS:
             given = inspect.signature(func).bind(*args, **named)
             given.apply_defaults()
