@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -12,16 +12,18 @@ from numpy.typing import NDArray
 
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.units import to_ps
+from meshweave.cost.flows import Flows, torus_flows
 from meshweave.cost.placed import PlacedMeshes
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.machine.links import CommConstants, NetworkAxis, slowest_axis
-from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, TorusNetwork
+from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, SwitchNetwork, TorusNetwork
 from meshweave.describe.machine.tree import TreeNetwork
 from meshweave.ir.program import Program
 
 _MOST_PER_BYTE = 1 << 20
+_ONE = np.ones(1, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,7 @@ class Machine(PlacedMeshes):
 
     A mesh that a torus does not carry with neighbours next to each other is an error, unless it is `logical`: its
     messages then take the real links of several hops, and its axes have the constants of the slowest axis of the
-    network. Without contention a collective is then priced for members that are neighbours. Only
-    simulation with contention shows the cost of several hops.
+    network. Closed forms know how many messages of an axis pass each link (`flows`).
 
     `placement` is the chip of each global rank, a permutation of all chips. It moves paths, not constants.
 
@@ -106,9 +107,8 @@ class Machine(PlacedMeshes):
             for i, axis in enumerate(mesh.axes):
                 rows = np.moveaxis(ranks, i, -1).reshape(-1, mesh.shape[i])
                 self._require_neighbours(mesh, axis, rows)
-                out[f"{mesh.name}.{axis}"] = self._under(rows) or self._network_axes(
-                    i, len(mesh.shape), mesh.shape if is_whole else None
-                )
+                own = self._under(rows) or self._network_axes(i, len(mesh.shape), mesh.shape if is_whole else None)
+                out[f"{mesh.name}.{axis}"] = self._with_hops(own, rows)
             of_all = None if is_whole else self._under(ranks.reshape(1, -1))
             out[mesh.name] = of_all or self._network_axes(0, len(mesh.shape), None)
         return out
@@ -162,6 +162,57 @@ class Machine(PlacedMeshes):
             raise LayoutError(
                 f"{error}; simulation can lay it there as a logical mesh (logical=True), where contention shows"
             ) from None
+
+    def _with_hops(
+        self, axes: tuple[NetworkAxis, NetworkAxis], groups: NDArray[np.int64]
+    ) -> tuple[NetworkAxis, NetworkAxis]:
+        """Return the axes, the second with the share that a message has of the busiest link of a logical torus."""
+        own, shared = axes
+        rates = [rate / most for rate, counts in self._hops(groups).values() if (most := counts.max())]
+        return own, replace(shared, link_bytes_per_s=min((shared.link_bytes_per_s, *rates)))
+
+    def _hops(self, groups: NDArray[np.int64]) -> Flows:
+        """Return the flows of rings of groups of ranks, shape (groups, members), on a logical torus; else {}."""
+        if not self.logical or not isinstance(self.cluster.network, TorusNetwork) or groups.shape[1] == 1:
+            return {}
+        chips = groups if self.placement is None else np.array(self.placement)[groups]
+        counts = torus_flows(self._torus_shape, np.ascontiguousarray(chips))
+        axes = zip(self._torus_axes, counts, strict=True)
+        return {f"axis {i}": (axis.link_bytes_per_s, each) for i, (axis, each) in enumerate(axes)}
+
+    def flows(self, name: str) -> Flows:
+        """Return how many messages of a mesh axis ("tp.row") pass each link while all its groups communicate.
+
+        Links are those of a logical torus, by axis; the port of a chip into a switch or a host; and all NICs of a
+        host together. {} on other networks, where closed forms know of no sharing.
+        """
+        if name not in self._flows:
+            self._flows[name] = self._flows_of(name)
+        return self._flows[name]
+
+    @cached_property
+    def _flows(self) -> dict[str, Flows]:
+        return {}
+
+    def _flows_of(self, name: str) -> Flows:
+        network = self.cluster.network
+        if isinstance(network, SwitchNetwork):
+            return {"port": (network.link.link_bytes_per_s, _ONE)}
+        if isinstance(network, TorusNetwork):
+            mesh_name, _, axis = name.rpartition(".")
+            mesh = next(mesh for mesh in self.meshes if mesh.name == mesh_name)
+            i, ranks = mesh.axes.index(axis), np.array(mesh.ranks).reshape(mesh.shape)
+            return self._hops(np.moveaxis(ranks, i, -1).reshape(-1, mesh.shape[i]))
+        span = self.lies(name)
+        if span is None or not isinstance(network, HostsNetwork):
+            return {}
+        out = {}
+        if span.per_host > 1:
+            out["port"] = network.intra.link_bytes_per_s, _ONE
+        if span.num_hosts > 1:
+            rate = network.nics_per_host * network.nic.link_bytes_per_s
+            out["nics"] = rate, span.groups_per_host * _ONE
+        return out
 
     def axis(self, name: str, shared: bool = False) -> NetworkAxis:
         """Return the network axis that a mesh axis runs over.

@@ -7,6 +7,7 @@ slices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
@@ -29,10 +30,12 @@ from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.routing import expert_ranks
 from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.base.errors import LayoutError
+from meshweave.base.units import to_s
 from meshweave.cost.price import price
 from meshweave.describe.model.workload import Workload
 from meshweave.estimate.timeline import TaskSpan, task_spans
 from meshweave.ir.skeleton import Skeleton
+from meshweave.ir.work import Transfer
 
 
 def layer_key(parallelism: Parallelism) -> tuple[object, ...]:
@@ -99,6 +102,7 @@ class LayerBlock:
     Attributes:
         vocabulary: words of embedding and loss; 0 for a layer alone.
         products: the dtypes by which the three products of training are priced; None for the problem's dtype.
+        machine: its ranks.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class LayerBlock:
         self._experts = expert_ranks(problem, parallelism)
         has_experts = problem.model.layer.num_experts > 1
         axes = block_axes(parallelism), expert_axes(parallelism) if has_experts else ()
-        self._machine = machine_of(problem, *axes)
+        self.machine = machine_of(problem, *axes)
         self._transfers = problem.cache("transfers").setdefault(axes, {})
 
     @cached_property
@@ -176,7 +180,7 @@ class LayerBlock:
         if self._is_estimated:
             return None
         forward, whole = (self._tasks(training, self.config, "") for training in (False, True))
-        known = self._machine, self._transfers
+        known = self.machine, self._transfers
         return forward.issued(*known), whole.issued(*known, len(forward))
 
     @cached_property
@@ -201,7 +205,18 @@ class LayerBlock:
             for task in flat[first : last + 1]
         ]
         priced = PricedTasks(ring, self.products, self.problem)
-        return priced.time(self._machine, self._transfers, self.problem.stack.waits_for_tensor).part
+        return priced.time(self.machine, self._transfers, self.problem.stack.waits_for_tensor).part
+
+    def beside(self, shared: Callable[[Transfer], tuple[int, int]]) -> tuple[tuple[float, float], ...]:
+        """Return `PricedTasks.beside` in seconds, of the forward part and of both parts together.
+
+        (0, 0) of each where tasks are not priced one by one.
+        """
+        if self._is_estimated:
+            return (0.0, 0.0), (0.0, 0.0)
+        of = self.machine, self._transfers, self.problem.stack.waits_for_tensor, shared
+        parts = (self._tasks(training, self.config, "").beside(*of) for training in (False, True))
+        return tuple((to_s(more), to_s(less)) for more, less in parts)
 
     def piece(self, training: bool, piece: Piece) -> BlockTime:
         """Return the time of an end of the model alone, in the config of the layer.
@@ -228,7 +243,7 @@ class LayerBlock:
         Raises:
             LayoutError: the layer does not fit the strategy.
         """
-        machine = self._machine
+        machine = self.machine
         return task_spans(self._skeleton(True, self.config), lambda work: price(work, machine).total_ps)
 
     def _of(self, training: bool) -> BlockProblem:
@@ -244,10 +259,10 @@ class LayerBlock:
         if self._is_estimated:
             return self._estimated(self._skeleton(training, config))
         waits = self.problem.stack.waits_for_tensor
-        return self._tasks(training, config, part).time(self._machine, self._transfers, waits)
+        return self._tasks(training, config, part).time(self.machine, self._transfers, waits)
 
     def _estimated(self, skeleton: Skeleton) -> BlockTime:
-        return estimated(skeleton, self._machine, self.problem.stack.waits_for_tensor)
+        return estimated(skeleton, self.machine, self.problem.stack.waits_for_tensor)
 
     # --- one skeleton for all sizes -------------------------------------------------------------------------
 

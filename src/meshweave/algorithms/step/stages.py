@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.step.block_tasks import PartTime
 from meshweave.algorithms.step.data_parallel import (
+    APART,
     DataParallelTime,
+    beside_s,
     data_parallel_time,
     exposed_s,
     sums_after,
@@ -34,6 +37,7 @@ from meshweave.algorithms.step.pipeline import (
 from meshweave.algorithms.step.placement import boundaries_s
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.sharded_stage import ShardedStage
+from meshweave.algorithms.step.sharing import Sharings, sharings
 from meshweave.algorithms.step.stage_layers import layer_costs, stage_kinds, stage_layers
 from meshweave.base.units import to_ps
 
@@ -92,6 +96,7 @@ class Stages:
         data_parallel: collectives of one layer's weights, the mean over kinds.
         transfers_s: seconds of the transfer of a micro-batch from each stage to the next, 0 within a rank.
         sends_parts: whether a residual that all tensor-parallel ranks have is sent in parts and gathered.
+        sharing: what collectives of weights and layers beside them take of each other's links.
     """
 
     problem: StepProblem
@@ -102,6 +107,7 @@ class Stages:
     data_parallel: DataParallelTime
     transfers_s: tuple[float, ...]
     sends_parts: bool
+    sharing: Sharings
 
     @property
     def micro_batches(self) -> int:
@@ -190,7 +196,9 @@ class Stages:
                 lane_s += table_s if stage == 0 else 0.0
                 queued_s = table_s if self._has_own_head(stage) else 0.0
                 gather_s = of.data_parallel.gather_s
-                out[stage] = lane_s + exposed_s(count, of.layer_s[0], gather_s, overlap, queued_s)
+                out[stage] = lane_s + exposed_s(
+                    count, of.layer_s[0], gather_s, overlap, queued_s, self.sharing[0]
+                )
                 lane_s += count * gather_s + queued_s
             for stage in own if overlap == 0 else ():
                 out[stage] = lane_s
@@ -214,17 +222,42 @@ class Stages:
         after_all_s = self.data_parallel.tied_s if rank in (0, self.stage_ranks[-1]) else 0.0
         if p.zero >= 2:
             return after_all_s  # each micro-batch has its own
-        overlap = 0.0 if sums_after(self.problem, p) else self.problem.stack.overlap
+        overlap, of_stages = self._reduces_beside, self._reduced_s
         own, lane_s = sorted(self.stages_of(rank), key=lambda stage: ends_s[stage]), -math.inf
         for stage in own:
-            count, of, table_s = self.layers[stage], self.times[stage], self.data_parallel.table_s
-            compute_s, reduce_s = of.layer_s[1], of.data_parallel.reduce_s
-            head_s, first_s = (table_s if has else 0.0 for has in (self._has_own_head(stage), stage == 0))
-            shown_s = exposed_s(count, compute_s, overlap * reduce_s, 1.0, overlap * head_s)
-            lane_s = max(lane_s + overlap * (head_s + count * reduce_s), ends_s[stage] + shown_s)
-            lane_s += overlap * first_s
-            after_all_s += (1 - overlap) * (head_s + count * reduce_s + first_s)
+            before_s, layers_s, last_s = self._reductions_of(stage)
+            lane_s = max(lane_s + overlap * (before_s + layers_s), ends_s[stage] + of_stages[stage])
+            lane_s += overlap * last_s
+            after_all_s += (1 - overlap) * (before_s + layers_s + last_s)
         return max(lane_s - ends_s[own[-1]], 0.0) + after_all_s
+
+    @property
+    def _reduces_beside(self) -> float:
+        """Return the share of reductions, those of the last micro-batch, that run beside its backward part."""
+        return 0.0 if sums_after(self.problem, self.parallelism) else self.problem.stack.overlap
+
+    def _reductions_of(self, stage: int) -> tuple[float, float, float]:
+        """Return the seconds of reductions of a stage: of a head's table, of its layers, of an embedding."""
+        table_s = self.data_parallel.table_s
+        head_s, first_s = (table_s if has else 0.0 for has in (self._has_own_head(stage), stage == 0))
+        return head_s, self.layers[stage] * self.times[stage].data_parallel.reduce_s, first_s
+
+    @cached_property
+    def _reduced_s(self) -> tuple[float, ...]:
+        """Return for each stage the seconds from its end, by `pipeline`, to that of reductions of its layers.
+
+        Reductions make last backward parts longer, of which those of later stages come before.
+        """
+        overlap, out, late_s = self._reduces_beside, [0.0] * len(self.times), 0.0
+        for stage in reversed(range(len(out))):
+            count, of = self.layers[stage], self.times[stage]
+            head_s, layers_s, _ = self._reductions_of(stage)
+            sharing = self.sharing[2] if of.split_s is None else APART
+            moved_s = overlap * layers_s / max(count, 1), overlap * head_s
+            after_s, slowed_s = beside_s(count, of.layer_s[1], *moved_s, sharing)
+            late_s += slowed_s
+            out[stage] = late_s + after_s
+        return tuple(out)
 
 
 def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
@@ -237,6 +270,7 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
     layers = stage_layers(problem.model.num_layers, parallelism.num_stages, layer_costs(problem))
     layer, ends = layer_time(problem, parallelism), ends_time(problem, parallelism)
     data_parallel = data_parallel_time(problem, parallelism)
+    sharing = sharings(problem, parallelism)
     known: dict[tuple[tuple[int, bool, bool], tuple[float, ...]], StageTime] = {}
     kinds = stage_kinds(problem, layers)
     times = []
@@ -247,7 +281,7 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
             own = mean_layer_time(problem, parallelism, counts) if counts else layer
             of_replicas = data_parallel_time(problem, parallelism, counts) if counts else data_parallel
             at_ends = [end for end, is_here in zip(ends, key[1:], strict=True) if is_here]
-            sharded = ShardedStage(problem, parallelism, key, of_replicas, ends)
+            sharded = ShardedStage(problem, parallelism, key, of_replicas, ends, sharing)
             back_s = own.backward.total_s + own.recompute.total_s
             exposed = sharded.gathers_s(own.forward.total_s), sharded.reduces_s(back_s)
             time = _stage_time(count, own, at_ends, of_replicas, *exposed)
@@ -260,7 +294,7 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
         ranks = ranks_of_stages(parallelism.schedule, parallelism.pipeline, parallelism.virtual_stages)
         sent, is_whole = boundary_bytes(problem, parallelism), residual_is_whole(parallelism)
         transfers = boundaries_s(problem, parallelism, ranks, sent, is_whole)
-    return Stages(problem, parallelism, layers, tuple(times), layer, data_parallel, *transfers)
+    return Stages(problem, parallelism, layers, tuple(times), layer, data_parallel, *transfers, sharing)
 
 
 def _with_split(sharded: ShardedStage, time: StageTime, counts: tuple[float, ...]) -> StageTime:
