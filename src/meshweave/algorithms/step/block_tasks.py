@@ -169,6 +169,11 @@ class PricedTasks:
         follow(zip(range(len(ends)), alone, self._waits, strict=True), ends)
         return max(ends, default=0)
 
+    @property
+    def axes(self) -> set[str]:
+        """Return the mesh axes ("mesh.axis") along which several ranks communicate."""
+        return {work.axis for _, work, _ in self._transfers if work.num_ranks > 1}
+
     def beside(
         self,
         machine: Machine,

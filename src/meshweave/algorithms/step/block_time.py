@@ -31,6 +31,7 @@ from meshweave.algorithms.step.routing import expert_ranks
 from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import to_s
+from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.describe.model.workload import Workload
 from meshweave.estimate.timeline import TaskSpan, task_spans
@@ -193,6 +194,11 @@ class LayerBlock:
         Raises:
             LayoutError: the layer does not fit the strategy.
         """
+        priced = self._ring
+        return None if priced is None else priced.time(*self._placed).part
+
+    @cached_property
+    def _ring(self) -> PricedTasks | None:
         if self._ranks.context == 1 or self._is_estimated:
             return None
         flat = self._flat(False, self.config, "")
@@ -204,19 +210,27 @@ class LayerBlock:
             task._replace(after=tuple(other - first for other in task.after if other >= first))
             for task in flat[first : last + 1]
         ]
-        priced = PricedTasks(ring, self.products, self.problem)
-        return priced.time(self.machine, self._transfers, self.problem.stack.waits_for_tensor).part
+        return PricedTasks(ring, self.products, self.problem)
+
+    @property
+    def _placed(self) -> tuple[Machine, dict[Transfer, int], bool]:
+        return self.machine, self._transfers, self.problem.stack.waits_for_tensor
+
+    @property
+    def axes(self) -> set[str]:
+        """Return the mesh axes ("mesh.axis") along which tasks communicate that are priced one by one."""
+        return set() if self._is_estimated else self._tasks(True, self.config, "").axes
 
     def beside(self, shared: Callable[[Transfer], tuple[int, int]]) -> tuple[tuple[float, float], ...]:
-        """Return `PricedTasks.beside` in seconds, of the forward part and of both parts together.
+        """Return `PricedTasks.beside` in seconds, of the forward part, of both parts together, and of `ring`.
 
-        (0, 0) of each where tasks are not priced one by one.
+        (0, 0) of each where tasks are not priced one by one, and of `ring` where it is None.
         """
-        if self._is_estimated:
-            return (0.0, 0.0), (0.0, 0.0)
-        of = self.machine, self._transfers, self.problem.stack.waits_for_tensor, shared
-        parts = (self._tasks(training, self.config, "").beside(*of) for training in (False, True))
-        return tuple((to_s(more), to_s(less)) for more, less in parts)
+        parts: list[PricedTasks | None] = [None, None]
+        if not self._is_estimated:
+            parts = [self._tasks(training, self.config, "") for training in (False, True)]
+        of = (each.beside(*self._placed, shared) if each else (0, 0) for each in (*parts, self._ring))
+        return tuple((to_s(more), to_s(less)) for more, less in of)
 
     def piece(self, training: bool, piece: Piece) -> BlockTime:
         """Return the time of an end of the model alone, in the config of the layer.
@@ -258,8 +272,7 @@ class LayerBlock:
     def _time(self, training: bool, config: BlockConfig, part: BackwardPart = "") -> BlockTime:
         if self._is_estimated:
             return self._estimated(self._skeleton(training, config))
-        waits = self.problem.stack.waits_for_tensor
-        return self._tasks(training, config, part).time(self.machine, self._transfers, waits)
+        return self._tasks(training, config, part).time(*self._placed)
 
     def _estimated(self, skeleton: Skeleton) -> BlockTime:
         return estimated(skeleton, self.machine, self.problem.stack.waits_for_tensor)

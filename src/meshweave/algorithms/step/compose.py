@@ -76,7 +76,7 @@ def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
         UnsupportedError: a strategy or schedule is unknown, or the machine cannot place its groups.
     """
     check_step(problem, parallelism)
-    stages = stages_of(problem, parallelism)
+    stages = stages_of(problem, parallelism, shares=False)
     update_s = update_times_s(problem, parallelism)
     first = {stages.stages_of(rank)[0] for rank in range(parallelism.pipeline)}  # the others end long before
     ends_s = [0.0 if stage in first else -math.inf for stage in range(parallelism.num_stages)]

@@ -1,60 +1,85 @@
-"""What layers and collectives of their weights take of each other's links, where both run at once.
+"""What layers take of the links of other traffic that runs beside them, and that of theirs.
 
-A transfer of tensor or context ranks and a collective of replicas that pass the same link get the rates of
-`cost.flows` while both flow. So the part of a layer takes longer, and the collective too.
+Other traffic is collectives of weights, and messages between stages. Where it passes the same link as a transfer
+of tensor or context ranks, both get the rates of `cost.flows` while both flow. So both take longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from meshweave.algorithms.block.problem import MESH
 from meshweave.algorithms.step.block_time import LayerBlock, layer_block, layer_key
 from meshweave.algorithms.step.data_parallel import APART, Sharing, lane_collectives, mean_sharing
+from meshweave.algorithms.step.memory import boundary_bytes
 from meshweave.algorithms.step.placement import machine_of, replica_groups
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.cost.flows import shared_rates
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import Price, price
+from meshweave.describe.model.memory import Recompute
 from meshweave.ir.work import CopyExchange, Transfer
 
-Sharings = tuple[Sharing, Sharing, Sharing]
-"""Of gathers with the forward part of a layer, and of gathers and reductions with the backward part."""
+
+@dataclass(frozen=True)
+class Sharings:
+    """What parts of a layer, and other traffic beside them, take of each other's links.
+
+    Attributes:
+        gathers: of weights, with the forward part and the backward part.
+        sums: of gradients, with the backward part.
+        messages: between stages of the pipeline, with the forward part and the backward part.
+    """
+
+    gathers: tuple[Sharing, Sharing] = (APART, APART)
+    sums: Sharing = APART
+    messages: tuple[Sharing, Sharing] = (APART, APART)
+
+
 _RINGS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def sharings(problem: StepProblem, parallelism: Parallelism) -> Sharings:
-    """Return what parts of a layer, and collectives of a layer's weights, take of each other's links.
+    """Return what parts of a layer, and other traffic beside them, take of each other's links.
 
     The backward part has its recomputation. Of layers of several kinds the first one counts.
     """
     p = parallelism
-    if not problem.stack.overlap or p.tensor_size * p.context == 1 or p.replicas == 1:
-        return APART, APART, APART
-    key = layer_key(p), p.recompute == "full", p.zero, p.shards, replica_groups(p)
+    if p.tensor_size * p.context == 1 or p.replicas * p.pipeline == 1:
+        return Sharings()
+    key = layer_key(p), p.recompute, p.zero, p.shards, replica_groups(p), p.pipeline, p.stride("pipeline")
     return problem.once("sharing", key, lambda: _sharings(problem, p))
 
 
-def _sharings(problem: StepProblem, parallelism: Parallelism) -> Sharings:
-    block, is_repeated = layer_block(problem.kinds[0][1], parallelism), parallelism.recompute == "full"
-    gathers, sums = (_of_lane(block, is_repeated, lane) for lane in lane_collectives(problem, parallelism))
-    return gathers[0], gathers[1], sums[1]
+def _sharings(problem: StepProblem, p: Parallelism) -> Sharings:
+    block, lanes = layer_block(problem.kinds[0][1], p), lane_collectives(problem, p)
+    message = Transfer("permute", f"{MESH}.row", p.pipeline, boundary_bytes(problem, p))
+    messages = ((message, p.stride("pipeline")),) if p.pipeline > 1 else ()
+    beside = lanes if problem.stack.overlap and p.replicas > 1 else ((), ())
+    gathers, sums, sent = (_of_lane(block, p.recompute, lane) for lane in (*beside, messages))
+    return Sharings(gathers, sums[1], sent)
 
 
 def _of_lane(
-    block: LayerBlock, is_repeated: bool, lane: tuple[tuple[Transfer, int], ...]
+    block: LayerBlock, recompute: Recompute, lane: tuple[tuple[Transfer, int], ...]
 ) -> tuple[Sharing, Sharing]:
     """Return the sharing of the collectives of a lane with the forward and the backward part of a layer."""
     of: list[tuple[Sharing, Sharing]] = []
     seconds: list[float] = []
+    links = {link for axis in block.axes for link in block.machine.flows(axis)}
     for work, stride in lane:
         machine = machine_of(block.problem, (("row", work.num_ranks, stride),))
         cost = price(work, machine)
-        forward, whole = block.beside(_shared(block.machine, machine, work, cost))
-        again = forward if is_repeated else (0.0, 0.0)
+        seconds.append(cost.total_ps)
+        if links.isdisjoint(machine.flows(work.axis)):
+            of.append((APART, APART))
+            continue
+        forward, whole, ring = block.beside(_shared(block.machine, machine, work, cost))
+        again = {"full": forward, "selective": ring}.get(recompute, (0.0, 0.0))
         backward = (both - first + more for first, both, more in zip(forward, whole, again, strict=True))
         flowing = cost.flow_ps / max(cost.total_ps, 1)
         of.append((Sharing(*forward, flowing), Sharing(*backward, flowing)))
-        seconds.append(cost.total_ps)
     first, second = (mean_sharing([each[part] for each in of], seconds) for part in (0, 1))
     return first, second
 

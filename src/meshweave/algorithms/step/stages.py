@@ -197,7 +197,7 @@ class Stages:
                 queued_s = table_s if self._has_own_head(stage) else 0.0
                 gather_s = of.data_parallel.gather_s
                 out[stage] = lane_s + exposed_s(
-                    count, of.layer_s[0], gather_s, overlap, queued_s, self.sharing[0]
+                    count, of.layer_s[0], gather_s, overlap, queued_s, self.sharing.gathers[0]
                 )
                 lane_s += count * gather_s + queued_s
             for stage in own if overlap == 0 else ():
@@ -252,7 +252,7 @@ class Stages:
         for stage in reversed(range(len(out))):
             count, of = self.layers[stage], self.times[stage]
             head_s, layers_s, _ = self._reductions_of(stage)
-            sharing = self.sharing[2] if of.split_s is None else APART
+            sharing = self.sharing.sums if of.split_s is None else APART
             moved_s = overlap * layers_s / max(count, 1), overlap * head_s
             after_s, slowed_s = beside_s(count, of.layer_s[1], *moved_s, sharing)
             late_s += slowed_s
@@ -260,8 +260,11 @@ class Stages:
         return tuple(out)
 
 
-def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
+def stages_of(problem: StepProblem, parallelism: Parallelism, *, shares: bool = True) -> Stages:
     """Return the stages of a step and their times.
+
+    Args:
+        shares: whether layers and what runs beside them share links; without, steps take no longer.
 
     Raises:
         UnsupportedError: there is no such strategy.
@@ -270,7 +273,14 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
     layers = stage_layers(problem.model.num_layers, parallelism.num_stages, layer_costs(problem))
     layer, ends = layer_time(problem, parallelism), ends_time(problem, parallelism)
     data_parallel = data_parallel_time(problem, parallelism)
-    sharing = sharings(problem, parallelism)
+    sharing = sharings(problem, parallelism) if shares else Sharings()
+    sent_s: tuple[float, ...] = ()
+    in_parts = False
+    if parallelism.pipeline > 1:
+        ranks = ranks_of_stages(parallelism.schedule, parallelism.pipeline, parallelism.virtual_stages)
+        sent, is_whole = boundary_bytes(problem, parallelism), residual_is_whole(parallelism)
+        sent_s, in_parts = boundaries_s(problem, parallelism, ranks, sent, is_whole)
+    message_s = max(sent_s, default=0.0)
     known: dict[tuple[tuple[int, bool, bool], tuple[float, ...]], StageTime] = {}
     kinds = stage_kinds(problem, layers)
     times = []
@@ -280,6 +290,7 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
         if (key, counts) not in known:
             own = mean_layer_time(problem, parallelism, counts) if counts else layer
             of_replicas = data_parallel_time(problem, parallelism, counts) if counts else data_parallel
+            own = _beside_messages(own, sharing, message_s / max(count, 1))
             at_ends = [end for end, is_here in zip(ends, key[1:], strict=True) if is_here]
             sharded = ShardedStage(problem, parallelism, key, of_replicas, ends, sharing)
             back_s = own.backward.total_s + own.recompute.total_s
@@ -289,12 +300,17 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
             time = _with_host(time, count, issued_s, pools=not problem.stack.blocks_transfers)
             known[key, counts] = _with_split(sharded, time, counts)
         times.append(known[key, counts])
-    transfers: tuple[tuple[float, ...], bool] = (), False
-    if parallelism.pipeline > 1:
-        ranks = ranks_of_stages(parallelism.schedule, parallelism.pipeline, parallelism.virtual_stages)
-        sent, is_whole = boundary_bytes(problem, parallelism), residual_is_whole(parallelism)
-        transfers = boundaries_s(problem, parallelism, ranks, sent, is_whole)
-    return Stages(problem, parallelism, layers, tuple(times), layer, data_parallel, *transfers, sharing)
+    return Stages(problem, parallelism, layers, tuple(times), layer, data_parallel, sent_s, in_parts, sharing)
+
+
+def _beside_messages(layer: LayerTime, sharing: Sharings, message_s: float) -> LayerTime:
+    """Return the time of a layer that shares links with messages between stages, `message_s` in each of its parts."""
+    if sharing.messages == (APART, APART):
+        return layer
+    parts = layer.forward.total_s, layer.backward.total_s + layer.recompute.total_s
+    pairs = zip(sharing.messages, parts, strict=True)
+    forward, backward = (PartTime(tensor_s=each.hides(part_s)[1] * message_s) for each, part_s in pairs)
+    return replace(layer, forward=layer.forward + forward, backward=layer.backward + backward)
 
 
 def _with_split(sharded: ShardedStage, time: StageTime, counts: tuple[float, ...]) -> StageTime:
