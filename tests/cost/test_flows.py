@@ -58,6 +58,13 @@ def test_groups_whose_messages_share_links_are_priced_at_a_share_of_them() -> No
     assert price(work, far).rate_per_s == 50e9 < price(work, far, shares_links=True).rate_per_s
 
 
+def test_messages_of_two_ranks_go_one_way_and_parts_of_their_collectives_both() -> None:
+    """On 4 x 4 x 8, pairs two chips apart: a link carries messages of two pairs, each twice in a collective."""
+    pairs = machine_of(2, 2, 128)
+    rates = [pairs.axis("tp.row", shared=True, one_way=each).link_bytes_per_s for each in (False, True)]
+    assert rates == [12.5e9, 25e9]
+
+
 def test_links_are_shared_max_min_fairly() -> None:
     def flows(*counts: int) -> dict[str, tuple[float, np.ndarray]]:
         return {"axis 0": (100.0, np.array(counts))}

@@ -18,7 +18,9 @@ Flows = Mapping[str, tuple[float, NDArray[np.int64]]]
 Counts = NDArray[np.int64]
 
 
-def torus_flows(shape: tuple[int, ...], groups: NDArray[np.int64]) -> tuple[Counts, ...]:
+def torus_flows(
+    shape: tuple[int, ...], groups: NDArray[np.int64], one_way: bool = False
+) -> tuple[Counts, ...]:
     """Return how many messages pass the links of each axis of a torus while rings of all groups send both ways.
 
     Each array has shape (2 directions, chips). Messages take the dimension-ordered routes of `PlacedMeshes.path`.
@@ -26,15 +28,18 @@ def torus_flows(shape: tuple[int, ...], groups: NDArray[np.int64]) -> tuple[Coun
     Args:
         shape: of the torus, whose chips are numbered in row-major order.
         groups: the chips of each group in the order of its ring, shape (groups, members).
+        one_way: whether they send forwards alone.
     """
-    return _torus_flows(shape, groups.shape, groups.tobytes())
+    return _torus_flows(shape, groups.shape, groups.tobytes(), one_way)
 
 
 @lru_cache(maxsize=256)
-def _torus_flows(shape: tuple[int, ...], size: tuple[int, ...], chips: bytes) -> tuple[Counts, ...]:
+def _torus_flows(
+    shape: tuple[int, ...], size: tuple[int, ...], chips: bytes, one_way: bool
+) -> tuple[Counts, ...]:
     groups = np.frombuffer(chips, dtype=np.int64).reshape(size)
     flows = tuple(np.zeros((2, math.prod(shape)), dtype=np.int64) for _ in shape)
-    for back, ahead in ((0, -1), (1, 1)):
+    for back, ahead in ((0, -1), (1, 1))[: 1 if one_way else 2]:
         at = list(np.unravel_index(groups.ravel(), shape))
         to = np.unravel_index(np.roll(groups, ahead, axis=1).ravel(), shape)
         for axis, length in enumerate(shape):

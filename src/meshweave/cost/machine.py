@@ -17,7 +17,7 @@ from meshweave.cost.placed import PlacedMeshes
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.levels import level_sizes
-from meshweave.describe.machine.links import CommConstants, NetworkAxis, slowest_axis
+from meshweave.describe.machine.links import ONE_DIRECTION, CommConstants, NetworkAxis, slowest_axis
 from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, SwitchNetwork, TorusNetwork
 from meshweave.describe.machine.tree import TreeNetwork
 from meshweave.ir.program import Program
@@ -98,8 +98,11 @@ class Machine(PlacedMeshes):
         return self
 
     @cached_property
-    def _axes(self) -> dict[str, tuple[NetworkAxis, NetworkAxis]]:
-        """Return the network axis under each mesh axis: with its links to itself, and with its share of them."""
+    def _axes(self) -> dict[str, tuple[NetworkAxis, NetworkAxis, NetworkAxis]]:
+        """Return the network axis under each mesh axis: with its links to itself, and with its share of them.
+
+        The third has the share of messages that go one way round.
+        """
         out = {}
         for mesh in self.meshes:
             ranks = np.array(mesh.ranks).reshape(mesh.shape)
@@ -110,7 +113,8 @@ class Machine(PlacedMeshes):
                 own = self._under(rows) or self._network_axes(i, len(mesh.shape), mesh.shape if is_whole else None)
                 out[f"{mesh.name}.{axis}"] = self._with_hops(own, rows)
             of_all = None if is_whole else self._under(ranks.reshape(1, -1))
-            out[mesh.name] = of_all or self._network_axes(0, len(mesh.shape), None)
+            own, shared = of_all or self._network_axes(0, len(mesh.shape), None)
+            out[mesh.name] = own, shared, shared
         return out
 
     def _require_neighbours(self, mesh: Mesh, axis: str, groups: NDArray[np.int64]) -> None:
@@ -165,36 +169,41 @@ class Machine(PlacedMeshes):
 
     def _with_hops(
         self, axes: tuple[NetworkAxis, NetworkAxis], groups: NDArray[np.int64]
-    ) -> tuple[NetworkAxis, NetworkAxis]:
-        """Return the axes, the second with the share that a message has of the busiest link of a logical torus."""
+    ) -> tuple[NetworkAxis, NetworkAxis, NetworkAxis]:
+        """Return the axes as `_axes` does: with the share of a message of the busiest link of a logical torus."""
         own, shared = axes
-        rates = [rate / most for rate, counts in self._hops(groups).values() if (most := counts.max())]
-        return own, replace(shared, link_bytes_per_s=min((shared.link_bytes_per_s, *rates)))
 
-    def _hops(self, groups: NDArray[np.int64]) -> Flows:
+        def limited(one_way: bool) -> NetworkAxis:
+            hops = self._hops(groups, one_way).values()
+            rate = min((rate / most for rate, counts in hops if (most := counts.max())), default=math.inf)
+            return shared if rate >= shared.link_bytes_per_s else replace(shared, link_bytes_per_s=rate)
+
+        return own, limited(False), limited(True)
+
+    def _hops(self, groups: NDArray[np.int64], one_way: bool) -> Flows:
         """Return the flows of rings of groups of ranks, shape (groups, members), on a logical torus; else {}."""
         if not self.logical or not isinstance(self.cluster.network, TorusNetwork) or groups.shape[1] == 1:
             return {}
         chips = groups if self.placement is None else np.array(self.placement)[groups]
-        counts = torus_flows(self._torus_shape, np.ascontiguousarray(chips))
+        counts = torus_flows(self._torus_shape, np.ascontiguousarray(chips), one_way)
         axes = zip(self._torus_axes, counts, strict=True)
         return {f"axis {i}": (axis.link_bytes_per_s, each) for i, (axis, each) in enumerate(axes)}
 
-    def flows(self, name: str) -> Flows:
+    def flows(self, name: str, one_way: bool = False) -> Flows:
         """Return how many messages of a mesh axis ("tp.row") pass each link while all its groups communicate.
 
         Links are those of a logical torus, by axis; the port of a chip into a switch or a host; and all NICs of a
-        host together. {} on other networks, where closed forms know of no sharing.
+        host together. {} on other networks, where closed forms know of no sharing. With `one_way` all go forwards.
         """
-        if name not in self._flows:
-            self._flows[name] = self._flows_of(name)
-        return self._flows[name]
+        if (name, one_way) not in self._flows:
+            self._flows[name, one_way] = self._flows_of(name, one_way)
+        return self._flows[name, one_way]
 
     @cached_property
-    def _flows(self) -> dict[str, Flows]:
+    def _flows(self) -> dict[tuple[str, bool], Flows]:
         return {}
 
-    def _flows_of(self, name: str) -> Flows:
+    def _flows_of(self, name: str, one_way: bool) -> Flows:
         network = self.cluster.network
         if isinstance(network, SwitchNetwork):
             return {"port": (network.link.link_bytes_per_s, _ONE)}
@@ -202,7 +211,7 @@ class Machine(PlacedMeshes):
             mesh_name, _, axis = name.rpartition(".")
             mesh = next(mesh for mesh in self.meshes if mesh.name == mesh_name)
             i, ranks = mesh.axes.index(axis), np.array(mesh.ranks).reshape(mesh.shape)
-            return self._hops(np.moveaxis(ranks, i, -1).reshape(-1, mesh.shape[i]))
+            return self._hops(np.moveaxis(ranks, i, -1).reshape(-1, mesh.shape[i]), one_way)
         span = self.lies(name)
         if span is None or not isinstance(network, HostsNetwork):
             return {}
@@ -214,11 +223,12 @@ class Machine(PlacedMeshes):
             out["nics"] = rate, span.groups_per_host * _ONE
         return out
 
-    def axis(self, name: str, shared: bool = False) -> NetworkAxis:
+    def axis(self, name: str, shared: bool = False, one_way: bool = False) -> NetworkAxis:
         """Return the network axis that a mesh axis runs over.
 
         With `shared` its links have the rate that one group of the mesh axis gets of them while all groups
-        communicate at once. Closed forms take this one; simulation with contention finds out who shares what.
+        communicate at once, with `one_way` in one direction. Closed forms take this one; simulation with contention
+        finds out who shares what.
 
         Args:
             name: a mesh axis, as "tp.row"; a mesh, as "tp", for the group of all its ranks; or "" for the axis
@@ -229,7 +239,7 @@ class Machine(PlacedMeshes):
             UnsupportedError: the machine has no meshes.
         """
         if name in self._axes:
-            return self._axes[name][shared]
+            return self._axes[name][shared + (shared and one_way)]
         if name and self._axes:
             raise LayoutError(f"no mesh has an axis '{name}': there are {', '.join(self._axes)}")
         if not self._axes:
@@ -243,7 +253,7 @@ class Machine(PlacedMeshes):
     def _constants_and_rate(self, axis: str, kind: str, shared: bool = False) -> tuple[CommConstants, int]:
         pair = self._rates.get((axis, kind, shared))
         if pair is None:
-            network_axis = self.axis(axis, shared)
+            network_axis = self.axis(axis, shared, kind in ONE_DIRECTION)
             constants = network_axis.comm(kind)
             rate = int(
                 min(constants.bytes_per_s, network_axis.num_directions * network_axis.link_bytes_per_s)

@@ -15,7 +15,7 @@ from meshweave.algorithms.step.data_parallel import APART, Sharing, lane_collect
 from meshweave.algorithms.step.memory import boundary_bytes
 from meshweave.algorithms.step.placement import machine_of, replica_groups
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
-from meshweave.cost.flows import shared_rates
+from meshweave.cost.flows import Flows, shared_rates
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import Price, price
 from meshweave.describe.model.memory import Recompute
@@ -89,7 +89,7 @@ def _shared(
 ) -> Callable[[Transfer], tuple[int, int]]:
     """Return what gives the picoseconds that a transfer takes longer beside a collective, and that this loses."""
     known: dict[Transfer, tuple[int, int]] = {}
-    rate, flows = _message_rate(other, collective, cost), other.flows(collective.axis)
+    rate, flows = _message_rate(other, collective, cost), _flows(other, collective)
 
     def shared(work: Transfer) -> tuple[int, int]:
         if work not in known:
@@ -97,12 +97,16 @@ def _shared(
             if work.num_ranks > 1 and not isinstance(work, CopyExchange):
                 own = price(work, machine)
                 rates = _message_rate(machine, work, own), rate
-                left = shared_rates(machine.flows(work.axis), flows, rates)
+                left = shared_rates(_flows(machine, work), flows, rates)
                 longer = rates[0] / left[0] * own.flow_ps
                 known[work] = round(longer) - own.flow_ps, round(longer * (1 - left[1] / rates[1]))
         return known[work]
 
     return shared
+
+
+def _flows(machine: Machine, work: Transfer) -> Flows:
+    return machine.flows(work.axis, one_way=work.kind not in _RINGS)
 
 
 def _message_rate(machine: Machine, work: Transfer, cost: Price) -> float:
