@@ -39,7 +39,9 @@ def test_flows_are_those_of_the_paths_of_all_messages(chips: int, size: int, str
     for group in groups.tolist():
         for place, chip in enumerate(group):
             for route, other in ((0, group[(place + 1) % size]), (1, group[place - 1])):
-                counts.update((axis, direction, at) for _, at, axis, direction in machine.path(chip, other, route))
+                counts.update(
+                    (axis, direction, at) for _, at, axis, direction in machine.path(chip, other, route)
+                )
     flows = torus_flows(machine._torus_shape, groups)
     for axis, of_axis in enumerate(flows):
         for way, direction in enumerate((1, -1)):

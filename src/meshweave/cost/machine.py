@@ -110,7 +110,9 @@ class Machine(PlacedMeshes):
             for i, axis in enumerate(mesh.axes):
                 rows = np.moveaxis(ranks, i, -1).reshape(-1, mesh.shape[i])
                 self._require_neighbours(mesh, axis, rows)
-                own = self._under(rows) or self._network_axes(i, len(mesh.shape), mesh.shape if is_whole else None)
+                own = self._under(rows) or self._network_axes(
+                    i, len(mesh.shape), mesh.shape if is_whole else None
+                )
                 out[f"{mesh.name}.{axis}"] = self._with_hops(own, rows)
             of_all = None if is_whole else self._under(ranks.reshape(1, -1))
             own, shared = of_all or self._network_axes(0, len(mesh.shape), None)
@@ -227,8 +229,8 @@ class Machine(PlacedMeshes):
         """Return the network axis that a mesh axis runs over.
 
         With `shared` its links have the rate that one group of the mesh axis gets of them while all groups
-        communicate at once, with `one_way` in one direction. Closed forms take this one; simulation with contention
-        finds out who shares what.
+        communicate at once, with `one_way` in one direction. Closed forms take this one; simulation with
+        contention finds out who shares what.
 
         Args:
             name: a mesh axis, as "tp.row"; a mesh, as "tp", for the group of all its ranks; or "" for the axis

@@ -247,9 +247,7 @@ def exposed_s(
         sharing: what a layer's computing and this communication take of each other's links.
     """
     waits_s = (1 - overlap) * (layers * communication_s + queued_s)
-    return waits_s + sum(
-        beside_s(layers, compute_s, overlap * communication_s, overlap * queued_s, sharing)
-    )
+    return waits_s + sum(beside_s(layers, compute_s, overlap * communication_s, overlap * queued_s, sharing))
 
 
 def beside_s(

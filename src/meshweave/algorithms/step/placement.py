@@ -267,9 +267,7 @@ def collective_s(problem: StepProblem, kind: str, groups: Sequence[tuple[int, in
     known = problem.cache("collectives")
     key = kind, tuple(groups), num_bytes
     if key not in known:
-        known[key] = sum(
-            _transfer_s(problem, *each) for each in collective_steps(kind, groups, num_bytes)
-        )
+        known[key] = sum(_transfer_s(problem, *each) for each in collective_steps(kind, groups, num_bytes))
     return float(known[key])
 
 

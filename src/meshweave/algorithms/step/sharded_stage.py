@@ -65,7 +65,14 @@ class ShardedStage:
         gather_s, end_s = self.of.gather_s, self.ends[0].forward.total_s
         overlap = 0.0 if stack.waits_for_gathers else stack.overlap
         beside = self.key[1], gather_s, end_s
-        return self._added_s(overlap, compute_s, (gather_s, 0.0), self.of.table_gather_s, (self.sharing.gathers[0], APART), beside)
+        return self._added_s(
+            overlap,
+            compute_s,
+            (gather_s, 0.0),
+            self.of.table_gather_s,
+            (self.sharing.gathers[0], APART),
+            beside,
+        )
 
     def reduces_s(self, compute_s: float, parts: tuple[bool, bool] = (True, True)) -> float:
         """Return the seconds that gathers and reductions add to a backward part, of `compute_s` a layer.
@@ -84,7 +91,9 @@ class ShardedStage:
             waited_s, again_s, reduce_s = again_s + shared_s, 0.0, reduce_s - shared_s
         backs_s = [end.backward.total_s for end in self.ends]
         beside = (self.key[1], reduce_s, backs_s[0]), (self.key[2], again_s, backs_s[1])
-        sharing = (APART, APART) if parts == (False, True) else (self.sharing.gathers[1], self.sharing.sums)  # it has no transfers
+        sharing = (
+            (APART, APART) if parts == (False, True) else (self.sharing.gathers[1], self.sharing.sums)
+        )  # it has no transfers
         moved_s = again_s, reduce_s
         added_s = self._added_s(stack.overlap, compute_s, moved_s, table_s, sharing, *beside)
         return self.key[0] * waited_s + added_s

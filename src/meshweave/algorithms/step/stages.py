@@ -304,7 +304,7 @@ def stages_of(problem: StepProblem, parallelism: Parallelism, *, shares: bool = 
 
 
 def _beside_messages(layer: LayerTime, sharing: Sharings, message_s: float) -> LayerTime:
-    """Return the time of a layer that shares links with messages between stages, `message_s` in each of its parts."""
+    """Return the time of a layer that shares links with a message of `message_s` between stages in each part."""
     if sharing.messages == (APART, APART):
         return layer
     parts = layer.forward.total_s, layer.backward.total_s + layer.recompute.total_s
