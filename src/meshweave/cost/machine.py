@@ -110,10 +110,10 @@ class Machine(PlacedMeshes):
             for i, axis in enumerate(mesh.axes):
                 rows = np.moveaxis(ranks, i, -1).reshape(-1, mesh.shape[i])
                 self._require_neighbours(mesh, axis, rows)
-                own = self._under(rows) or self._network_axes(
+                axes = self._under(rows) or self._network_axes(
                     i, len(mesh.shape), mesh.shape if is_whole else None
                 )
-                out[f"{mesh.name}.{axis}"] = self._with_hops(own, rows)
+                out[f"{mesh.name}.{axis}"] = self._with_hops(axes, rows)
             of_all = None if is_whole else self._under(ranks.reshape(1, -1))
             own, shared = of_all or self._network_axes(0, len(mesh.shape), None)
             out[mesh.name] = own, shared, shared

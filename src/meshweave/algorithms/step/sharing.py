@@ -77,9 +77,11 @@ def _of_lane(
             continue
         forward, whole, ring = block.beside(_shared(block.machine, machine, work, cost))
         again = {"full": forward, "selective": ring}.get(recompute, (0.0, 0.0))
-        backward = (both - first + more for first, both, more in zip(forward, whole, again, strict=True))
+        added_s, lost_s = (
+            both - first + more for first, both, more in zip(forward, whole, again, strict=True)
+        )
         flowing = cost.flow_ps / max(cost.total_ps, 1)
-        of.append((Sharing(*forward, flowing), Sharing(*backward, flowing)))
+        of.append((Sharing(*forward, flowing), Sharing(added_s, lost_s, flowing)))
     first, second = (mean_sharing([each[part] for each in of], seconds) for part in (0, 1))
     return first, second
 
