@@ -174,6 +174,8 @@ class Machine(PlacedMeshes):
     ) -> tuple[NetworkAxis, NetworkAxis, NetworkAxis]:
         """Return the axes as `_axes` does: with the share of a message of the busiest link of a logical torus."""
         own, shared = axes
+        if not isinstance(self.cluster.network, TorusNetwork):
+            return own, shared, shared
 
         def limited(one_way: bool) -> NetworkAxis:
             hops = self._hops(groups, one_way).values()

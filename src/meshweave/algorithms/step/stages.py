@@ -225,8 +225,8 @@ class Stages:
         overlap, of_stages = self._reduces_beside, self._reduced_s
         own, lane_s = sorted(self.stages_of(rank), key=lambda stage: ends_s[stage]), -math.inf
         for stage in own:
-            before_s, layers_s, last_s = self._reductions_of(stage)
-            lane_s = max(lane_s + overlap * (before_s + layers_s), ends_s[stage] + of_stages[stage])
+            before_s, layers_s, last_s, shown_s = of_stages[stage]
+            lane_s = max(lane_s + overlap * (before_s + layers_s), ends_s[stage] + shown_s)
             lane_s += overlap * last_s
             after_all_s += (1 - overlap) * (before_s + layers_s + last_s)
         return max(lane_s - ends_s[own[-1]], 0.0) + after_all_s
@@ -236,28 +236,26 @@ class Stages:
         """Return the share of reductions, those of the last micro-batch, that run beside its backward part."""
         return 0.0 if sums_after(self.problem, self.parallelism) else self.problem.stack.overlap
 
-    def _reductions_of(self, stage: int) -> tuple[float, float, float]:
-        """Return the seconds of reductions of a stage: of a head's table, of its layers, of an embedding."""
-        table_s = self.data_parallel.table_s
-        head_s, first_s = (table_s if has else 0.0 for has in (self._has_own_head(stage), stage == 0))
-        return head_s, self.layers[stage] * self.times[stage].data_parallel.reduce_s, first_s
-
     @cached_property
-    def _reduced_s(self) -> tuple[float, ...]:
-        """Return for each stage the seconds from its end, by `pipeline`, to that of reductions of its layers.
+    def _reduced_s(self) -> list[tuple[float, float, float, float]]:
+        """Return for each stage the seconds of reductions of a head's table, of its layers, and of an embedding.
+
+        The last are the seconds from the stage's end, by `pipeline`, to that of reductions of its layers.
 
         Reductions make last backward parts longer, of which those of later stages come before.
         """
-        overlap, out, late_s = self._reduces_beside, [0.0] * len(self.times), 0.0
-        for stage in reversed(range(len(out))):
+        overlap, table_s, late_s = self._reduces_beside, self.data_parallel.table_s, 0.0
+        out = []
+        for stage in reversed(range(len(self.times))):
             count, of = self.layers[stage], self.times[stage]
-            head_s, layers_s, _ = self._reductions_of(stage)
+            head_s, first_s = (table_s if has else 0.0 for has in (self._has_own_head(stage), stage == 0))
+            layers_s = count * of.data_parallel.reduce_s
             sharing = self.sharing.sums if of.split_s is None else APART
             moved_s = overlap * layers_s / max(count, 1), overlap * head_s
             after_s, slowed_s = beside_s(count, of.layer_s[1], *moved_s, sharing)
             late_s += slowed_s
-            out[stage] = late_s + after_s
-        return tuple(out)
+            out.append((head_s, layers_s, first_s, late_s + after_s))
+        return out[::-1]
 
 
 def stages_of(problem: StepProblem, parallelism: Parallelism, *, shares: bool = True) -> Stages:
