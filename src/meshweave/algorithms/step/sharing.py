@@ -7,11 +7,13 @@ of tensor or context ranks, both get the rates of `cost.flows` while both flow. 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshweave.algorithms.block.problem import MESH
+from meshweave.algorithms.step.block_tasks import PartTime
 from meshweave.algorithms.step.block_time import LayerBlock, layer_block, layer_key
 from meshweave.algorithms.step.data_parallel import APART, Sharing, lane_collectives, mean_sharing
+from meshweave.algorithms.step.layers import LayerTime
 from meshweave.algorithms.step.memory import boundary_bytes
 from meshweave.algorithms.step.placement import machine_of, replica_groups
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
@@ -50,6 +52,16 @@ def sharings(problem: StepProblem, parallelism: Parallelism) -> Sharings:
         return Sharings()
     key = layer_key(p), p.recompute, p.zero, p.shards, replica_groups(p), p.pipeline, p.stride("pipeline")
     return problem.once("sharing", key, lambda: _sharings(problem, p))
+
+
+def beside_messages(layer: LayerTime, sharing: Sharings, message_s: float) -> LayerTime:
+    """Return the time of a layer that shares links with a message of `message_s` between stages in each part."""
+    if sharing.messages == (APART, APART):
+        return layer
+    parts = layer.forward.total_s, layer.backward.total_s + layer.recompute.total_s
+    pairs = zip(sharing.messages, parts, strict=True)
+    forward, backward = (PartTime(tensor_s=each.hides(part_s)[1] * message_s) for each, part_s in pairs)
+    return replace(layer, forward=layer.forward + forward, backward=layer.backward + backward)
 
 
 def _sharings(problem: StepProblem, p: Parallelism) -> Sharings:

@@ -37,7 +37,7 @@ from meshweave.algorithms.step.pipeline import (
 from meshweave.algorithms.step.placement import boundaries_s
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.sharded_stage import ShardedStage
-from meshweave.algorithms.step.sharing import Sharings, sharings
+from meshweave.algorithms.step.sharing import Sharings, beside_messages, sharings
 from meshweave.algorithms.step.stage_layers import layer_costs, stage_kinds, stage_layers
 from meshweave.base.units import to_ps
 
@@ -240,9 +240,8 @@ class Stages:
     def _reduced_s(self) -> list[tuple[float, float, float, float]]:
         """Return for each stage the seconds of reductions of a head's table, of its layers, and of an embedding.
 
-        The last are the seconds from the stage's end, by `pipeline`, to that of reductions of its layers.
-
-        Reductions make last backward parts longer, of which those of later stages come before.
+        The last are the seconds from the stage's end, by `pipeline`, to that of reductions of its layers:
+        these make last backward parts longer, of which those of later stages come before.
         """
         overlap, table_s, late_s = self._reduces_beside, self.data_parallel.table_s, 0.0
         out = []
@@ -288,7 +287,7 @@ def stages_of(problem: StepProblem, parallelism: Parallelism, *, shares: bool = 
         if (key, counts) not in known:
             own = mean_layer_time(problem, parallelism, counts) if counts else layer
             of_replicas = data_parallel_time(problem, parallelism, counts) if counts else data_parallel
-            own = _beside_messages(own, sharing, message_s / max(count, 1))
+            own = beside_messages(own, sharing, message_s / max(count, 1))
             at_ends = [end for end, is_here in zip(ends, key[1:], strict=True) if is_here]
             sharded = ShardedStage(problem, parallelism, key, of_replicas, ends, sharing)
             back_s = own.backward.total_s + own.recompute.total_s
@@ -299,16 +298,6 @@ def stages_of(problem: StepProblem, parallelism: Parallelism, *, shares: bool = 
             known[key, counts] = _with_split(sharded, time, counts)
         times.append(known[key, counts])
     return Stages(problem, parallelism, layers, tuple(times), layer, data_parallel, sent_s, in_parts, sharing)
-
-
-def _beside_messages(layer: LayerTime, sharing: Sharings, message_s: float) -> LayerTime:
-    """Return the time of a layer that shares links with a message of `message_s` between stages in each part."""
-    if sharing.messages == (APART, APART):
-        return layer
-    parts = layer.forward.total_s, layer.backward.total_s + layer.recompute.total_s
-    pairs = zip(sharing.messages, parts, strict=True)
-    forward, backward = (PartTime(tensor_s=each.hides(part_s)[1] * message_s) for each, part_s in pairs)
-    return replace(layer, forward=layer.forward + forward, backward=layer.backward + backward)
 
 
 def _with_split(sharded: ShardedStage, time: StageTime, counts: tuple[float, ...]) -> StageTime:
