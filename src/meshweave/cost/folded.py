@@ -42,7 +42,7 @@ class FoldedMachine(Machine):
         return self.whole
 
     @cached_property
-    def _axes(self) -> dict[str, tuple[NetworkAxis, NetworkAxis]]:
+    def _axes(self) -> dict[str, tuple[NetworkAxis, NetworkAxis, NetworkAxis]]:
         return self.priced._axes
 
     @cached_property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -12,16 +12,18 @@ from numpy.typing import NDArray
 
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.units import to_ps
+from meshweave.cost.flows import Flows, torus_flows
 from meshweave.cost.placed import PlacedMeshes
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.levels import level_sizes
-from meshweave.describe.machine.links import CommConstants, NetworkAxis, slowest_axis
-from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, TorusNetwork
+from meshweave.describe.machine.links import ONE_DIRECTION, CommConstants, NetworkAxis, slowest_axis
+from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, SwitchNetwork, TorusNetwork
 from meshweave.describe.machine.tree import TreeNetwork
 from meshweave.ir.program import Program
 
 _MOST_PER_BYTE = 1 << 20
+_ONE = np.ones(1, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,7 @@ class Machine(PlacedMeshes):
 
     A mesh that a torus does not carry with neighbours next to each other is an error, unless it is `logical`: its
     messages then take the real links of several hops, and its axes have the constants of the slowest axis of the
-    network. Without contention a collective is then priced for members that are neighbours. Only
-    simulation with contention shows the cost of several hops.
+    network. Closed forms know how many messages of an axis pass each link (`flows`).
 
     `placement` is the chip of each global rank, a permutation of all chips. Paths, links between two ranks and
     the hosts of groups follow it; the network axis of a mesh axis does not.
@@ -98,8 +99,11 @@ class Machine(PlacedMeshes):
         return self
 
     @cached_property
-    def _axes(self) -> dict[str, tuple[NetworkAxis, NetworkAxis]]:
-        """Return the network axis under each mesh axis: with its links to itself, and with its share of them."""
+    def _axes(self) -> dict[str, tuple[NetworkAxis, NetworkAxis, NetworkAxis]]:
+        """Return the network axis under each mesh axis: with its links to itself, and with its share of them.
+
+        The third has the share of messages that go one way round.
+        """
         out = {}
         for mesh in self.meshes:
             ranks = np.array(mesh.ranks).reshape(mesh.shape)
@@ -107,11 +111,13 @@ class Machine(PlacedMeshes):
             for i, axis in enumerate(mesh.axes):
                 rows = np.moveaxis(ranks, i, -1).reshape(-1, mesh.shape[i])
                 self._require_neighbours(mesh, axis, rows)
-                out[f"{mesh.name}.{axis}"] = self._under(rows) or self._network_axes(
+                axes = self._under(rows) or self._network_axes(
                     i, len(mesh.shape), mesh.shape if is_whole else None
                 )
+                out[f"{mesh.name}.{axis}"] = self._with_hops(axes, rows)
             of_all = None if is_whole else self._under(ranks.reshape(1, -1))
-            out[mesh.name] = of_all or self._network_axes(0, len(mesh.shape), None)
+            own, shared = of_all or self._network_axes(0, len(mesh.shape), None)
+            out[mesh.name] = own, shared, shared
         return out
 
     def _require_neighbours(self, mesh: Mesh, axis: str, groups: NDArray[np.int64]) -> None:
@@ -164,11 +170,70 @@ class Machine(PlacedMeshes):
                 f"{error}; simulation can lay it there as a logical mesh (logical=True), where contention shows"
             ) from None
 
-    def axis(self, name: str, shared: bool = False) -> NetworkAxis:
+    def _with_hops(
+        self, axes: tuple[NetworkAxis, NetworkAxis], groups: NDArray[np.int64]
+    ) -> tuple[NetworkAxis, NetworkAxis, NetworkAxis]:
+        """Return the axes as `_axes` does: with the share of a message of the busiest link of a logical torus."""
+        own, shared = axes
+        if not isinstance(self.cluster.network, TorusNetwork):
+            return own, shared, shared
+
+        def limited(one_way: bool) -> NetworkAxis:
+            hops = self._hops(groups, one_way).values()
+            rate = min((rate / most for rate, counts in hops if (most := counts.max())), default=math.inf)
+            return shared if rate >= shared.link_bytes_per_s else replace(shared, link_bytes_per_s=rate)
+
+        return own, limited(False), limited(True)
+
+    def _hops(self, groups: NDArray[np.int64], one_way: bool) -> Flows:
+        """Return the flows of rings of groups of ranks, shape (groups, members), on a logical torus; else {}."""
+        if not self.logical or not isinstance(self.cluster.network, TorusNetwork) or groups.shape[1] == 1:
+            return {}
+        chips = groups if self.placement is None else np.array(self.placement)[groups]
+        counts = torus_flows(self._torus_shape, np.ascontiguousarray(chips), one_way)
+        axes = zip(self._torus_axes, counts, strict=True)
+        return {f"axis {i}": (axis.link_bytes_per_s, each) for i, (axis, each) in enumerate(axes)}
+
+    def flows(self, name: str, one_way: bool = False) -> Flows:
+        """Return how many messages of a mesh axis ("tp.row") pass each link while all its groups communicate.
+
+        Links are those of a logical torus, by axis; the port of a chip into a switch or a host; and all NICs of a
+        host together. {} on other networks, where closed forms know of no sharing. With `one_way` all go forwards.
+        """
+        if (name, one_way) not in self._flows:
+            self._flows[name, one_way] = self._flows_of(name, one_way)
+        return self._flows[name, one_way]
+
+    @cached_property
+    def _flows(self) -> dict[tuple[str, bool], Flows]:
+        return {}
+
+    def _flows_of(self, name: str, one_way: bool) -> Flows:
+        network = self.cluster.network
+        if isinstance(network, SwitchNetwork):
+            return {"port": (network.link.link_bytes_per_s, _ONE)}
+        if isinstance(network, TorusNetwork):
+            mesh_name, _, axis = name.rpartition(".")
+            mesh = next(mesh for mesh in self.meshes if mesh.name == mesh_name)
+            i, ranks = mesh.axes.index(axis), np.array(mesh.ranks).reshape(mesh.shape)
+            return self._hops(np.moveaxis(ranks, i, -1).reshape(-1, mesh.shape[i]), one_way)
+        span = self.lies(name)
+        if span is None or not isinstance(network, HostsNetwork):
+            return {}
+        out = {}
+        if span.per_host > 1:
+            out["port"] = network.intra.link_bytes_per_s, _ONE
+        if span.num_hosts > 1:
+            rate = network.nics_per_host * network.nic.link_bytes_per_s
+            out["nics"] = rate, span.groups_per_host * _ONE
+        return out
+
+    def axis(self, name: str, shared: bool = False, one_way: bool = False) -> NetworkAxis:
         """Return the network axis that a mesh axis runs over.
 
         With `shared` its links have the rate that one group of the mesh axis gets of them while all groups
-        communicate at once. Closed forms ask with `shared`; simulation with contention shares links itself.
+        communicate at once, with `one_way` in one direction. Closed forms ask with `shared`; simulation with
+        contention shares links itself.
 
         Args:
             name: a mesh axis, as "tp.row"; a mesh, as "tp", for the group of all its ranks; or "" for the axis
@@ -179,7 +244,7 @@ class Machine(PlacedMeshes):
             UnsupportedError: the machine has no meshes.
         """
         if name in self._axes:
-            return self._axes[name][shared]
+            return self._axes[name][shared + (shared and one_way)]
         if name and self._axes:
             raise LayoutError(f"no mesh has an axis '{name}': there are {', '.join(self._axes)}")
         if not self._axes:
@@ -193,7 +258,7 @@ class Machine(PlacedMeshes):
     def _constants_and_rate(self, axis: str, kind: str, shared: bool = False) -> tuple[CommConstants, int]:
         pair = self._rates.get((axis, kind, shared))
         if pair is None:
-            network_axis = self.axis(axis, shared)
+            network_axis = self.axis(axis, shared, kind in ONE_DIRECTION)
             constants = network_axis.comm(kind)
             rate = int(
                 min(constants.bytes_per_s, network_axis.num_directions * network_axis.link_bytes_per_s)

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.layout.shapes import factorisations
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, SwitchNetwork, TorusNetwork
@@ -132,7 +131,7 @@ class PlacedMeshes:
                 return network.shape
             return whole  # a torus may be turned to fit the mesh
         if self.logical and (whole is None or len(whole) > len(network.axes)):
-            return min(factorisations(num_chips, len(network.axes)), key=sum)  # nearest to a cube
+            return network.cube
         return whole or (num_chips,)
 
     def path(self, src: int, dst: int, route: int = 0) -> tuple[Link, ...]:

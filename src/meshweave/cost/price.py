@@ -133,13 +133,13 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
     elif work.kind in ("broadcast", "reduce"):  # D packets over P - 1 hops take P + D - 2 steps
         steps = count + work.packets - 2
         amount = steps * -(-part // work.packets)
-        axis = machine.axis(work.axis, shared)
+        axis = machine.axis(work.axis, shared, one_way=True)
         if axis.has_own_constants(kind):
             # These are of chains that follow and overlap each other, maybe beyond a link's rate in one direction;
             # but all of a part crosses one link, and no chain is faster than that.
             amount = max(amount, part * rate // int(axis.link_bytes_per_s))
         else:
-            rate = _one_direction_rate(rate, machine.axis(work.axis, shared))
+            rate = _one_direction_rate(rate, machine.axis(work.axis, shared, one_way=True))
     elif work.kind == "all_to_all":
         steps, amount = count - 1, _all_to_all_bytes(work, machine, shared)
         if isinstance(machine.cluster.network, HostsNetwork):
@@ -153,7 +153,7 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
         amount = steps * part
         if shares_links and steps > 1:  # the links themselves hold it back there
             return Price(launch, steps * sync, part, max(rate // steps, 1))
-        rate = _one_direction_rate(rate, machine.axis(work.axis, shared))
+        rate = _one_direction_rate(rate, machine.axis(work.axis, shared, one_way=True))
     return Price(launch, steps * sync, amount, rate)
 
 

@@ -85,7 +85,7 @@ def test_each_layer_and_micro_batch_exchanges_copies_at_the_price_of_the_estimat
     block = layer_block(step.problem, step.parallelism)
     taken = Counter(price(work_of(program, op), laid.machine).total_ps for op in copies)
     expected = {
-        price(work, block._machine).total_ps
+        price(work, block.machine).total_ps
         for work in block._transfers
         if work.kind in ("dispatch", "combine")
     }

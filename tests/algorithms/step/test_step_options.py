@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from meshweave.algorithms.step import Parallelism, StepProblem
 from meshweave.algorithms.step.options import PlanOptions, ProblemOptions, StepOptions
-from meshweave.algorithms.step.problem import SHORT_NAMES
+from meshweave.algorithms.step.user_names import SHORT_NAMES
 
 
 def test_every_attribute_has_its_keyword() -> None:

@@ -286,7 +286,7 @@ class BlockStage:
             after = unit
         if action.part != "input_grad":
             assert after is not None
-            yield from self.buckets.reductions_beside(*after)
+            yield from self.buckets.reductions_each(*after)
             sent = (self._gradient(0, at),) if self.number and action.part == "backward" else ()
             yield from self.buckets.waits_for_reductions(after[0], sent)
 
@@ -329,10 +329,10 @@ class BlockStage:
         (unit, number), part = layer, action.part
         program = unit.program(part)
         if part == "weight_grad":
-            yield from () if after is None else self.buckets.reductions_beside(*after)
+            yield from () if after is None else self.buckets.reductions_each(*after)
         else:
             is_reducing = after is not None and part == "backward"
-            then = self.buckets.reductions_beside(*after) if after is not None and is_reducing else ()
+            then = self.buckets.reductions_each(*after) if after is not None and is_reducing else ()
             yield from self.buckets.weights(unit, number, action.at, is_forward=part == "forward", then=then)
         if extra := unit.software_flops(part):
             ins = (streams["x" if "x" in streams else "z"],) if part == "forward" else ()

@@ -6,6 +6,7 @@ computes costs the same wherever its ranks lie, so prices of it are kept for all
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from meshweave.algorithms.block.node_writer import GRADIENTS
@@ -152,10 +153,7 @@ class PricedTasks:
             communication += durations[place]
             exchanges += durations[place] if isinstance(work, CopyExchange) else 0
             context += durations[place] if work.axis.endswith(_CONTEXT_AXIS) else 0
-        ends = [0] * len(durations)
-        alone = self._outside_products(durations) if self._hides else durations
-        follow(zip(range(len(ends)), alone, self._waits, strict=True), ends)
-        total = max(ends, default=0)
+        total = self._makespan(durations)
         exposed_s = to_s(max(total - self.computing_ps, 0))
         share = context / communication if communication else 0.0
         computing_s = to_s(total) - exposed_s
@@ -163,6 +161,41 @@ class PricedTasks:
             exposed_s = to_s(communication)
         part = PartTime(computing_s, exposed_s * (1 - share), exposed_s * share)
         return BlockTime(part, self.kernels, self.collectives, self.messages, to_s(exchanges))
+
+    def _makespan(self, durations: list[int]) -> int:
+        """Return the picoseconds in which tasks of these durations end."""
+        ends = [0] * len(durations)
+        alone = self._outside_products(durations) if self._hides else durations
+        follow(zip(range(len(ends)), alone, self._waits, strict=True), ends)
+        return max(ends, default=0)
+
+    @property
+    def axes(self) -> set[str]:
+        """Return the mesh axes ("mesh.axis") along which several ranks communicate."""
+        return {work.axis for _, work, _ in self._transfers if work.num_ranks > 1}
+
+    def beside(
+        self,
+        machine: Machine,
+        known: dict[Transfer, int],
+        waits: bool,
+        shared: Callable[[Transfer], tuple[int, int]],
+    ) -> tuple[int, int]:
+        """Return the picoseconds that tasks take longer beside other traffic, and those which that loses to them.
+
+        Args:
+            machine, known, waits: as of `time`.
+            shared: the same two of one transfer.
+        """
+        durations = self._priced(machine, known)
+        slowed, lost = durations.copy(), 0
+        for place, work, times in self._transfers:
+            more, less = shared(work)
+            slowed[place] += times * more
+            lost += times * less
+        if waits:
+            return sum(slowed) - sum(durations), lost
+        return self._makespan(slowed) - self._makespan(durations) if slowed != durations else 0, lost
 
     def _outside_products(self, durations: list[int]) -> list[int]:
         """Return what tasks take where the transfers of a product's parts run beside the other parts of it.

@@ -7,6 +7,7 @@ slices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, lru_cache
 
@@ -29,10 +30,13 @@ from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.routing import expert_ranks
 from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.base.errors import LayoutError
+from meshweave.base.units import to_s
+from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.describe.model.workload import Workload
 from meshweave.estimate.timeline import TaskSpan, task_spans
 from meshweave.ir.skeleton import Skeleton
+from meshweave.ir.work import Transfer
 
 
 @lru_cache(maxsize=8192)
@@ -100,6 +104,7 @@ class LayerBlock:
     Attributes:
         vocabulary: words of embedding and loss; 0 for a layer alone.
         products: the dtypes by which the three products of training are priced; None for the problem's dtype.
+        machine: its ranks.
     """
 
     def __init__(
@@ -117,7 +122,7 @@ class LayerBlock:
         self._experts = expert_ranks(problem, parallelism)
         has_experts = problem.model.layer.num_experts > 1
         axes = block_axes(parallelism), expert_axes(parallelism) if has_experts else ()
-        self._machine = machine_of(problem, *axes)
+        self.machine = machine_of(problem, *axes)
         self._transfers = problem.cache("transfers").setdefault(axes, {})
 
     @cached_property
@@ -177,7 +182,7 @@ class LayerBlock:
         if self._is_estimated:
             return None
         forward, whole = (self._tasks(training, self.config, "") for training in (False, True))
-        known = self._machine, self._transfers
+        known = self.machine, self._transfers
         return forward.issued(*known), whole.issued(*known, len(forward))
 
     @cached_property
@@ -190,6 +195,11 @@ class LayerBlock:
         Raises:
             LayoutError: the layer does not fit the strategy.
         """
+        priced = self._ring
+        return None if priced is None else priced.time(*self._placed).part
+
+    @cached_property
+    def _ring(self) -> PricedTasks | None:
         if self._ranks.context == 1 or self._is_estimated:
             return None
         flat = self._flat(False, self.config, "")
@@ -201,8 +211,27 @@ class LayerBlock:
             task._replace(after=tuple(other - first for other in task.after if other >= first))
             for task in flat[first : last + 1]
         ]
-        priced = PricedTasks(ring, self.products, self.problem)
-        return priced.time(self._machine, self._transfers, self.problem.stack.waits_for_tensor).part
+        return PricedTasks(ring, self.products, self.problem)
+
+    @property
+    def _placed(self) -> tuple[Machine, dict[Transfer, int], bool]:
+        return self.machine, self._transfers, self.problem.stack.waits_for_tensor
+
+    @property
+    def axes(self) -> set[str]:
+        """Return the mesh axes ("mesh.axis") along which tasks communicate that are priced one by one."""
+        return set() if self._is_estimated else self._tasks(True, self.config, "").axes
+
+    def beside(self, shared: Callable[[Transfer], tuple[int, int]]) -> tuple[tuple[float, float], ...]:
+        """Return `PricedTasks.beside` in seconds, of the forward part, of both parts together, and of `ring`.
+
+        (0, 0) of each where tasks are not priced one by one, and of `ring` where it is None.
+        """
+        parts: list[PricedTasks | None] = [None, None]
+        if not self._is_estimated:
+            parts = [self._tasks(training, self.config, "") for training in (False, True)]
+        of = (each.beside(*self._placed, shared) if each else (0, 0) for each in (*parts, self._ring))
+        return tuple((to_s(more), to_s(less)) for more, less in of)
 
     def piece(self, training: bool, piece: Piece) -> BlockTime:
         """Return the time of embedding or head without the layer, in the config of the layer.
@@ -229,7 +258,7 @@ class LayerBlock:
         Raises:
             LayoutError: the layer does not fit the strategy.
         """
-        machine = self._machine
+        machine = self.machine
         return task_spans(self._skeleton(True, self.config), lambda work: price(work, machine).total_ps)
 
     def _of(self, training: bool) -> BlockProblem:
@@ -244,11 +273,10 @@ class LayerBlock:
     def _time(self, training: bool, config: BlockConfig, part: BackwardPart = "") -> BlockTime:
         if self._is_estimated:
             return self._estimated(self._skeleton(training, config))
-        waits = self.problem.stack.waits_for_tensor
-        return self._tasks(training, config, part).time(self._machine, self._transfers, waits)
+        return self._tasks(training, config, part).time(*self._placed)
 
     def _estimated(self, skeleton: Skeleton) -> BlockTime:
-        return estimated(skeleton, self._machine, self.problem.stack.waits_for_tensor)
+        return estimated(skeleton, self.machine, self.problem.stack.waits_for_tensor)
 
     # --- one skeleton for all sizes -------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ What ZeRO shards is scattered over the first groups of replicas, one after the o
 Collectives run one after the other in a lane of their own, which overlaps with the layers. The share of each
 bucket that the software waits for overlaps with nothing. Where each micro-batch has collectives of its own, the
 first gather of an action starts with the action, and the action ends when all its gradients are reduced. A
-backward part gathers the weights of a layer before it reduces the gradients of the one after.
+backward part gathers the weights of a layer before it reduces the gradients of the one after, so that the share
+of a gather that overlaps does so also where the software waits for a share of each reduction.
 """
 
 from __future__ import annotations
@@ -202,8 +203,8 @@ class StageBuckets(BucketViews):
     def gradients(self, unit: Unit, layer: Index, at: Index) -> Iterator[Statement]:
         """Yield what follows a layer's gradients for micro-batch `at`: adding them up, and reductions.
 
-        Where each micro-batch reduces its gradients, the share of a reduction that overlaps with other work is
-        not among these (`reductions_beside`); else the exposed share is not (`end`).
+        Where each micro-batch reduces its gradients, reductions are not among these (`reductions_each`); else the
+        exposed share is not (`end`).
         """
         for each in unit.buckets:
             yield from self._added(each, layer, at)
@@ -218,23 +219,23 @@ class StageBuckets(BucketViews):
             else (f"accumulate_{unit.name}", (*terms, total))
         )
         yield Call(fn=fn, outs=(total,), ins=ins, lane=COMPUTE, name="accumulate gradients")
-        if not settings.reduces_each:
-            if ops := tuple(self._reductions(unit, layer, False)):
-                yield When(equal(at, self.last), ops)
-            return
-        yield from self._reductions(unit, layer, True)
-        beside, waited = runs_of(unit, settings)
-        if beside and waited:
-            yield self._reduced((self._own(unit, "dw", layer, waited),))
+        if not settings.reduces_each and (ops := tuple(self._reductions(unit, layer, False))):
+            yield When(equal(at, self.last), ops)
 
-    def reductions_beside(self, unit: Unit, layer: Index) -> Iterator[Op]:
-        """Yield the reductions of a layer's gradients that overlap with the statements that follow.
+    def reductions_each(self, unit: Unit, layer: Index) -> Iterator[Op]:
+        """Yield the reductions of a layer's gradients: the share that what follows waits for, then the other.
 
         There are some only where each micro-batch reduces its gradients (`reduces_each`).
         """
         for each in unit.buckets:
-            if self.settings_of(each).reduces_each:
-                yield from self._reductions(each, layer, False)
+            settings = self.settings_of(each)
+            if not settings.reduces_each:
+                continue
+            yield from self._reductions(each, layer, True)
+            yield from self._reductions(each, layer, False)
+            beside, waited = runs_of(each, settings)
+            if beside and waited:
+                yield self._reduced((self._own(each, "dw", layer, waited),))
 
     def waits_for_reductions(self, unit: Unit, sent: tuple[View, ...]) -> Iterator[Op]:
         """Yield a call that ends an action once the gradients of a unit's first layer are reduced.

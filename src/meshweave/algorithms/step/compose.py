@@ -24,13 +24,14 @@ from meshweave.algorithms.step.memory import (
     update_bytes,
 )
 from meshweave.algorithms.step.options import ProblemOptions, StepOptions
-from meshweave.algorithms.step.problem import SHORT_NAMES, Parallelism, StepProblem
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.quantizing import cast_weight_bytes
 from meshweave.algorithms.step.result import Step
 from meshweave.algorithms.step.stack_checks import check_parallelism, check_problem
 from meshweave.algorithms.step.stacks import default_stack, load_stack
 from meshweave.algorithms.step.stage_layers import layer_costs, rank_layers
 from meshweave.algorithms.step.stages import stages_of
+from meshweave.algorithms.step.user_names import SHORT_NAMES
 from meshweave.base.deprecated import renamed_keyword
 from meshweave.base.errors import LayoutError, require_known
 from meshweave.base.units import to_s
@@ -76,7 +77,7 @@ def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
         UnsupportedError: a strategy or schedule is unknown, or the machine cannot place its groups.
     """
     check_step(problem, parallelism)
-    stages = stages_of(problem, parallelism)
+    stages = stages_of(problem, parallelism, shares=False)
     update_s = update_times_s(problem, parallelism)
     first = {stages.stages_of(rank)[0] for rank in range(parallelism.pipeline)}  # the others end long before
     ends_s = [0.0 if stage in first else -math.inf for stage in range(parallelism.num_stages)]

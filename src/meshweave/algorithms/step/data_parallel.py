@@ -25,6 +25,7 @@ after c + n r: the recurrence that a skeleton of these tasks has.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshweave.algorithms.step.memory import (
@@ -36,6 +37,7 @@ from meshweave.algorithms.step.memory import (
 from meshweave.algorithms.step.placement import (
     Groups,
     collective_s,
+    collective_steps,
     expert_replica_groups,
     expert_sharding_groups,
     message_s,
@@ -44,6 +46,7 @@ from meshweave.algorithms.step.placement import (
 )
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.describe.machine.network import HostsNetwork
+from meshweave.ir.work import Transfer
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,49 @@ class DataParallelTime:
     table_s: float
     table_gather_s: float
     tied_s: float
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What a part of a layer, and collectives of weights that run beside it, take of each other's links.
+
+    Attributes:
+        added_s: seconds by which the part takes longer if bytes of such collectives flow all the time.
+        lost_s: seconds of these collectives by which they are then behind.
+        flowing: the share (0 to 1) of their seconds in which bytes flow.
+    """
+
+    added_s: float = 0.0
+    lost_s: float = 0.0
+    flowing: float = 1.0
+
+    def hides(self, part_s: float) -> tuple[float, float]:
+        """Return the seconds of collectives that a part of `part_s` hides, and what each of them adds to it."""
+        beside_s = part_s + self.added_s - self.lost_s
+        if self == APART or beside_s <= 0:
+            return part_s, 0.0
+        hidden_s = part_s / (self.flowing * part_s / beside_s + 1 - self.flowing)
+        return hidden_s, self.flowing * self.added_s / beside_s
+
+
+APART = Sharing()
+"""Of a part and collectives that share no links."""
+
+
+def mean_sharing(of: Sequence[Sharing], seconds: Sequence[float]) -> Sharing:
+    """Return the mean sharing of collectives that take so many seconds each."""
+    total = sum(seconds)
+    if not total or all(each == APART for each in of):
+        return APART
+    pairs = [(each, taken / total) for each, taken in zip(of, seconds, strict=True)]
+    flowing = sum(share * each.flowing for each, share in pairs)
+    if not flowing:
+        return APART
+    added_s, lost_s = (
+        sum(share * each.flowing * getattr(each, name) for each, share in pairs) / flowing
+        for name in ("added_s", "lost_s")
+    )
+    return Sharing(added_s, lost_s, flowing)
 
 
 def data_parallel_time(
@@ -148,11 +194,37 @@ def _reduce_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) ->
     """Return the seconds in which gradients of so many bytes are summed, and scattered under ZeRO."""
     if not num_bytes:
         return 0.0
+    return sum(_collective_s(problem, *each) for each in _reductions(problem, parallelism, num_bytes))
+
+
+def _reductions(
+    problem: StepProblem, parallelism: Parallelism, num_bytes: int
+) -> tuple[tuple[str, Groups, int], ...]:
+    """Return the (kind, groups, bytes) of the collectives that sum gradients, and scatter them under ZeRO."""
     if not parallelism.zero or sums_after(problem, parallelism):
-        return _collective_s(problem, "all_reduce", replica_groups(parallelism), num_bytes)
+        return (("all_reduce", replica_groups(parallelism), num_bytes),)
     shards, copies = sharding_groups(parallelism)
-    scattered_s = _collective_s(problem, "reduce_scatter", shards, num_bytes)
-    return scattered_s + _collective_s(problem, "all_reduce", copies, -(-num_bytes // parallelism.shards))
+    return (
+        ("reduce_scatter", shards, num_bytes),
+        ("all_reduce", copies, -(-num_bytes // parallelism.shards)),
+    )
+
+
+def lane_collectives(
+    problem: StepProblem, parallelism: Parallelism
+) -> tuple[tuple[tuple[Transfer, int], ...], tuple[tuple[Transfer, int], ...]]:
+    """Return the collectives of a layer's weights but experts', each with the chips between its neighbours.
+
+    The first gather weights, none without ZeRO; the second sum gradients. Of several kinds the first layer counts.
+    """
+    weights = kinds_parameters(problem, parallelism)[0].others
+    gathers: tuple[tuple[str, Groups, int], ...] = ()
+    if parallelism.zero:
+        shards, _ = sharding_groups(parallelism)
+        gathers = (("all_gather", shards, problem.gathered_bytes(weights)),)
+    sums = _reductions(problem, parallelism, weights * problem.gradient_bytes)
+    first, second = (tuple(step for each in of for step in collective_steps(*each)) for of in (gathers, sums))
+    return first, second
 
 
 def _collective_s(problem: StepProblem, kind: str, groups: Groups, num_bytes: int) -> float:
@@ -164,7 +236,12 @@ def _collective_s(problem: StepProblem, kind: str, groups: Groups, num_bytes: in
 
 
 def exposed_s(
-    layers: int, compute_s: float, communication_s: float, overlap: float, queued_s: float = 0.0
+    layers: int,
+    compute_s: float,
+    communication_s: float,
+    overlap: float,
+    queued_s: float = 0.0,
+    sharing: Sharing = APART,
 ) -> float:
     """Return the seconds by which communication lengthens the computing of `layers` layers, one after the other.
 
@@ -176,17 +253,34 @@ def exposed_s(
         compute_s, communication_s: seconds of one layer.
         overlap: share (0 to 1) of the communication that may overlap with the computing of other layers.
         queued_s: seconds of other communication in the same lane, before that of the layers (in reverse: after).
+        sharing: what a layer's computing and this communication take of each other's links.
     """
     waits_s = (1 - overlap) * (layers * communication_s + queued_s)
-    hidden, before = overlap * communication_s, overlap * queued_s
-    tail = before + layers * (hidden - compute_s)
+    return waits_s + sum(beside_s(layers, compute_s, overlap * communication_s, overlap * queued_s, sharing))
+
+
+def beside_s(
+    layers: int, compute_s: float, communication_s: float, queued_s: float, sharing: Sharing
+) -> tuple[float, float]:
+    """Return the seconds by which communication ends after the layers, and by which it makes these longer.
+
+    The arguments are those of `exposed_s`; all of the communication overlaps with the layers.
+    """
+    hides_s, slows = sharing.hides(compute_s)
+    tail = queued_s + layers * (communication_s - hides_s)
     if layers:
-        tail = max(tail, hidden, compute_s + layers * (hidden - compute_s))
-    return max(tail, 0.0) + waits_s
+        tail = max(tail, communication_s, hides_s + layers * (communication_s - hides_s))
+    tail = max(tail, 0.0)
+    return tail, slows * (queued_s + layers * communication_s - tail)
 
 
 def exposed_both_s(
-    layers: int, compute_s: float, moved_s: tuple[float, float], overlap: float, queued_s: float = 0.0
+    layers: int,
+    compute_s: float,
+    moved_s: tuple[float, float],
+    overlap: float,
+    queued_s: float = 0.0,
+    sharing: tuple[Sharing, Sharing] = (APART, APART),
 ) -> float:
     """Return the seconds by which gathers and reductions lengthen the backward part of `layers` layers.
 
@@ -197,11 +291,15 @@ def exposed_both_s(
     Args:
         layers, compute_s, overlap, queued_s: as of `exposed_s`.
         moved_s: seconds of the gather and of the reduction of one layer.
+        sharing: that of `exposed_s`, of gathers and of reductions.
     """
+    both = mean_sharing(sharing, moved_s)
     if layers < 2 or not all(moved_s):
-        return exposed_s(layers, compute_s, sum(moved_s), overlap, queued_s)
+        return exposed_s(layers, compute_s, sum(moved_s), overlap, queued_s, both)
+    hides_s, slows = both.hides(compute_s)
     gather_s, reduce_s = (overlap * each for each in moved_s)
-    moving_s = max(compute_s, overlap * queued_s + gather_s) + max(compute_s, reduce_s)
+    moving_s = max(hides_s, overlap * queued_s + gather_s) + max(hides_s, reduce_s)
     moving_s += (layers - 2) * (gather_s + reduce_s)
     waits_s = (1 - overlap) * (layers * sum(moved_s) + queued_s)
-    return gather_s + reduce_s + max(moving_s - layers * compute_s, 0.0) + waits_s
+    tail = gather_s + reduce_s + max(moving_s - layers * hides_s, 0.0)
+    return tail + slows * max(layers * (gather_s + reduce_s) + overlap * queued_s - tail, 0.0) + waits_s

@@ -4,13 +4,14 @@ The chips of a cluster are one mesh. A degree of `size` ranks, `stride` chips ap
 groups of an axis communicate at once: those that leave a host share its NICs (`cost.machine`, `cost.libraries`).
 A price depends on sizes and strides alone, so on a network of hosts the first hosts stand for the cluster: those
 after which groups lie on hosts as they did before.
-On a torus whose axes are not those of the mesh, groups are priced as if their members were neighbours.
+A torus has the shape nearest to a cube, and messages of several hops share its links (`Machine.flows`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -24,7 +25,7 @@ from meshweave.cost.price import price
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.levels import level_sizes
-from meshweave.describe.machine.network import HostsNetwork
+from meshweave.describe.machine.network import HostsNetwork, TorusNetwork
 from meshweave.ir.work import Transfer
 
 Axis = tuple[str, int, int]
@@ -79,6 +80,8 @@ def _part(cluster: Cluster, block: int) -> Cluster:
     Groups of a block that is no part of a host cross hosts, each elsewhere, and the slowest sets the pace of all.
     """
     network = cluster.network
+    if isinstance(network, TorusNetwork):  # in the shape in which a step is simulated
+        return replace(cluster, network=replace(network, shape=network.cube, reconfigurable=False))
     if not isinstance(network, HostsNetwork):
         return cluster
     chips = math.lcm(block, network.chips_per_host)
@@ -273,13 +276,18 @@ def collective_s(problem: StepProblem, kind: str, groups: Sequence[tuple[int, in
     known = problem.cache("collectives")
     key = kind, tuple(groups), num_bytes
     if key not in known:
-        total, left = 0.0, num_bytes
-        for size, stride in groups:
-            part = left if kind == "all_reduce" else -(-left // size)
-            total += _transfer_s(problem, Transfer(kind, f"{MESH}.row", size, part), stride)
-            left = left if kind == "all_reduce" else part
-        known[key] = total
+        known[key] = sum(_transfer_s(problem, *each) for each in collective_steps(kind, groups, num_bytes))
     return float(known[key])
+
+
+def collective_steps(
+    kind: str, groups: Sequence[tuple[int, int]], num_bytes: int
+) -> Iterator[tuple[Transfer, int]]:
+    """Yield the collective of each of the groups of `collective_s`, and the chips between its neighbours."""
+    for size, stride in groups:
+        part = num_bytes if kind == "all_reduce" else -(-num_bytes // size)
+        yield Transfer(kind, f"{MESH}.row", size, part), stride
+        num_bytes = part
 
 
 def message_s(problem: StepProblem, size: int, stride: int, num_bytes: int) -> float:

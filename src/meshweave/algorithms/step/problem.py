@@ -31,16 +31,6 @@ Result = TypeVar("Result")
 Degree = Literal["tensor", "context", "data", "pipeline"]
 DEGREES: tuple[Degree, ...] = ("tensor", "context", "data", "pipeline")
 """The degrees, innermost first: neighbouring chips are of one tensor-parallel group."""
-SHORT_NAMES = {
-    "tp": "tensor",
-    "pp": "pipeline",
-    "dp": "data",
-    "cp": "context",
-    "vp": "virtual_stages",
-    "ep": "expert",
-    "etp": "expert_tensor",
-}
-"""What users call the degrees and the virtual stages, and the attributes of `Parallelism` that have them."""
 
 _STATES = {"adam": (2, 4), "adam-bf16": (2, 2), "adam-8bit": (2, 1), "sgd": (0, 4), "momentum": (1, 4)}
 OPTIMIZERS = {name: OptimizerStates(*each) for name, each in _STATES.items()}
@@ -91,7 +81,7 @@ class Parallelism:
     expert_tensor: int = 1
 
     def __post_init__(self) -> None:
-        for name in (
+        for name in [
             "data",
             "pipeline",
             "context",
@@ -99,7 +89,7 @@ class Parallelism:
             "micro_batch",
             "expert",
             "expert_tensor",
-        ):
+        ]:
             if getattr(self, name) < 1:
                 raise LayoutError(f"parallelism: {name} is {getattr(self, name)}; give at least 1")
         if min(self.tensor_mesh) < 1:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshweave.algorithms.step.data_parallel import DataParallelTime, exposed_both_s
+from meshweave.algorithms.step.data_parallel import APART, DataParallelTime, Sharing, exposed_both_s
 from meshweave.algorithms.step.layers import LayerTime
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.sharing import Sharings
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class ShardedStage:
         of: the collectives of a layer and of a table.
         ends: the times of embedding and head, of which the stage has those that `key` says. The first gather and
             the last reduction of a part overlap with them.
+        sharing: what collectives and parts of a layer take of each other's links.
     """
 
     problem: StepProblem
@@ -25,6 +27,7 @@ class ShardedStage:
     key: tuple[int, bool, bool]
     of: DataParallelTime
     ends: tuple[LayerTime, LayerTime]
+    sharing: Sharings
 
     def _added_s(
         self,
@@ -32,6 +35,7 @@ class ShardedStage:
         compute_s: float,
         moved_s: tuple[float, float],
         table_s: float,
+        sharing: tuple[Sharing, Sharing],
         *beside: tuple[bool, float, float],
     ) -> float:
         """Return the seconds by which a part is longer whose layers compute and move so long each.
@@ -40,6 +44,7 @@ class ShardedStage:
             overlap: share (0 to 1) of the collectives that may overlap with other work.
             moved_s: seconds of the gather and of the reduction of a layer.
             table_s: seconds of a table's collective.
+            sharing: of gathers and of reductions with the part of a layer.
             beside: (whether the stage has an end of the model, seconds of a collective before or after all layers,
                 seconds of that end, which hide it).
         """
@@ -48,7 +53,7 @@ class ShardedStage:
         alone, queued = (
             (is_first + head, 0) if self.problem.stack.sharding != "zero" else (int(is_first), head)
         )
-        exposed = exposed_both_s(count, compute_s, moved_s, overlap, queued * table_s)
+        exposed = exposed_both_s(count, compute_s, moved_s, overlap, queued * table_s, sharing)
         hidden = sum(min(overlap * move_s, end_s) for is_here, move_s, end_s in beside if is_here and count)
         return alone * table_s + max(exposed - hidden, 0.0)
 
@@ -60,7 +65,14 @@ class ShardedStage:
         gather_s, end_s = self.of.gather_s, self.ends[0].forward.total_s
         overlap = 0.0 if stack.waits_for_gathers else stack.overlap
         beside = self.key[1], gather_s, end_s
-        return self._added_s(overlap, compute_s, (gather_s, 0.0), self.of.table_gather_s, beside)
+        return self._added_s(
+            overlap,
+            compute_s,
+            (gather_s, 0.0),
+            self.of.table_gather_s,
+            (self.sharing.gathers[0], APART),
+            beside,
+        )
 
     def reduces_s(self, compute_s: float, parts: tuple[bool, bool] = (True, True)) -> float:
         """Return the seconds that gathers and reductions add to a backward part of `compute_s` seconds a layer.
@@ -80,5 +92,9 @@ class ShardedStage:
             waited_s, again_s, reduce_s = again_s + shared_s, 0.0, reduce_s - shared_s
         backs_s = [end.backward.total_s for end in self.ends]
         beside = (self.key[1], reduce_s, backs_s[0]), (self.key[2], again_s, backs_s[1])
-        added_s = self._added_s(stack.overlap, compute_s, (again_s, reduce_s), table_s, *beside)
+        sharing = (
+            (APART, APART) if parts == (False, True) else (self.sharing.gathers[1], self.sharing.sums)
+        )  # it has no transfers
+        moved_s = again_s, reduce_s
+        added_s = self._added_s(stack.overlap, compute_s, moved_s, table_s, sharing, *beside)
         return self.key[0] * waited_s + added_s

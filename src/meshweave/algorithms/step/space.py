@@ -34,13 +34,6 @@ from meshweave.describe.model.memory import RECOMPUTES, Recompute
 
 Tensor = int | tuple[int, int]
 """A tensor degree: the ranks of a one-dimensional strategy, or the mesh (d1, d2) of another."""
-FIELDS_OF_SPACE = {
-    "strategy": "strategies",
-    "schedule": "schedules",
-    "order": "orders",
-    "micro_batch": "micro_batches",
-}
-"""What users call attributes of `SpaceOptions` of which they give one, and the attributes; see `SHORT_NAMES`."""
 MIN_CONTEXT_TOKENS = 128
 MAX_MICRO_BATCH = 64
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.step.block_tasks import PartTime
 from meshweave.algorithms.step.data_parallel import (
+    APART,
     DataParallelTime,
+    beside_s,
     data_parallel_time,
     exposed_s,
     sums_after,
@@ -34,6 +37,7 @@ from meshweave.algorithms.step.pipeline import (
 from meshweave.algorithms.step.placement import boundaries_s
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.sharded_stage import ShardedStage
+from meshweave.algorithms.step.sharing import Sharings, beside_messages, sharings
 from meshweave.algorithms.step.stage_layers import layer_costs, stage_kinds, stage_layers
 from meshweave.base.units import to_ps
 
@@ -92,6 +96,7 @@ class Stages:
         data_parallel: collectives of one layer's weights, the mean over kinds.
         transfers_s: seconds of the transfer of a micro-batch from each stage to the next, 0 within a rank.
         sends_parts: whether a residual that all tensor-parallel ranks have is sent in parts and gathered.
+        sharing: what collectives of weights and layers beside them take of each other's links.
     """
 
     problem: StepProblem
@@ -102,6 +107,7 @@ class Stages:
     data_parallel: DataParallelTime
     transfers_s: tuple[float, ...]
     sends_parts: bool
+    sharing: Sharings
 
     @property
     def micro_batches(self) -> int:
@@ -190,7 +196,9 @@ class Stages:
                 lane_s += table_s if stage == 0 else 0.0
                 queued_s = table_s if self._has_own_head(stage) else 0.0
                 gather_s = of.data_parallel.gather_s
-                out[stage] = lane_s + exposed_s(count, of.layer_s[0], gather_s, overlap, queued_s)
+                out[stage] = lane_s + exposed_s(
+                    count, of.layer_s[0], gather_s, overlap, queued_s, self.sharing.gathers[0]
+                )
                 lane_s += count * gather_s + queued_s
             for stage in own if overlap == 0 else ():
                 out[stage] = lane_s
@@ -214,21 +222,46 @@ class Stages:
         after_all_s = self.data_parallel.tied_s if rank in (0, self.stage_ranks[-1]) else 0.0
         if p.zero >= 2:
             return after_all_s  # each micro-batch has its own
-        overlap = 0.0 if sums_after(self.problem, p) else self.problem.stack.overlap
+        overlap, of_stages = self._reduces_beside, self._reduced_s
         own, lane_s = sorted(self.stages_of(rank), key=lambda stage: ends_s[stage]), -math.inf
         for stage in own:
-            count, of, table_s = self.layers[stage], self.times[stage], self.data_parallel.table_s
-            compute_s, reduce_s = of.layer_s[1], of.data_parallel.reduce_s
-            head_s, first_s = (table_s if has else 0.0 for has in (self._has_own_head(stage), stage == 0))
-            shown_s = exposed_s(count, compute_s, overlap * reduce_s, 1.0, overlap * head_s)
-            lane_s = max(lane_s + overlap * (head_s + count * reduce_s), ends_s[stage] + shown_s)
-            lane_s += overlap * first_s
-            after_all_s += (1 - overlap) * (head_s + count * reduce_s + first_s)
+            before_s, layers_s, last_s, shown_s = of_stages[stage]
+            lane_s = max(lane_s + overlap * (before_s + layers_s), ends_s[stage] + shown_s)
+            lane_s += overlap * last_s
+            after_all_s += (1 - overlap) * (before_s + layers_s + last_s)
         return max(lane_s - ends_s[own[-1]], 0.0) + after_all_s
 
+    @property
+    def _reduces_beside(self) -> float:
+        """Return the share of reductions, those of the last micro-batch, that run beside its backward part."""
+        return 0.0 if sums_after(self.problem, self.parallelism) else self.problem.stack.overlap
 
-def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
+    @cached_property
+    def _reduced_s(self) -> list[tuple[float, float, float, float]]:
+        """Return for each stage the seconds of reductions of a head's table, of its layers, and of an embedding.
+
+        The last are the seconds from the stage's end, by `pipeline`, to that of reductions of its layers:
+        these make last backward parts longer, of which those of later stages come before.
+        """
+        overlap, table_s, late_s = self._reduces_beside, self.data_parallel.table_s, 0.0
+        out = []
+        for stage in reversed(range(len(self.times))):
+            count, of = self.layers[stage], self.times[stage]
+            head_s, first_s = (table_s if has else 0.0 for has in (self._has_own_head(stage), stage == 0))
+            layers_s = count * of.data_parallel.reduce_s
+            sharing = self.sharing.sums if of.split_s is None else APART
+            moved_s = overlap * layers_s / max(count, 1), overlap * head_s
+            after_s, slowed_s = beside_s(count, of.layer_s[1], *moved_s, sharing)
+            late_s += slowed_s
+            out.append((head_s, layers_s, first_s, late_s + after_s))
+        return out[::-1]
+
+
+def stages_of(problem: StepProblem, parallelism: Parallelism, *, shares: bool = True) -> Stages:
     """Return the stages of a step and their times.
+
+    Args:
+        shares: whether layers and what runs beside them share links; without, steps take no longer.
 
     Raises:
         UnsupportedError: there is no such strategy.
@@ -237,6 +270,14 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
     layers = stage_layers(problem.model.num_layers, parallelism.num_stages, layer_costs(problem))
     layer, ends = layer_time(problem, parallelism), ends_time(problem, parallelism)
     data_parallel = data_parallel_time(problem, parallelism)
+    sharing = sharings(problem, parallelism) if shares else Sharings()
+    sent_s: tuple[float, ...] = ()
+    in_parts = False
+    if parallelism.pipeline > 1:
+        ranks = ranks_of_stages(parallelism.schedule, parallelism.pipeline, parallelism.virtual_stages)
+        sent, is_whole = boundary_bytes(problem, parallelism), residual_is_whole(parallelism)
+        sent_s, in_parts = boundaries_s(problem, parallelism, ranks, sent, is_whole)
+    message_s = max(sent_s, default=0.0)
     known: dict[tuple[tuple[int, bool, bool], tuple[float, ...]], StageTime] = {}
     kinds = stage_kinds(problem, layers)
     times = []
@@ -246,8 +287,9 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
         if (key, counts) not in known:
             own = mean_layer_time(problem, parallelism, counts) if counts else layer
             of_replicas = data_parallel_time(problem, parallelism, counts) if counts else data_parallel
+            own = beside_messages(own, sharing, message_s / max(count, 1))
             at_ends = [end for end, is_here in zip(ends, key[1:], strict=True) if is_here]
-            sharded = ShardedStage(problem, parallelism, key, of_replicas, ends)
+            sharded = ShardedStage(problem, parallelism, key, of_replicas, ends, sharing)
             back_s = own.backward.total_s + own.recompute.total_s
             exposed = sharded.gathers_s(own.forward.total_s), sharded.reduces_s(back_s)
             time = _stage_time(count, own, at_ends, of_replicas, *exposed)
@@ -255,12 +297,7 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
             time = _with_host(time, count, issued_s, pools=not problem.stack.blocks_transfers)
             known[key, counts] = _with_split(sharded, time, counts)
         times.append(known[key, counts])
-    transfers: tuple[tuple[float, ...], bool] = (), False
-    if parallelism.pipeline > 1:
-        ranks = ranks_of_stages(parallelism.schedule, parallelism.pipeline, parallelism.virtual_stages)
-        sent, is_whole = boundary_bytes(problem, parallelism), residual_is_whole(parallelism)
-        transfers = boundaries_s(problem, parallelism, ranks, sent, is_whole)
-    return Stages(problem, parallelism, layers, tuple(times), layer, data_parallel, *transfers)
+    return Stages(problem, parallelism, layers, tuple(times), layer, data_parallel, sent_s, in_parts, sharing)
 
 
 def _with_split(sharded: ShardedStage, time: StageTime, counts: tuple[float, ...]) -> StageTime:

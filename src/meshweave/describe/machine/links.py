@@ -30,7 +30,8 @@ _FALLBACK: dict[str, tuple[str, ...]] = {
     "accumulate": ("send_recv", "all_gather", "reduce_scatter"),
 }
 
-_ONE_DIRECTION = ("broadcast", "reduce", "send_recv", "accumulate")
+ONE_DIRECTION = ("broadcast", "reduce", "send_recv", "accumulate")
+"""Kinds whose messages go one way round a ring."""
 
 
 def require_at_least(owner: str, low: float, **values: float) -> None:
@@ -122,10 +123,10 @@ class NetworkAxis:
         for candidate in (kind, *_FALLBACK[kind]):
             if candidate in own:
                 constants = own[candidate]
-                if kind in _ONE_DIRECTION and candidate not in _ONE_DIRECTION and self.num_directions == 2:
+                if kind in ONE_DIRECTION and candidate not in ONE_DIRECTION and self.num_directions == 2:
                     return replace(constants, bytes_per_s=max(constants.bytes_per_s / 2, 1.0))
                 return constants
-        directions = 1 if kind in _ONE_DIRECTION else self.num_directions
+        directions = 1 if kind in ONE_DIRECTION else self.num_directions
         return CommConstants(directions * self.link_bytes_per_s, self.link_latency_s, self.launch_s)
 
     @property

@@ -76,6 +76,11 @@ class TorusNetwork:
         """Return the number of chips of the whole network."""
         return self.chips
 
+    @property
+    def cube(self) -> tuple[int, ...]:
+        """Return its shape; of a reconfigurable torus the one nearest to a cube."""
+        return self.shape or min(factorisations(self.chips, len(self.axes)), key=sum)
+
     def _axis_assignments(self, num_dims: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Yield each assignment of torus axes to mesh axes, with the mesh shape that it makes."""
         assert self.shape is not None

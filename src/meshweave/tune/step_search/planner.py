@@ -18,10 +18,10 @@ from meshweave.algorithms.step import (
 )
 from meshweave.algorithms.step.ceiling import rate_ceiling
 from meshweave.algorithms.step.options import PlanOptions, ProblemOptions
-from meshweave.algorithms.step.problem import SHORT_NAMES
-from meshweave.algorithms.step.space import FIELDS_OF_SPACE, SpaceOptions, StepSpace
+from meshweave.algorithms.step.space import SpaceOptions, StepSpace
 from meshweave.algorithms.step.stack_checks import check_problem
 from meshweave.algorithms.step.stacks import IDEAL, default_stack
+from meshweave.algorithms.step.user_names import FIELDS_OF_SPACE, SHORT_NAMES
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.deprecated import renamed_keyword
 from meshweave.base.errors import (

@@ -9,8 +9,12 @@ from functools import partial
 from itertools import islice, product
 
 from meshweave.algorithms.step.checks import can_be_laid_out
-from meshweave.algorithms.step.problem import SHORT_NAMES
-from meshweave.algorithms.step.space import FIELDS_OF_SPACE, MIN_CONTEXT_TOKENS, StepSpace, ranks_of
+from meshweave.algorithms.step.space import (
+    MIN_CONTEXT_TOKENS,
+    StepSpace,
+    ranks_of,
+)
+from meshweave.algorithms.step.user_names import FIELDS_OF_SPACE, SHORT_NAMES
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.units import format_bytes, format_s
 from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
