@@ -91,7 +91,7 @@ def reference(program: Program, inputs: Tensors) -> dict[str, Array]:
 
 
 def _product(left: Array, right: Array, dtype: str) -> Array:
-    """Return left @ right in a program's `dtype`; integers are summed in int64, as the operands may not hold it."""
+    """Return left @ right in a program's `dtype`; integers are summed in int64: operands may not hold it."""
     wide = np.int64 if left.dtype.kind in "iu" and right.dtype.kind in "iu" else None
     return np.asarray(np.matmul(left, right, dtype=wide)).astype(numpy_dtype(dtype))
 
