@@ -18,6 +18,7 @@ from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
 from meshweave.execute.numpy import local_inputs
+from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
 from meshweave.tune import plan_model
@@ -132,3 +133,51 @@ def test_a_small_layer_is_left_alone() -> None:
 def test_inputs_are_the_same_on_every_rank_and_differ_from_each_other() -> None:
     assert (random_tensor("a", (8, 8), "float32", 1) == random_tensor("a", (8, 8), "float32", 1)).all()
     assert (random_tensor("a", (8, 8), "float32", 1) != random_tensor("b", (8, 8), "float32", 1)).any()
+
+
+PRODUCT = """
+program("product of {first}")
+tp = mesh(({count},), ("x",), ranks={ranks})
+A = tensor((8, {k}), "{dtype}")
+B = tensor(({k}, 8), "{dtype}")
+C = tensor((8, 8), "{out}")
+computes(C, product(A, B))
+a = input(A, tp[S(0)])
+b = input(B, tp[R])
+c = output(C, tp[S(0)])
+compute = lane()
+with tp:
+    matmul(c, a, b, lane=compute)
+"""
+
+
+def product_of(count: int, *, first: int = 0, k: int = 16, dtype: str = "float32", out: str = "") -> Program:
+    ranks = tuple(range(first, first + count))
+    text = PRODUCT.format(first=first, count=count, ranks=ranks, k=k, dtype=dtype, out=out or dtype)
+    return parse(text)
+
+
+def test_the_reference_of_small_integers_does_not_overflow() -> None:
+    """A product of int8 with int32 results is summed in these, whatever the operands hold."""
+    program = product_of(1, k=4096, dtype="int8", out="int32")
+    inputs = random_inputs(program, 0)
+    whole = reference(program, inputs)["C"]
+    assert whole.dtype == np.int32 and np.abs(whole).max() > 127
+    assert (whole == inputs["A"].astype(np.int32) @ inputs["B"].astype(np.int32)).all()
+    assert (expected_shard(program, inputs, "c", 0) == whole).all()
+    assert not check.verify(program, on_processes=False).num_wrong
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [("bfloat16", 2**8), ("float16", 2**11)])
+def test_halves_hold_the_sums_of_their_random_inputs(dtype: str, exact: int) -> None:
+    program = product_of(1, k=1024, dtype=dtype)
+    assert np.abs(reference(program, random_inputs(program, 0))["C"]).max() <= exact
+
+
+@pytest.mark.gloo
+def test_programs_on_some_of_the_processes_are_verified() -> None:
+    pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+    programs = [product_of(1), product_of(2, first=1), product_of(3, k=1024, dtype="bfloat16")]
+    report = check.verify(programs)
+    assert [item.failed for item in report.verifications] == [""] * 3
+    assert [item.error_on_processes for item in report.verifications] == [0.0] * 3

@@ -73,3 +73,24 @@ def test_batched_products_equal_the_numpy_run(data):
     bound = bind(program, 0, tensors, context=TorchContext())
     bound.run()
     np.testing.assert_array_equal(bound.outputs["c"].numpy(), expected)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (2, 64, 64)])
+def test_a_product_may_be_given_the_memory_of_its_operand(shape: tuple[int, ...]) -> None:
+    program = parse(f"""
+program("in place")
+tp = mesh((1,), ("x",))
+A = tensor({shape}, "float32")
+B = tensor({shape}, "float32")
+C = tensor({shape}, "float32")
+a = input(A, tp[R])
+b = input(B, tp[R])
+c = output(C, tp[R])
+compute = lane()
+with tp:
+    matmul(c, a, b, lane=compute)
+""")
+    a, b = (torch.randint(-3, 4, shape).float() for _ in "ab")
+    wanted = a @ b
+    bind(program, 0, {"a": a, "b": b, "c": a}, context=TorchContext()).run()
+    assert torch.equal(a, wanted)

@@ -176,3 +176,27 @@ def test_printing_imports_no_jax() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert "def on_device(a: Array, b: Array)" in done.stdout
+
+
+@pytest.mark.parametrize(("op", "text"), [("sum", "b.sum(0)"), ("max", "b.max(0)"), ("min", "b.min(0)")])
+def test_terms_of_an_output_are_reduced_by_their_op(op: str, text: str) -> None:
+    source = jax_source(mw.parse(terms_program(f'P("{op}")')))
+    assert f"return {text}\n" in source
+
+
+def test_terms_of_two_reductions_are_refused() -> None:
+    with pytest.raises(mw.errors.UnsupportedError, match="terms for max and sum"):
+        jax_source(mw.parse(terms_program('P("max"), P("sum")', '(2, 2), ("x", "y")', "R, R")))
+
+
+def terms_program(out: str, mesh: str = '(2,), ("x",)', given: str = "R") -> str:
+    return f"""
+program("terms")
+tp = mesh({mesh})
+A = tensor((4, 4), "float32")
+a = input(A, tp[{given}])
+b = output(A, tp[{out}])
+compute = lane()
+with tp:
+    copy(b, a, lane=compute)
+"""

@@ -193,3 +193,20 @@ def test_what_a_chain_cannot_do_is_refused(line: str, message: str) -> None:
     head = ONE.format(kind="broadcast", count=2, packets=1, times=1).splitlines()[:-2]
     with pytest.raises(ProgramError, match=message):
         lower_chains(parse("\n".join([*head, f"    {line}"])))
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "reduce"])
+def test_a_chain_of_nothing_has_no_packets(kind: str) -> None:
+    program = parse(f"""
+program("nothing")
+tp = mesh((3,), ("x",))
+A = tensor((0, 8), "float32")
+a = input(A, tp[R])
+b = output(A, tp[R])
+net = lane()
+with tp:
+    {kind}(b, a, over="tp.x", root=1, packets=2, lane=net)
+""")
+    lowered = lower_chains(program)
+    validate(lowered, labels=False)
+    assert not any(isinstance(op, Send) for op in lowered.ops())

@@ -22,6 +22,7 @@ from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Get
+from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_one_sided, read_in_place
 from meshweave.simulate import simulate
 from plain_simulator import reference
@@ -81,3 +82,31 @@ def test_what_reads_in_place_is_not_timed_as_if_it_were_local() -> None:
     for run in (simulate, reference.simulate):
         with pytest.raises(UnsupportedError, match="in place, which has no price"):
             run(program, machine)
+
+
+def test_a_get_whose_target_others_read_stays() -> None:
+    """Rank 1 gets from rank 0's scratch what rank 0 has got from rank 1: without the first get it is unwritten."""
+    program = parse("""
+program("hop")
+tp = mesh((2,), ("x",))
+A = tensor((4, 4), "float32")
+D = tensor((8, 4), "float32")
+a = input(A, tp[R])
+s = scratch((4, 4), "float32", on=tp)
+u = scratch((4, 4), "float32", on=tp)
+v = scratch((4, 4), "float32", on=tp)
+d = output(D, tp[S(0)])
+net = lane()
+with tp:
+    get(s, at((tp.x + 1) % 2, a), lane=net)
+    copy(u, s, lane=net)
+    fence(over="tp", lane=net)
+    get(v, at((tp.x + 1) % 2, s), lane=net)
+    copy(d, v, lane=net)
+    add(d, u, lane=net)
+""")
+    validate(program, labels=False)
+    inputs = {"A": np.arange(16, dtype=np.float32).reshape(4, 4)}
+    validate(read_in_place(program), labels=False)
+    direct = run_numpy(read_in_place(program), inputs).outputs["D"]
+    np.testing.assert_array_equal(direct, np.concatenate([2 * inputs["A"]] * 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +24,7 @@ from meshweave.ir.program import Program
 from meshweave.ir.program.ops import AllGather, Copy, Fence, Permute, ReduceScatter
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
-from meshweave.lower import linearise, lower_one_sided, lower_rings, write_out_per_rank
+from meshweave.lower import linearise, lower_one_sided, lower_rings, write_out_per_rank, write_out_tiles
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ONE_SIDED = ["universal_c", "universal_b", "t3_ring"]
@@ -209,3 +210,80 @@ with q:
 """
     with pytest.raises(ProgramError, match=r"a ring moves boxes, not a\[blocked.*buffer a\)"):
         lower_rings(parse(text))
+
+
+@pytest.mark.parametrize(
+    ("part", "dim", "shape"),
+    [("a[0:2, :]", 1, (2, 8)), ("a[:, 0:2]", 0, (8, 2))],
+    ids=["shorter", "other dim"],
+)
+@pytest.mark.parametrize("num_directions", [1, 2])
+def test_rings_of_one_buffer_have_inboxes_of_their_shapes(
+    part: str, dim: int, shape: tuple[int, ...], num_directions: Literal[1, 2]
+) -> None:
+    program = parse(f"""
+program("two scatters")
+tp = mesh((4,), ("x",))
+A = tensor((8, 8), "float32")
+B = tensor((8, 8), "float32")
+C = tensor({shape}, "float32")
+a = input(A, tp[R])
+a_ring = scratch((1,), "float32", on=tp)
+b = output(B, tp[S(1)])
+c = output(C, tp[S({dim})])
+net = lane()
+with tp:
+    reduce_scatter(b, a, dim=1, over="tp.x", lane=net)
+    reduce_scatter(c, {part}, dim={dim}, over="tp.x", lane=net)
+""")
+    inputs = {"A": np.arange(64, dtype=np.float32).reshape(8, 8)}
+    lowered = lower_rings(program, num_directions)
+    validate(lowered, labels=False)
+    outputs = run_numpy(lowered, inputs).outputs
+    np.testing.assert_array_equal(outputs["B"], 4 * inputs["A"])
+    np.testing.assert_array_equal(outputs["C"], 4 * inputs["A"][: shape[0], : shape[1]])
+
+
+def test_a_message_adds_and_takes_no_maximum() -> None:
+    program = parse("""
+program("largest")
+tp = mesh((2,), ("x",))
+A = tensor((4, 4), "float32")
+a = input(A, tp[R])
+b = output(A, tp[R])
+net = lane()
+with tp:
+    copy(b, a, lane=net)
+    fence(over="tp", lane=net)
+    accumulate(at((tp.x + 1) % 2, b), a, op="max", lane=net)
+""")
+    with pytest.raises(ProgramError, match="accumulates by 'max'"):
+        lower_one_sided(program)
+
+
+@pytest.mark.parametrize(
+    "lower", [lower_one_sided, lambda program: lower_one_sided(write_out_tiles(program))]
+)
+def test_a_result_for_another_mesh_is_staged_where_it_is_computed(
+    lower: Callable[[Program], Program],
+) -> None:
+    """Ranks 0 and 1 compute what lies on ranks 2 and 3: the mesh of the result has none of the former."""
+    program = parse("""
+program("away")
+left = mesh((2,), ("x",))
+right = mesh((2,), ("x",), ranks=(2, 3))
+A = tensor((4, 4), "float32")
+B = tensor((4, 4), "float32")
+C = tensor((4, 4), "float32")
+computes(C, product(A, B))
+a = input(A, left[S(0)])
+b = input(B, left[R])
+c = output(C, right[S(0)])
+compute = lane()
+with left:
+    matmul(at(left.x + 2, c), a, b, lane=compute, release=release())
+""")
+    inputs = inputs_of(program)
+    assert not validate(lower(program)).skipped
+    outputs = run_numpy(lower(program), inputs).outputs
+    np.testing.assert_array_equal(outputs["C"], inputs["A"] @ inputs["B"])

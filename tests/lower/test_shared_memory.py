@@ -15,6 +15,7 @@ from meshweave.ir.analysis.edges import exposed_buffers
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Accumulate, Fence, Get, Put
+from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_to_shared_memory
 from sampling import mostly_slow
 
@@ -55,3 +56,26 @@ def test_what_moves_nothing_has_no_fence() -> None:
     program = next(config for config in universal_configs(problem) if config.stationary == "c")
     lowered = check(universal_program(problem, program), inputs)
     assert not exposed_buffers(lowered) and not any(isinstance(op, Fence) for op in lowered.ops())
+
+
+def test_terms_are_added_to_what_their_owner_has_computed() -> None:
+    """The first term of a box replaces zeros only: here each owner has a product of its own there."""
+    program = parse("""
+program("kept")
+tp = mesh((2,), ("x",))
+A = tensor((4, 4), "float32")
+C = tensor((8, 4), "float32")
+a = input(A, tp[R])
+t = scratch((4, 4), "float32", on=tp)
+c = output(C, tp[S(0)])
+compute = lane()
+with tp:
+    matmul(c, a, a, lane=compute)
+    fence(over="tp", lane=compute)
+    matmul(t, a, a, lane=compute)
+    accumulate(at((tp.x + 1) % 2, c), t, lane=compute)
+""")
+    inputs = {"A": np.arange(16, dtype=np.float32).reshape(4, 4)}
+    wanted = 2 * inputs["A"] @ inputs["A"]
+    outputs = run_numpy(lower_to_shared_memory(program), inputs).outputs
+    np.testing.assert_array_equal(outputs["C"], np.concatenate([wanted, wanted]))

@@ -123,9 +123,13 @@ def _run_and_check(context: Any, shared: Any, run: ProgramRun) -> dict[str, Any]
     import torch
 
     from meshweave.execute.torch.bind import bind
-    from meshweave.execute.torch.measure import start_together, without_garbage_collection
+    from meshweave.execute.torch.measure import without_garbage_collection
 
     rank, program = context.rank, parse(run.program)
+    if rank not in program.ranks:  # it only comes to the starts
+        for _ in range((run.repeat + 1) * (1 + len(run.beside))):
+            _start(context, shared, run)
+        return {"error": 0.0, "traces": [], "beside": [[] for _ in run.beside]}
     whole = random_inputs(program, run.seed)
     outputs = [
         buffer.name
@@ -149,11 +153,7 @@ def _run_and_check(context: Any, shared: Any, run: ProgramRun) -> dict[str, Any]
                 number = (position + repetition) % len(timed)
                 for output in timed[number].outputs.values():
                     _fill_with_invalid(output)
-                if run.repeat:
-                    start_together(shared, lead_s=_LEAD_S)
-                else:
-                    with context.liveness.guard("all ranks to start a run"):
-                        torch.distributed.barrier()
+                _start(context, shared, run)
                 trace = timed[number].run()
                 assert trace is not None
                 if number < len(beside):
@@ -167,6 +167,19 @@ def _run_and_check(context: Any, shared: Any, run: ProgramRun) -> dict[str, Any]
         "traces": [trace.to_json() for trace in traces[1:]],
         "beside": [measured[1:] for measured in edges],
     }
+
+
+def _start(context: Any, shared: Any, run: ProgramRun) -> None:
+    """Wait for all ranks, also those that have no part in the program, and if it is timed for a common instant."""
+    import torch
+
+    from meshweave.execute.torch.measure import start_together
+
+    if run.repeat:
+        start_together(shared, lead_s=_LEAD_S)
+    else:
+        with context.liveness.guard("all ranks to start a run"):
+            torch.distributed.barrier()
 
 
 def _bind_with_inputs(program: Program, rank: int, seed: int, shared: Any) -> Any:

@@ -25,9 +25,12 @@ Tensors = Mapping[str, Array]
 _LARGEST = 4
 """Inputs are integers of at most this size: sums of k products stay exact in float32 up to k = 2**20."""
 
+_LARGEST_OF_HALVES = 1
+"""That of float16 and bfloat16, which hold integers up to 2**11 and 2**8: sums of 1,000 of them stay below."""
+
 
 def random_inputs(program: Program, seed: int) -> dict[str, Array]:
-    """Return random integers from -4 to 4 for every global tensor that an input buffer holds, by tensor name.
+    """Return random integers (`random_tensor`) for every global tensor that an input buffer holds, by tensor name.
 
     Equal seeds give equal values for a tensor of the same name, shape and dtype.
     """
@@ -41,9 +44,13 @@ def random_inputs(program: Program, seed: int) -> dict[str, Array]:
 
 
 def random_tensor(name: str, shape: Sequence[int], dtype: str, seed: int) -> Array:
-    """Return random integers from -4 to 4 in `shape`, of dtype `dtype` in numpy; equal for equal arguments."""
+    """Return random integers in `shape`, of dtype `dtype` in numpy; equal for equal arguments.
+
+    They are from -4 to 4, of halves (float16, bfloat16) from -1 to 1.
+    """
+    largest = _LARGEST_OF_HALVES if dtype in ("float16", "bfloat16") else _LARGEST
     generator = np.random.default_rng([seed, *name.encode()])
-    values = generator.integers(-_LARGEST, _LARGEST, tuple(shape), dtype=np.int8, endpoint=True)
+    values = generator.integers(-largest, largest, tuple(shape), dtype=np.int8, endpoint=True)
     return values.astype(numpy_dtype(dtype))
 
 
@@ -66,7 +73,7 @@ def reference(program: Program, inputs: Tensors) -> dict[str, Array]:
                 left, right = tensors[meaning.a], tensors[meaning.b]
                 left = left.swapaxes(-1, -2) if meaning.transpose_a else left
                 right = right.swapaxes(-1, -2) if meaning.transpose_b else right
-                product = np.asarray(left @ right)
+                product = _product(left, right, program.tensor_of[meaning.out].dtype)
                 leading = tuple(range(product.ndim - len(shape)))
                 tensors[meaning.out] = product.sum(axis=leading) if leading else product
             case Sum():
@@ -83,8 +90,14 @@ def reference(program: Program, inputs: Tensors) -> dict[str, Array]:
     return {name: tensors[name] for name in tensors if name in outputs}
 
 
+def _product(left: Array, right: Array, dtype: str) -> Array:
+    """Return left @ right in a program's `dtype`; integers are summed in int64: operands may not hold it."""
+    wide = np.int64 if left.dtype.kind in "iu" and right.dtype.kind in "iu" else None
+    return np.asarray(np.matmul(left, right, dtype=wide)).astype(numpy_dtype(dtype))
+
+
 def expected_shard(program: Program, inputs: Tensors, buffer: str, rank: int) -> Array:
-    """Return the shard of output `buffer` that `rank` should hold, in the dtype that its inputs have in numpy.
+    """Return the shard of output `buffer` that `rank` should hold, of a product in the output's dtype in numpy.
 
     A product of two inputs is computed for this shard alone.
 
@@ -108,5 +121,5 @@ def expected_shard(program: Program, inputs: Tensors, buffer: str, rank: int) ->
         a, b = inputs[meaning.a], inputs[meaning.b]
         left = a[:, rows].T if meaning.transpose_a else a[rows]
         right = b[columns].T if meaning.transpose_b else b[:, columns]
-        return np.asarray(left @ right)
+        return _product(left, right, program.tensor_of[meaning.out].dtype)
     return np.asarray(reference(program, inputs)[declared.tensor][np.ix_(*indices)])

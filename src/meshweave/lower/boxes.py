@@ -1,4 +1,4 @@
-"""Parts of views along a dim in which they are boxes: their sizes and sub-views."""
+"""Parts of views along a dim in which they are boxes, their sizes and sub-views; meshes for scratch of a rank."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def sub_view(view: View, dim: int, start: Index, stop: Index) -> View:
     selectors = list(view.selectors)
     selectors[dim] = Range(selector.start + start, selector.start + stop)
     return replace(view, selectors=tuple(selectors))
+
+
+def mesh_with(program: Program, rank: int, wanted: str) -> str:
+    """Return the name of a mesh that has the global rank `rank`: `wanted` if it has, else the first that has."""
+    return next(mesh.name for mesh in (program.mesh_of[wanted], *program.meshes) if rank in mesh)
 
 
 def _range(view: View, dim: int) -> Range:

@@ -113,8 +113,8 @@ class _PacketSplit:
 
     def _edge(self, packet: Index) -> Index:
         extent, packets = self.extent, self.packets
-        if isinstance(extent, int) and isinstance(packets, int) and extent % packets == 0:
-            return packet * (extent // packets)
+        if isinstance(extent, int) and isinstance(packets, int) and extent % max(packets, 1) == 0:
+            return packet * (extent // max(packets, 1))
         return binary("//", packet * extent, packets)
 
 

@@ -2,7 +2,7 @@
 
 A get is removed if only products, sums and copies read its target, each exactly the view that the get wrote. They
 read the remote view instead. The remote memory must not change in between, so no fence may stand between the get
-and a reader. An operand that several gets fill is still fetched.
+and a reader. An operand that several gets fill is still fetched, and so is one that other ranks reach.
 
 A copy of a rank's own shard, where others read that shard, is removed in the same way. Its readers read the shard
 as the others do, under the rank's own number: so they all read it where it lies alike.
@@ -50,6 +50,8 @@ def _without_gets(
     for index, bound in enumerate(ops):
         get = bound.op
         if not isinstance(get, (Get, Copy)) or program.buffer_of[get.out.buffer].kind != "scratch":
+            continue
+        if get.out.buffer in exposed:  # other ranks may read what it fills
             continue
         src = get.src
         if isinstance(get, Copy):

@@ -23,6 +23,7 @@ from meshweave.ir.program.expressions import Index, maximum
 from meshweave.ir.program.ops import Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put, Recv, Send
 from meshweave.ir.program.statements import ops_of
 from meshweave.ir.program.views import Range, View
+from meshweave.lower.boxes import mesh_with
 
 
 def write_out_per_rank(program: Program) -> Program:
@@ -43,8 +44,8 @@ def lower_one_sided(program: Program) -> Program:
     or added. Messages of a lane run in up to `MAX_SENDER_LANES` lanes, by sender.
 
     Raises:
-        ProgramError: a product, add or copy reads another rank's memory in place; or an op other than these, get,
-            put and accumulate has a remote view.
+        ProgramError: a product, add or copy reads another rank's memory in place; an accumulate is no sum; or an
+            op other than these, get, put and accumulate has a remote view.
     """
     program = program.expanded
     body: list[Statement] = []
@@ -128,6 +129,8 @@ def _as_messages(
                 (owner, Send(src=local, peer=rank, lane=op.lane, name=op.name)),
                 (rank, Recv(out=out, peer=owner, lane=op.lane, name=op.name)),
             ]
+        case Accumulate(op=how) if how != "sum":
+            raise ProgramError(f"accumulates by '{how}': a message adds", op=bound.label, rank=rank)
         case Put(src=src, out=out) | Accumulate(src=src, out=out) | Copy(src=src, out=out):
             return _deliver(rank, src, out, isinstance(op, Accumulate) or _updates(op), op)
         case Matmul(out=out):
@@ -162,10 +165,11 @@ def _deliver(rank: int, src: View, out: View, update: bool, op: Op) -> list[tupl
 def _staging_view(program: Program, rank: int, out: View, staging: dict[str, Buffer]) -> View:
     """Return a view of a local buffer for a product whose result belongs to another rank."""
     of = program.buffer_of[out.buffer]
-    name = f"{out.buffer}_out"
+    mesh = mesh_with(program, rank, of.mesh)
+    name = f"{out.buffer}_out{'' if mesh == of.mesh else f'_{mesh}'}"
     known = staging.get(name)
     shape: tuple[Index, ...] = out.shape
     if known is not None:
         shape = tuple(maximum(a, b) for a, b in zip(out.shape, known.shape, strict=True))
-    staging[name] = Buffer(name, "scratch", of.mesh, of.dtype, shape=shape)
+    staging[name] = Buffer(name, "scratch", mesh, of.dtype, shape=shape)
     return View(name, tuple(Range(0, size) for size in out.shape))

@@ -11,7 +11,7 @@ The pass works on the template: parts are addressed by expressions in the member
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -23,6 +23,7 @@ from meshweave.ir.program import Buffer, Lane, Program, Statement
 from meshweave.ir.program.expressions import Binary, Index, Select, Var, maximum, names_in, select, substitute
 from meshweave.ir.program.ops import Add, AllGather, Copy, Op, Permute, ReduceScatter
 from meshweave.ir.program.release import CollectiveStep
+from meshweave.ir.program.renaming import fresh_name
 from meshweave.ir.program.statements import bodies_of, rewrite
 from meshweave.ir.program.views import FULL, Range, Selector, View
 from meshweave.lower.boxes import sub_view, view_extent
@@ -149,7 +150,7 @@ class _RingLowering:
     ) -> None:
         self.program, self.num_directions, self.should_lower = program, num_directions, should_lower
         self.new_lanes: dict[str, Lane] = {}
-        self.new_buffers: dict[str, Buffer] = {}
+        self.new_buffers: dict[Hashable, Buffer] = {}
         self.dropped = self._buffers_only_gathered(program)
         self._pending_copy: Copy | None = None
         self._num_written = 0
@@ -327,24 +328,27 @@ class _RingLowering:
         """Return the buffer for arriving partial sums: slots of the largest share, `dim` outermost in memory."""
         assert isinstance(op.over, str)
         of = self.program.buffer_of[op.src.buffer]
-        name = f"{op.src.buffer}_ring{'' if part.shift == 1 else BACK}"
         shape = [
             0 if d == op.dim else extent if _is_fixed(extent) else self._whole_extent(op.src, d)
             for d, extent in enumerate(self._extent(op.src, d) for d in range(len(op.src.selectors)))
         ]
         pieces = part.sizes
-        known = self.new_buffers.get(name)
+        key = (op.src.buffer, part.shift, op.dim, *shape)
+        known = self.new_buffers.get(key)
         if all(isinstance(piece, int) for piece in pieces):
             shape[op.dim] = max(piece for piece in pieces if isinstance(piece, int))
         else:  # depends on a loop index: as much as the whole dim is enough
             shape[op.dim] = self._whole_extent(op.src, op.dim)
-        if known is not None:  # several collectives of one buffer share an inbox
-            shape[op.dim] = maximum(known.shape[op.dim], shape[op.dim])
+        if known is not None:  # collectives of one buffer that differ in the cut dim alone share an inbox
+            name, shape[op.dim] = known.name, maximum(known.shape[op.dim], shape[op.dim])
+        else:
+            taken = {*self.program.buffer_of, *(other.name for other in self.new_buffers.values())}
+            name = fresh_name(f"{op.src.buffer}_ring{'' if part.shift == 1 else BACK}", taken)
         order = (op.dim, *(d for d in range(len(shape)) if d != op.dim))
         buffer = Buffer(
             name, "scratch", of.mesh, of.dtype, shape=tuple(shape), slots=INBOX_SLOTS, order=order
         )
-        self.new_buffers[name] = buffer
+        self.new_buffers[key] = buffer
         return buffer
 
     def _whole_extent(self, view: View, dim: int) -> Index:

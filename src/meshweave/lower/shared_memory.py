@@ -113,7 +113,6 @@ class _OwedTerm:
     src: View
     out: View
     is_local: bool = False
-    """Whether the term is the whole product, and the rank that computed it is the owner."""
 
 
 @dataclass
@@ -159,14 +158,19 @@ def _reduced_by_owners(program: Program, epochs: Sequence[Epoch]) -> tuple[list[
     names = {op.src.buffer for op in updates}
     summed: list[Epoch] = []
     for number, epoch in enumerate(epochs):
-        if any(outgoing.targets for outgoing in outgoing_of.values()) and _has_updates(epoch):
+        has_updates = any(isinstance(op, (Accumulate, Put)) for ops in epoch.values() for op in ops)
+        if has_updates and any(outgoing.targets for outgoing in outgoing_of.values()):
             raise ProgramError("has accumulates or puts in several epochs")
         terms = {rank: _collect_terms(outgoing_of[rank], epoch[rank], names) for rank in program.ranks}
         by_owner: dict[int, list[_OwedTerm]] = defaultdict(list)
         for rank in program.ranks:
             for owner, term in terms[rank]:
                 by_owner[owner].append(term)
-        tiled = {rank for rank in by_owner if _is_tiled(by_owner[rank])}
+        tiled = {
+            rank
+            for rank, owned in by_owner.items()
+            if _is_tiled(owned) and not _is_begun(owned, (*summed, epoch), rank)
+        }
         for rank in tiled:
             outgoing_of[rank].direct.update(
                 (term.product, term.out) for term in by_owner[rank] if term.is_local
@@ -180,7 +184,8 @@ def _reduced_by_owners(program: Program, epochs: Sequence[Epoch]) -> tuple[list[
             later = [op.out for ops in epochs[number + 1 :] for op in ops[owner] if isinstance(op, Copy)]
             if owner in tiled and _cover_buffer(program, owner, [*(term.out for term in owned), *later]):
                 for earlier in (*summed, kept):
-                    earlier[owner] = [op for op in earlier[owner] if not _zeroes(op, owned[0].out.buffer)]
+                    buffer, ops = owned[0].out.buffer, earlier[owner]
+                    earlier[owner] = [o for o in ops if not isinstance(o, Zero) or o.out.buffer != buffer]
         for outgoing in outgoing_of.values():
             outgoing.slot_of.clear()
         summed.append(kept)
@@ -192,10 +197,6 @@ def _reduced_by_owners(program: Program, epochs: Sequence[Epoch]) -> tuple[list[
         for name in sorted(names)
     ]
     return summed, buffers
-
-
-def _has_updates(epoch: Epoch) -> bool:
-    return any(isinstance(op, (Accumulate, Put)) for ops in epoch.values() for op in ops)
 
 
 def _collect_terms(
@@ -232,6 +233,13 @@ def _is_tiled(terms: Sequence[_OwedTerm]) -> bool:
     return not any(a.overlaps(b) for a, b in combinations(boxes.values(), 2))
 
 
+def _is_begun(terms: Sequence[_OwedTerm], epochs: Iterable[Epoch], owner: int) -> bool:
+    """Return whether `owner` has written more than zeros where terms are added: none may be copied there."""
+    ops = (op for epoch in epochs for op in epoch[owner] if not isinstance(op, Zero))
+    own = [view for op in ops for view in op.writes if view.rank is None]
+    return any(view.overlaps(term.out) for view in own for term in terms)
+
+
 def _reduce_terms(owner: _OutgoingProducts, terms: Sequence[_OwedTerm], is_tiled: bool) -> Iterator[Op]:
     """Yield the copies and additions of an owner: its own products first, then those of other ranks in order."""
     begun: set[Box] = set()
@@ -241,10 +249,8 @@ def _reduce_terms(owner: _OutgoingProducts, terms: Sequence[_OwedTerm], is_tiled
             begun.add(box)
             continue
         src = term.src if term.rank == owner.rank else replace(term.src, rank=term.rank)
-        if is_tiled and box not in begun:
-            yield Copy(out=term.out, src=src, lane=LANE)
-        else:
-            yield Add(out=term.out, src=src, lane=LANE)
+        kind = Copy if is_tiled and box not in begun else Add
+        yield kind(out=term.out, src=src, lane=LANE)
         begun.add(box)
 
 
@@ -284,10 +290,6 @@ def _cover_buffer(program: Program, rank: int, views: Sequence[View]) -> bool:
         return False
     shape = program.local_shape(views[0].buffer, rank)
     return sum(view.num_elements for view in boxes.values()) == math.prod(shape)
-
-
-def _zeroes(op: Op, buffer: str) -> bool:
-    return isinstance(op, Zero) and op.out.buffer == buffer
 
 
 # --- parts of buffers of the caller that others read ------------------------------------------------------------

@@ -17,6 +17,7 @@ from meshweave.ir.program.expressions import number_of
 from meshweave.ir.program.ops import Copy, Matmul, Op, Put
 from meshweave.ir.program.release import Release
 from meshweave.ir.program.views import Range, View
+from meshweave.lower.boxes import mesh_with
 from meshweave.lower.one_sided import in_sequential_order
 
 MACHINE_TILES = 4
@@ -83,11 +84,12 @@ class _Places:
         """Return a view of new scratch of `rank` in the shape of the tile `out`."""
         rows, columns = out.shape
         of = self._program.buffer_of[out.buffer]
-        name = f"{out.buffer}_tiles"
+        mesh = mesh_with(self._program, rank, of.mesh)
+        name = f"{out.buffer}_tiles{'' if mesh == of.mesh else f'_{mesh}'}"
         start = self._next_row.get((name, rank), 0)
         self._next_row[name, rank] = start + rows
         _, most_rows, most_columns = self.made.get(name, (of, 0, 0))
-        self.made[name] = of, max(most_rows, start + rows), max(most_columns, columns)
+        self.made[name] = replace(of, mesh=mesh), max(most_rows, start + rows), max(most_columns, columns)
         return View(name, (Range(start, start + rows), Range(0, columns)), 0)
 
     def buffers(self) -> tuple[Buffer, ...]:

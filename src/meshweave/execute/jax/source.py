@@ -320,7 +320,13 @@ class _SourceWriter:
             text = f"collect({text}, {dim + offset}, {tuple(places.tolist())})"
             cuts.append(":")
         if buffer.layout.partial_axes:
-            text = f"{text}.sum(0)"
+            ops = sorted({p.op for p in buffer.layout.placements if isinstance(p, Partial)})
+            if len(ops) > 1:
+                raise UnsupportedError(
+                    f"{buffer.name}: ranks hold terms for {' and '.join(ops)}; jax reduces by one"
+                )
+            is_narrow = ops[0] in ("sum", "prod") and buffer.dtype in ("int8", "uint8", "int16")
+            text = f"{text}.{ops[0]}(0{f', dtype={quoted(buffer.dtype)}' if is_narrow else ''})"
         if any(cut != ":" for cut in cuts):
             text += f"[{', '.join(cuts)}]"
         return text

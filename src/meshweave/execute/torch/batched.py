@@ -30,6 +30,9 @@ class BoundViews(Protocol):
     def view(self, view: View) -> StridedView:
         """Return a view, of which all numbers are plain integers, as tensors that alias its buffer slot."""
 
+    def overlap(self, out: View, src: View) -> bool:
+        """Return whether an op would write `out` while it reads `src`, in buffers of one memory, too."""
+
 
 def bind_batched(binder: BoundViews, op: Matmul) -> Action:
     """Return the action of a product whose operands, one or both, have batch dims."""
@@ -57,7 +60,8 @@ def bind_batched(binder: BoundViews, op: Matmul) -> Action:
         b = _shaped(binder, op, "b rows", b, (num_products, shape.k, shape.n), actions)
         target_shape = (num_products, shape.m, shape.n)
     add = bool(op.accumulate) or (op.release is not None and op.release.update)
-    target = None if out.direct is None else _view(out.direct, target_shape)
+    is_read = binder.overlap(op.out, op.a) or binder.overlap(op.out, op.b)
+    target = None if out.direct is None or is_read else _view(out.direct, target_shape)
     if target is not None:
         return chain_actions([*actions, _multiply(target, a, b, add)])
     product = binder.staging.get(op.lane, "product", out.shape, out.dtype)

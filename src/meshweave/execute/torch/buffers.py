@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshweave.base.errors import BindError, require_known
 from meshweave.execute.torch.analysis import RankAnalysis
-from meshweave.execute.torch.views import empty_in_order
+from meshweave.execute.torch.views import empty_in_order, share_memory
 from meshweave.ir.program.ops import READ
 
 
@@ -55,23 +55,8 @@ def check_tensors(analysis: RankAnalysis, tensors: Mapping[str, Tensor], device:
         if tensor.device.type != device.type:
             raise BindError(f"buffer {name} is on {tensor.device}, its context on {device}")
     for name, other in itertools.permutations(tensors, 2):
-        if bindable[name].kind == "output" and _share_memory(tensors[name], tensors[other]):
+        if bindable[name].kind == "output" and share_memory(tensors[name], tensors[other]):
             _check_order(analysis, name, other)
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have elements in common; of tensors with gaps, whether they are the same."""
-    if not a.numel() or not b.numel() or not a.data_ptr():
-        return False
-    if (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype):
-        return True
-    first, second = sorted((a, b), key=Tensor.data_ptr)
-    return _has_no_gaps(a) and _has_no_gaps(b) and second.data_ptr() < first.data_ptr() + first.nbytes
-
-
-def _has_no_gaps(tensor: Tensor) -> bool:
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return bool(reach + 1 == tensor.numel())
 
 
 def _check_order(analysis: RankAnalysis, output: str, other: str) -> None:

@@ -105,7 +105,7 @@ def _permute(wire: Wire, op: ops.Permute, what: str) -> Action:
         return chain_actions(_copy_for_one_rank(wire, op))
     order = wire.order(op, op.src)
     send, before = wire.outgoing(op, op.src, order)
-    recv, after = wire.incoming(op, op.out, order, apart=op.out.overlaps(op.src))
+    recv, after = wire.incoming(op, op.out, order, apart=wire.binder.overlap(op.out, op.src))
     moved = wire.exchange(
         what, wire.group(op.lane, wire.program.ranks), RING_TAG, [(send, to)], [(recv, source)]
     )

@@ -13,8 +13,16 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.execute.calls import CallTable
 from meshweave.execute.torch.batched import bind_batched
 from meshweave.execute.torch.threads import with_num_threads
-from meshweave.execute.torch.views import Action, Staging, StridedView, bind_view, chain_actions
+from meshweave.execute.torch.views import (
+    Action,
+    Staging,
+    StridedView,
+    bind_view,
+    chain_actions,
+    share_memory,
+)
 from meshweave.ir.program import BoundOp
+from meshweave.ir.program.expressions import number_of
 from meshweave.ir.program.ops import Add, Call, Copy, Matmul, Op, Zero
 from meshweave.ir.program.views import View
 
@@ -53,6 +61,13 @@ class Binder:
                 buffer = self.remote_buffer(view)
             bound_view = self._views[view] = bind_view(view, buffer)
         return bound_view
+
+    def overlap(self, out: View, src: View) -> bool:
+        """Return whether an op would write `out` while it reads `src`, in buffers of one memory, too."""
+        if out.buffer == src.buffer or out.rank is not None or src.rank is not None:
+            return out.overlaps(src)
+        a, b = (self.memory[view.buffer, number_of(view.slot)] for view in (out, src))
+        return share_memory(a, b)
 
     def local(self, bound: BoundOp) -> Action:
         """Return the action of a compute op.
@@ -103,7 +118,8 @@ class Binder:
         a, b = a.t() if op.transpose_a else a, b.t() if op.transpose_b else b
         add = bool(op.accumulate) or (op.release is not None and op.release.update)
         target = out.direct
-        if target is None or not _has_unit_stride(target) or op.out.overlaps(op.a) or op.out.overlaps(op.b):
+        is_read = self.overlap(op.out, op.a) or self.overlap(op.out, op.b)
+        if target is None or not _has_unit_stride(target) or is_read:
             product = self.staging.get(op.lane, "product", out.shape, out.dtype)
             after = self.staging.transfer(op.lane, out, StridedView.of(product), add=add)
             return chain_actions([*before_a, *before_b, partial(torch.mm, a, b, out=product), *after])

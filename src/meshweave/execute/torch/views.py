@@ -240,6 +240,21 @@ def _is_same_memory(a: Tensor, b: Tensor) -> bool:
     return bool(0 != a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype)
 
 
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have elements in common; of tensors with gaps, whether they are the same."""
+    if not a.numel() or not b.numel() or not a.data_ptr():
+        return False
+    if (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype):
+        return True
+    first, second = sorted((a, b), key=Tensor.data_ptr)
+    return _has_no_gaps(a) and _has_no_gaps(b) and second.data_ptr() < first.data_ptr() + first.nbytes
+
+
+def _has_no_gaps(tensor: Tensor) -> bool:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool(reach + 1 == tensor.numel())
+
+
 class ActionSequence:
     """Actions one after another, as one."""
 
