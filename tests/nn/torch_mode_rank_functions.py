@@ -64,7 +64,11 @@ def compiled(check: Check) -> None:
 
 def compile_for_two_meshes(check: Check) -> None:
     """Graphs for meshes of one shape and other ranks run products of their own."""
-    a, b, meshes = integers((8, 6), 1), integers((6, 4), 2), (square(), DeviceMesh("cpu", [[0, 2], [1, 3]]))
+    a, b, meshes = (
+        integers((8, 6), 1),
+        integers((6, 4), 2),
+        tuple(DeviceMesh("cpu", ranks) for ranks in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])),
+    )
     function = torch.compile(
         lambda a, b: meshweave.matmul(a, b, (S0, S1), context=check.context),
         backend="aot_eager",
