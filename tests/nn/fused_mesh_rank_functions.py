@@ -1,8 +1,10 @@
 """What the ranks of test_fused_meshes run: fused products on any mesh axis, and `matmul` that takes them."""
 
 import torch
+from matmul_rank_functions import placed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 
 import meshweave as mw
 from meshweave.describe.machine.cluster import load_cluster
@@ -132,6 +134,10 @@ def refusals(context, payload):
         lambda: linear_reduce_scatter(_on(mesh, x[0, :3], (S0, S1)), _on(mesh, weight, (R, S1))),
         lambda: mw.matmul(_on(mesh, x, (R, R)), _on(mesh, weight.t(), (R, S1)), (R, S2), overlap="fused"),
         lambda: mw.matmul(_on(mesh, x, (R, R)), _on(mesh, weight.t(), (R, S1)), (R, S2), overlap="tiles"),
+        lambda: all_gather_linear(
+            placed(torch.ones(8, 8), mesh, (S0, S0), (ShardOrderEntry(0, (1, 0)),)),
+            _on(mesh, weight, (R, S0)),
+        ),
     ]
     said = []
     for call in calls:

@@ -15,10 +15,14 @@ import torch.distributed as dist
 from pipeline_rank_functions import Check
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import meshweave as mw
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.pipelining.stage_problem import StagePlaces
+from meshweave.nn.pipelining.tied import TiedTable
 
 mse = nn.functional.mse_loss
 SHARING = {"zbv": ((0, 1, 1, 0), (0, 3)), "interleaved-1f1b": ((0, 1, 0, 1), (0, 2))}
@@ -39,6 +43,18 @@ def _data(rows: int) -> tuple[Tensor, Tensor]:
 def _context(check: Check) -> TorchContext:
     """A context of its own, for a refusal in a step breaks it."""
     return TorchContext(liveness=check.context.liveness, deadline_s=30)
+
+
+def tied_and_uneven(check: Check) -> None:
+    """A table of embedding and head whose words ranks do not share evenly: both copies get the whole gradient."""
+    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("pp", "tp"))
+    number, own = dist.get_rank() // 2, mesh["tp"]
+    ends = Mesh("p0", (2,), ("tp",), (0, 1)), Mesh("p1", (2,), ("tp",), (2, 3))
+    rows = torch.arange(15, dtype=torch.float64).view(5, 3)
+    table = nn.Parameter(distribute_tensor(torch.ones_like(rows), own, [Shard(0)]))
+    table.grad = distribute_tensor(rows * (1 + number), own, [Shard(0)])
+    TiedTable({number: table}, StagePlaces(ends, (), ((0, 1),)), check.context).sum_gradients()
+    check.that("sum of both ends", torch.equal(table.grad.full_tensor(), 3 * rows))
 
 
 def shared_by_stages(check: Check) -> None:

@@ -168,9 +168,21 @@ def sums(check: Check) -> None:
         check.moved("sums", (4, 6), (square, here), (square, there))
     check.moved("sums", (4, 6), (square, (P, P)), (over(1), [R]))
     check.moved("a sum", (), (first, [P]), (last, [R]))
+    check.moved("a sum, permuted", (4, 6), (over(1, 0), [P]), (last, [S0]))
+    check.moved("sums, permuted", (4, 6), (over((3, 1), (0, 2)), (P, P)), (square, (S0, S1)))
     x = laid(integers((4, 6)), square, (P, S0)).requires_grad_()
     meshweave.reshard(x, over(0, 1), [S0], context=check.context).sum().backward()
     check.lies("after sum()", x.grad, torch.ones(4, 6, dtype=x.dtype), square, (R, S0))
+
+
+def permuted_gradients(check: Check) -> None:
+    """They arrive in other placements on a mesh whose ranks do not ascend."""
+    first, turned, weight = over(0, 1), over(1, 0), integers((4, 6), 2)
+    x = laid(integers((4, 6)), first, [S0]).requires_grad_()
+    y = meshweave.reshard(x, turned, [S0], context=check.context)
+    for place in (S1, R, P):
+        (grad,) = torch.autograd.grad(y, x, laid(weight, turned, [place]), retain_graph=True)
+        check.lies(f"gradient in {place}", grad, weight, first, [S0])
 
 
 def strided(check: Check) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from meshweave.base.errors import MeshweaveError
+from meshweave.nn.parallel import local_steps
 from meshweave.nn.parallel_style import UniversalParallel
 
 
@@ -43,7 +44,7 @@ def two_layers(context: Any, payload: Mapping[str, Any]) -> list[str]:
             wrong.append(f"{module} is taken")
         except MeshweaveError:
             pass
-    return wrong + copied(mesh)
+    return wrong + copied(mesh) + permuted()
 
 
 def copied(mesh: DeviceMesh) -> list[str]:
@@ -59,3 +60,28 @@ def copied(mesh: DeviceMesh) -> list[str]:
             parameter.zero_()
     wrong = [] if torch.allclose(layer(input=x), expected) else ["result of the layer"]
     return wrong if torch.equal(other(x), torch.zeros_like(expected)) else [*wrong, "result of a copy"]
+
+
+def permuted() -> list[str]:
+    """Ranks that do not ascend along a mesh dim have the parts of their places, as in steps on whole matrices."""
+    mesh, places, wrong = DeviceMesh("cpu", [[3, 1], [0, 2]]), [Shard(0), Shard(1)], []
+    layer = nn.Linear(8, 4).double()
+    x = torch.randn(3, 8, dtype=torch.float64)
+    expected = layer(x)
+    style = UniversalParallel(weight=[Shard(1), Shard(0)], output=[Replicate(), Replicate()])
+    parallelize_module(layer, mesh, style)
+    if not torch.allclose(layer(x), expected):
+        wrong.append("result of a permuted mesh")
+    value, grad = torch.randn(4, 6), torch.randn(4, 6)
+    own, whole = nn.Parameter(_cut(value, mesh, places)), nn.Parameter(value.clone())
+    own.grad, whole.grad = _cut(grad, mesh, places), grad
+    local_steps._step_on_whole(torch.optim.Adafactor([own], lr=0.1))
+    torch.optim.Adafactor([whole], lr=0.1).step()
+    if not torch.allclose(own.to_local(), _cut(whole.detach(), mesh, places).to_local()):
+        wrong.append("step on a permuted mesh")
+    return wrong
+
+
+def _cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Any:
+    """A DTensor of a global value, by the places of ranks in the mesh."""
+    return distribute_tensor(whole.clone(), mesh, placements, src_data_rank=None)

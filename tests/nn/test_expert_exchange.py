@@ -53,6 +53,8 @@ def test_groups_of_rows_are_multiplied_by_matrices_of_their_own():
         gradients = torch.autograd.grad(product.sum(), (rows, weights))
         torch.testing.assert_close(gradients, torch.autograd.grad(expected.sum(), (rows, weights)))
         assert grouped_product(rows[:0], weights, [0, 0, 0, 0]).shape == (0, n)
+        assert grouped_product(rows, weights[..., :0], [4, 0, 6, 0]).shape == (10, 0)
+        assert torch.equal(grouped_product(rows[:, :0], weights[:, :0], [4, 0, 6, 0]), rows.new_zeros(10, n))
         no_groups = grouped_product(rows[:0], weights[:0], [])
         assert no_groups.shape == (0, n) and no_groups.dtype == dtype and no_groups.requires_grad
 

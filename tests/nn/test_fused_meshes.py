@@ -63,6 +63,7 @@ def test_what_no_ring_computes_is_refused_in_one_line() -> None:
         "1 rows leave some of ranks 2, 3 without any",
         "no fused product takes a",
         "overlap is 'tiles'; it must be one of auto, slices, fused",
+        "mesh dims shard x in another order than from left to right",
     )
     for one, part in zip(said, expected, strict=True):
         assert part in one and "\n" not in one, (part, one)

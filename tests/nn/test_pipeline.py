@@ -28,6 +28,7 @@ SECTIONS = {
     "data beside tensor parallelism": "different_layouts",
     "losses of forwards alone": "evaluations",
     "what does not fit": "refusals",
+    "a table that ends share unevenly": "pipeline_state_rank_functions:tied_and_uneven",
     "a weight that stages share": "pipeline_state_rank_functions:shared_by_stages",
     "a weight that stages share, summed early": "pipeline_state_rank_functions:shared_and_reduced_early",
     "parameters that are trained later": "pipeline_state_rank_functions:changed_parameters",

@@ -21,6 +21,7 @@ MORE = "reshard_state_rank_functions"
 SECTIONS = {
     "between meshes of any ranks": "meshes",
     "sums that are yet to be made": "sums",
+    "gradients on a mesh whose ranks do not ascend": "permuted_gradients",
     "strided shards and shard orders": "strided",
     "scalars, empty tensors, views": "odd",
     "what ranks outside the source hold": "outside",

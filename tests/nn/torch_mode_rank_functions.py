@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from matmul_rank_functions import S0, S1, Check, P, R, integers, placed, square
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import meshweave
@@ -59,6 +59,24 @@ def inference(check: Check) -> None:
 def compiled(check: Check) -> None:
     """Products and layers stay whole in one graph, with the values and gradients of eager ones."""
     compare_with_eager(check, ("aot_eager",))
+    compile_for_two_meshes(check)
+
+
+def compile_for_two_meshes(check: Check) -> None:
+    """Graphs for meshes of one shape and other ranks run products of their own."""
+    a, b, meshes = (
+        integers((8, 6), 1),
+        integers((6, 4), 2),
+        tuple(DeviceMesh("cpu", ranks) for ranks in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])),
+    )
+    function = torch.compile(
+        lambda a, b: meshweave.matmul(a, b, (S0, S1), context=check.context),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    for mesh in (*meshes, *meshes):
+        c = function(placed(a, mesh, (S0, S1)), placed(b, mesh, (S0, S1)))
+        check.equal(f"compiled on {mesh.mesh.tolist()}", c, a @ b)
 
 
 def compiled_by_inductor(check: Check) -> None:

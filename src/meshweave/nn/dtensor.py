@@ -174,6 +174,17 @@ def require_member(device_mesh: DeviceMesh, what: str) -> None:
         )
 
 
+def ascending_dims(device_mesh: DeviceMesh) -> list[bool]:
+    """Return for each mesh dim whether ranks ascend along it everywhere.
+
+    Where they do not, torch's gathers and scatters of a DTensor put parts into the places of other ranks: the
+    members of a process group are ordered by rank, not by their coordinates in the mesh.
+    """
+    mesh = mesh_of(device_mesh)
+    grid = np.reshape(mesh.ranks, mesh.shape)
+    return [bool((np.diff(grid, axis=dim) > 0).all()) for dim in range(grid.ndim)]
+
+
 def size_text(shape: Sequence[int]) -> str:
     """Return a shape as text: `4x6`, or `scalar`."""
     return "x".join(map(str, shape)) or "scalar"

@@ -55,12 +55,18 @@ def placed_linear(
         is_gather: whether rows are gathered before the product; else the result is scattered after it.
         name: of the function, for errors.
 
-    Raises LayoutError where placements are others, leave a rank of a ring without rows, or divide a dim unevenly
-    so that other ranks of a ring than the last one have less.
+    Raises LayoutError where placements are others, or not applied from left to right, leave a rank of a ring
+    without rows, or divide a dim unevenly so that other ranks of a ring than the last one have less.
     """
     last = x.ndim - 1
     placements = tuple(from_the_front(one, x.ndim, "x") for one in x.placements)
     of_weight = tuple(from_the_front(one, 2, "weight") for one in weight.placements)
+    for what, spec in (("x", x), ("weight", weight)):
+        if any(list(axes) != sorted(axes) for _, axes in compat.explicit_shard_order(spec) or ()):
+            raise LayoutError(
+                f"{name}: mesh dims shard {what} in another order than from left to right, {spec.shard_order}; "
+                "redistribute it"
+            )
     out: list[Placement] = []
     grads: tuple[list[Placement], list[Placement]] = [], []
     num_rings = 0

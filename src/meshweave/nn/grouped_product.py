@@ -26,7 +26,7 @@ def grouped_product(rows: Tensor, weights: Tensor, rows_per_group: Sequence[int]
     """
     _check_groups(rows, weights, rows_per_group)
     _, k, n = weights.shape
-    is_aligned = k * rows.element_size() % 16 == 0 and n * rows.element_size() % 16 == 0
+    is_aligned = all(size and size * rows.element_size() % 16 == 0 for size in (k, n))
     if rows.shape[0] and is_aligned and rows.dtype in (torch.float32, torch.bfloat16, torch.float16):
         ends = torch.tensor(rows_per_group, device=rows.device).cumsum(0).to(torch.int32)
         product = torch.nn.functional.grouped_mm(rows.contiguous(), weights.contiguous(), offs=ends)

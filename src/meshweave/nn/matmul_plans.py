@@ -215,7 +215,8 @@ def _multiply_in_graph(
     with compat.outside_of_traces():
         target = _target(a, b, tuple(shape), out, options)
     specs = compat.spec_of(a.tensor), compat.spec_of(b.tensor)
-    key = specs, a.is_transposed, b.is_transposed, tuple(shape), target.spec, options
+    # With the problem, whose text has the ranks of meshes: that of torch's specs has their sizes alone.
+    key = specs, a.is_transposed, b.is_transposed, tuple(shape), target.spec, target.problem, options
     # Of no elements: a plan needs to know how they lie, and the tensors of the graph end with the trace.
     views = tuple(
         replace(view, tensor=compat.from_spec(torch.empty(0, dtype=view.tensor.dtype, device="meta"), spec))

@@ -73,8 +73,10 @@ class UniversalParallel(ParallelStyle):  # type: ignore[misc]
                 )
         lain = {"weight": list(self.weight), "bias": [_of_bias(one) for one in self.weight]}
         for name, parameter in list(module.named_parameters(recurse=False)):
-            whole = distribute_tensor(parameter.detach(), device_mesh, lain[name])
-            sharded = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            # Cut by place in the mesh: torch scatters by rank.
+            alike = distribute_tensor(parameter.detach(), device_mesh, [Replicate()] * device_mesh.ndim)
+            own = distribute_tensor(alike.to_local(), device_mesh, lain[name], src_data_rank=None)
+            sharded = nn.Parameter(own, requires_grad=parameter.requires_grad)
             module.register_parameter(name, sharded)
         given = list(self.input or [Replicate()] * device_mesh.ndim)
 

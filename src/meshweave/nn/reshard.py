@@ -22,7 +22,7 @@ from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.cache import program_bytes
 from meshweave.execute.torch.call_order import call_order, share_refusal
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.dtensor import size_text
+from meshweave.nn.dtensor import ascending_dims, size_text
 from meshweave.nn.resharding import (
     DTensorMove,
     ReshardSession,
@@ -131,7 +131,8 @@ def _in_placements_of(target: ShardSpec, grad: DTensor, session: ReshardSession)
     spec, mesh = ShardSpec.of(grad), target.device_mesh
     if mesh.get_coordinate() is None or spec == target:
         return grad
-    if spec.gradient.is_plain and target.is_plain:  # what torch surely redistributes as declared
+    is_plain = spec.gradient.is_plain and target.is_plain
+    if is_plain and all(ascending_dims(mesh)):  # what torch surely redistributes as declared
         redistributed: DTensor = grad.redistribute(mesh, target.placements)
         return redistributed
     resharded: DTensor = _ReshardFunction.apply(grad, spec, target, session, "")

@@ -40,7 +40,7 @@ from meshweave.execute.torch.cache import description_bytes
 from meshweave.execute.torch.call_order import require_process_group
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
-from meshweave.nn.dtensor import from_the_front, mesh_of, size_text
+from meshweave.nn.dtensor import ascending_dims, from_the_front, mesh_of, size_text
 from meshweave.nn.products import DTYPES
 from meshweave.nn.shard_spec import ShardSpec
 
@@ -204,16 +204,17 @@ def summed_spec(source: ShardSpec, target: ShardSpec, shape: Sequence[int]) -> S
     """Return the placements of a tensor of global `shape` once partial sums are made on its own mesh.
 
     A sum is scattered over a dim that `target` shards and `source` does not, if the mesh dim divides its size
-    evenly; else it is replicated.
+    evenly, and its ranks ascend (`ascending_dims`); else it is replicated.
     """
     placements = source.placements or ()
     sharded_dims = [placement.dim for placement in placements if compat.is_sharded(placement)]
     target_dims = dict.fromkeys(p.dim for p in target.placements or () if compat.is_sharded(p))
     replacements: list[Placement] = []
+    ascends = ascending_dims(source.device_mesh)
     for mesh_dim, placement in enumerate(placements):
         size = source.device_mesh.size(mesh_dim)
         free = (d for d in target_dims if d not in sharded_dims and shape[d] and shape[d] % size == 0)
-        dim = next(free, None) if isinstance(placement, Partial) else None
+        dim = next(free, None) if isinstance(placement, Partial) and ascends[mesh_dim] else None
         replacements.append(Replicate() if dim is None else Shard(dim))
         sharded_dims += [] if dim is None else [dim]
     return source.without_partial(replacements)

@@ -209,3 +209,10 @@ def test_adapters_of_many(tmp_path: Path, strategy: str) -> None:
     for answers in _launched([("adapted", kind, strategy) for kind in ADAPTED], 4, tmp_path):
         for name, answer in answers.items():
             _check_adapted(name, answer)
+
+
+def test_a_rank_without_rows_of_a_weight_has_none_of_its_adapter() -> None:
+    from meshweave.nn.hosted.adapters import positions_of
+
+    rows, columns = positions_of(((), ((1, 3), (5, 6))))
+    assert rows.numel() == 0 and columns.tolist() == [1, 2, 5] and rows.dtype == columns.dtype

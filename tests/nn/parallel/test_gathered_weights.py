@@ -109,6 +109,18 @@ def test_what_plans_are_told_of_parts_of_parts_is_what_modules_refuse(name: str)
         assert refused == bool(said), (zero, sizes)
 
 
+def test_gathered_parts_of_ranks_of_which_others_keep_more() -> None:
+    """Five features on two ranks: those with fewer gather rows as long as those of the others."""
+    ranks = strategies_of(around(STRATEGIES.named("megatron"), 3, False), (2, 2, 1))
+    linear = nn.Linear(HIDDEN, 5, False)
+    whole = torch.arange(float(linear.weight.numel())).view_as(linear.weight)
+    first = ParallelLinear(linear, ranks[0], place="in").kept["weight"]
+    for rank in ranks:
+        kept = KeptParameter(rank, first.layout, first.used, first.terms)
+        wanted = ParameterLayout(first.layout.sides, first.used).local(whole, rank)
+        assert torch.equal(gathered(kept, ranks, whole), wanted), rank.rank
+
+
 @pytest.mark.parametrize("name", sorted(each.name for each in STRATEGIES.values()))
 @examples(80, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())

@@ -47,6 +47,13 @@ def test_equal_places_have_the_random_states_that_were_saved(places: Any, tmp_pa
     assert torch.equal(torch.rand(3), wanted)
 
 
+def test_generators_are_seeded_anew_from_a_large_seed(tmp_path: Path) -> None:
+    checkpoints = saved(state_of(nn.Linear(2, 2), places=1), tmp_path)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    TrainingState([model], optimizer, rank=0, places=2, seed=1 << 40).load(checkpoints, 1)
+
+
 def test_generators_of_a_device_are_saved_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device = SimpleNamespace(state=torch.arange(16, dtype=torch.uint8))
     device.get_rng_state = lambda: device.state.clone()

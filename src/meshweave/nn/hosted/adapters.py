@@ -25,7 +25,7 @@ from meshweave.nn.parallel.linear import is_transposed
 from meshweave.nn.parallel.model import ParallelModel
 from meshweave.nn.parallel.takeable import is_adapter
 from meshweave.nn.parallel.uses import ParameterUse, entries_of
-from meshweave.nn.weights.blocks import block_of
+from meshweave.nn.weights.blocks import Block, block_of
 
 _MERGE = "merge it (merge_and_unload()) before parallelize, or train all weights"
 
@@ -128,9 +128,7 @@ class Adapter:
             setattr(linear, key, _Matrices({taken.name: holder}))
         self._holders = {key: getattr(linear, key)[taken.name] for key in self.kept}
         base: Any = linear._parameters["weight"]
-        rows, columns = (
-            torch.tensor([at for run in runs for at in range(*run)]) for runs in block_of(taken.path, base)
-        )
+        rows, columns = positions_of(block_of(taken.path, base))
         self.is_transposed = linear.is_transposed
         self.rows, self.columns = (columns, rows) if self.is_transposed else (rows, columns)
         self._use = ParameterUse([entries_of([self])])
@@ -176,6 +174,11 @@ class _Added(torch.autograd.Function):  # type: ignore[misc]
         of_a[:, columns] = b[rows].t() @ own
         of_b[rows] = own @ a[:, columns].t()
         return grads[0] if ctx.needs_input_grad[0] else None, of_a, of_b, None
+
+
+def positions_of(block: Block) -> list[Tensor]:
+    """Return for each dim of a block its positions in the whole tensor, int64, also where there are none."""
+    return [torch.tensor([at for run in runs for at in range(*run)], dtype=torch.int64) for runs in block]
 
 
 # --- taking adapters out of a model, and putting them into its parallel layers ---------------------------------

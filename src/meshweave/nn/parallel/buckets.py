@@ -123,7 +123,8 @@ class KeptParameter:
         dim, parts = self.parts
         if all(len(spans) == 1 for spans in parts) and len({b - a for ((a, b),) in parts}) == 1:
             split = used.unflatten(dim, (len(parts), -1)).movedim(dim, 0)
-            return [(split, rows.unflatten(1, split.shape[1:]))]
+            own = rows[:, : used.numel() // len(parts)]  # ranks elsewhere in the mesh may keep more
+            return [(split, own.unflatten(1, split.shape[1:]))]
         views = []
         for row, spans in zip(rows, parts, strict=True):
             sizes = [b - a for a, b in spans]

@@ -24,10 +24,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from meshweave.execute.torch import compat
+from meshweave.nn.dtensor import ascending_dims
+from meshweave.nn.reshard import reshard
 
 _STEPS, _LR = 4, 0.125
 _STEPPED_ON_WHOLE = ("torch.optim.", "transformers.optimization")
@@ -170,7 +172,11 @@ def _step_on_whole(optimizer: Optimizer) -> None:
 
 
 def _whole(value: Any) -> Any:
-    return value.detach().full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    if all(ascending_dims(value.device_mesh)):
+        return value.detach().full_tensor()
+    return reshard(value.detach(), value.device_mesh, [Replicate()] * value.device_mesh.ndim).to_local()
 
 
 def _kept(value: Any, parameter: Tensor) -> Any:

@@ -20,6 +20,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.torch.bind import BoundProgram, bind
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.checksums import checksum
+from meshweave.nn.pipelining.gradients import num_local_elements
 from meshweave.nn.pipelining.parallel_stage import ParallelStage
 from meshweave.nn.pipelining.stage_problem import StagePlaces
 from meshweave.nn.products import DTYPES
@@ -50,7 +51,7 @@ class TiedTable:
                 "on others"
             )
         (own,) = self._copies.values()
-        size = _local(own).numel() + _DIGITS
+        size = num_local_elements(own) + _DIGITS  # of one length, where ranks do not share it evenly
         axes = ("end", *(f"axis{number}" for number in range(len(first.shape))))
         mesh = Mesh("ends", (2, *first.shape), axes, (*first.ranks, *last.ranks))
         apart: AxisDims = tuple("" for _ in first.shape)
@@ -89,11 +90,11 @@ class TiedTable:
             total, both = grads[0] + grads[-1], numbers[0] + numbers[-1]
         else:
             given = self._bound.inputs["x"]
-            given[:-_DIGITS].copy_(grads[0].flatten())
+            given[: grads[0].numel()].copy_(grads[0].flatten())
             given[-_DIGITS:].copy_(numbers[0])
             self._bound.run(self._bound.inputs)
             made = self._bound.outputs["y"]
-            total, both = made[:-_DIGITS].view(grads[0].shape), made[-_DIGITS:]
+            total, both = made[: grads[0].numel()].view(grads[0].shape), made[-_DIGITS:]
         if both.device.type == "cpu" and both.tolist() != (2 * numbers[0]).tolist():
             raise LayoutError(
                 "embedding and head are one tensor, and the copies of the first and the last stage have grown "

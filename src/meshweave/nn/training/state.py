@@ -154,7 +154,8 @@ class TrainingState:
             torch.set_rng_state(random)
         else:
             # Ranks that share a model were seeded alike, and stay so: their copies drop the same.
-            torch.manual_seed((self._seed * 1_000_003 + step) * 65_537 + torch.initial_seed() % 65_521)
+            seed = (self._seed * 1_000_003 + step) * 65_537 + torch.initial_seed() % 65_521
+            torch.manual_seed(seed % 2**63)  # it takes no more bits
         return notes
 
     def _load(
