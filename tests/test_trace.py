@@ -47,4 +47,4 @@ def test_no_op_of_a_thread_begins_within_another() -> None:
 
 def test_a_timeline_of_ranks_that_do_not_begin_at_0_is_drawn() -> None:
     drawn = timeline_svg([("here", Trace("p", "simulate", (span(0, 0, 10, rank=5), span(0, 0, 9, rank=4))))])
-    assert "<title>op 0: 10 ps</title>" not in drawn and "<title>op 0: 9 ps</title>" in drawn
+    assert "<title>op 0: 0.009 ns</title>" in drawn and drawn.count("<title>") == 1

@@ -12,8 +12,8 @@ from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, Network
-from meshweave.estimate import estimate
 from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
+from meshweave.estimate import estimate
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.simulate import simulate
@@ -108,7 +108,9 @@ with outer:
 @pytest.mark.parametrize("ways", [1, 2])
 @pytest.mark.parametrize("ranks", [3, 6, 8])
 @pytest.mark.parametrize("kind", ["full mesh", "hosts"])
-def test_parts_of_an_all_to_all_go_straight_to_their_members(kind: str, ranks: int, ways: Literal[1, 2]) -> None:
+def test_parts_of_an_all_to_all_go_straight_to_their_members(
+    kind: str, ranks: int, ways: Literal[1, 2]
+) -> None:
     """Also where a group has 4 members on one host and 2 on the other, each with a NIC of its own."""
     link = replace(SLOW, num_directions=ways)
     mesh, hosts = FullMeshNetwork(4, 2, link, link), HostsNetwork(2, 4, FAST, 4, SLOW)
