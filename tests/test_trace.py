@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
+from meshweave.report.timeline import timeline_svg
 from meshweave.trace import Span, Trace, to_chrome
 
 
@@ -42,3 +43,8 @@ def test_no_op_of_a_thread_begins_within_another() -> None:
         "x",
         "dma",
     ]
+
+
+def test_a_timeline_of_ranks_that_do_not_begin_at_0_is_drawn() -> None:
+    drawn = timeline_svg([("here", Trace("p", "simulate", (span(0, 0, 10, rank=5), span(0, 0, 9, rank=4))))])
+    assert "<title>op 0: 0.009 ns</title>" in drawn and drawn.count("<title>") == 1

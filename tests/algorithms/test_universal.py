@@ -84,15 +84,15 @@ def operands(problem: UniversalProblem) -> dict[str, np.ndarray]:
     return {name.upper(): rng.integers(-4, 5, problem.shape(name)).astype(float) for name in ("a", "b")}
 
 
-def moved(program: Program) -> int:
-    """Bytes that cross between ranks, counted op by op."""
-    total = 0
+def moved(program: Program) -> tuple[int, int]:
+    """Bytes that cross between ranks, and their messages, counted op by op."""
+    sizes = []
     for rank, ops in program.ops_by_rank.items():
         for bound in ops:
             if isinstance(bound.op, (Get, Put, Accumulate)):
                 view = bound.op.src if isinstance(bound.op, Get) else bound.op.out
-                total += program.view_bytes(view) if view.rank != rank else 0
-    return total
+                sizes += [program.view_bytes(view)] if view.rank != rank else []
+    return sum(sizes), len(sizes)
 
 
 @examples(50)
@@ -113,7 +113,9 @@ def test_any_layouts_give_the_dense_product(case: tuple[UniversalProblem, Univer
 @given(cases())
 def test_counts_are_those_of_the_program(case: tuple[UniversalProblem, UniversalConfig]) -> None:
     program = universal_program(*case)
-    assert volume(Slicing(*case)).total_received_bytes == moved(program)
+    found = volume(Slicing(*case))
+    messages = sum(load.num_messages for phase in found.phases for load in phase.values())
+    assert (found.total_received_bytes, messages) == moved(program)
     if len(program.ranks) <= 4:
         assert parse(to_text(program)) == program
 

@@ -329,3 +329,15 @@ def test_a_number_of_a_config_beyond_what_a_machine_counts_to_is_refused(
     options = ["--cluster", "dgx-h100:16", "--config", number]
     assert run_app(["simulate", "experts_hierarchical", *options]) == 2
     assert f"--config {number}: experts_hierarchical has 1 configs" in capsys.readouterr().err
+
+
+def test_a_program_of_ranks_from_4_on_gets_a_chip_for_each(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "high.txt"
+    path.write_text(
+        'program("x")\ntp = mesh((2,), ("x",), 4)\np = scratch((64,), "float32", on=tp)\n'
+        'q = scratch((64,), "float32", on=tp)\ng = lane()\nwith tp:\n    permute(q, p, over="tp.x", lane=g)\n'
+    )
+    (run,) = found(capsys, str(path), "--cluster", "dgx-h100")
+    assert (run["num_chips"], run["num_ranks"]) == (6, 2)

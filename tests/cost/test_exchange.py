@@ -50,8 +50,10 @@ def test_an_unknown_library_is_refused_by_name() -> None:
 
 def test_what_arrives_is_one_copy_a_token_and_rank() -> None:
     work = exchange("hybridep", ranks=8)
-    assert elements_after_dispatch(work) == round(exchange_bytes(work, 8, 1).arriving) // 2
-    assert elements_after_dispatch(work) < 8 * work.tokens * work.part_bytes // 2
+    arriving = round(exchange_bytes(work, 8, 1).arriving)
+    assert elements_after_dispatch(work, 2) == arriving // 2
+    assert elements_after_dispatch(work, 4) == arriving // 4
+    assert elements_after_dispatch(work, 2) < 8 * work.tokens * work.part_bytes // 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -10,8 +11,9 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.links import NetworkAxis
-from meshweave.describe.machine.network import HostsNetwork, Network
+from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, Network
 from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
+from meshweave.estimate import estimate
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.simulate import simulate
@@ -101,3 +103,27 @@ with outer:
     assert machine.rate("outer.row", "all_reduce") == 1_000_000  # ranks 2, 4 and 3, 5 are in two hosts
     assert machine.rate("outer.col", "all_reduce") == 10_000_000
     assert machine.rate("outer", "all_reduce") == 1_000_000
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.parametrize("ranks", [3, 6, 8])
+@pytest.mark.parametrize("kind", ["full mesh", "hosts"])
+def test_parts_of_an_all_to_all_go_straight_to_their_members(
+    kind: str, ranks: int, ways: Literal[1, 2]
+) -> None:
+    """Also where a group has 4 members on one host and 2 on the other, each with a NIC of its own."""
+    link = replace(SLOW, num_directions=ways)
+    mesh, hosts = FullMeshNetwork(4, 2, link, link), HostsNetwork(2, 4, FAST, 4, SLOW)
+    program = parse(f"""
+program("all to all")
+tp = mesh(({ranks},), ("x",))
+s = scratch(({1000 * ranks},), "int8", on=tp)
+t = scratch(({1000 * ranks},), "int8", on=tp)
+x = lane()
+with tp:
+    zero(s, lane=x)
+    all_to_all(t, s, over="tp.x", split_dim=0, concat_dim=0, lane=x)
+""")
+    machine = Machine.of(Cluster("box", CHIP, mesh if kind == "full mesh" else hosts, "a test"), program)
+    simulated = simulate(program, machine).duration_s
+    assert estimate(program, machine).total_s == pytest.approx(simulated, rel=1e-3)

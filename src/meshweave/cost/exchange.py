@@ -160,14 +160,14 @@ def exchange_bytes(work: CopyExchange, per_host: int, hosts: int) -> ExchangeByt
     return ExchangeBytes(own, arriving * work.num_ranks, own * work.load * of_host * (hosts - 1), hosts)
 
 
-def elements_after_dispatch(work: CopyExchange) -> int:
+def elements_after_dispatch(work: CopyExchange, item_bytes: int) -> int:
     """Return how many elements of tokens the most loaded rank has once tokens are with their experts.
 
     A token goes once to each rank that has one of its experts, whatever the library sends. The rank's own tokens
-    that stay count too. An element is two bytes, whatever the dtype.
+    that stay count too. An element has `item_bytes`.
     """
     share = share_with(work.num_ranks, work.experts, work.chosen, work.groups, work.top_groups)
-    return round(work.tokens * work.part_bytes * work.load * share * work.num_ranks) // 2
+    return round(work.tokens * work.part_bytes * work.load * share * work.num_ranks) // item_bytes
 
 
 def bytes_s(

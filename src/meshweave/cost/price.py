@@ -24,7 +24,13 @@ from meshweave.cost.exchange import as_all_to_all, exchange_s
 from meshweave.cost.libraries import sized_price
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.links import NetworkAxis
-from meshweave.describe.machine.network import HostsNetwork, RingNetwork, SwitchNetwork, TorusNetwork
+from meshweave.describe.machine.network import (
+    FullMeshNetwork,
+    HostsNetwork,
+    RingNetwork,
+    SwitchNetwork,
+    TorusNetwork,
+)
 from meshweave.ir.program.release import CollectiveStep
 from meshweave.ir.work import Compute, CopyExchange, Transfer, Work
 
@@ -160,13 +166,15 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
 def _all_to_all_bytes(work: Transfer, machine: Machine, shared: bool) -> int:
     """Return the bytes that pass the busiest link of a chip in an all-to-all, in units of its rate.
 
-    Parts travel P / 2 hops on a ring of one direction and P / 4 on one of two. On a switch and among hosts each
-    goes straight to its member. What leaves a host takes the NIC of its chip, which others may use too.
+    Parts travel P / 2 hops on a ring of one direction and P / 4 on one of two. On a switch, in a full mesh and
+    among hosts each goes straight to its member. What leaves a host takes the NIC of its chip, which others may
+    use too. Of a group that lies unevenly on hosts the mean number of members of a host counts.
     """
     count, part, network = work.num_ranks, work.part_bytes, machine.cluster.network
-    if isinstance(network, SwitchNetwork):
-        return (count - 1) * part
-    span = machine.host_span(work.axis) if isinstance(network, HostsNetwork) else None
+    if isinstance(network, SwitchNetwork | FullMeshNetwork):
+        axis = machine.axis(work.axis)  # one part takes one direction of its link
+        return (count - 1) * part * (1 if axis.has_own_constants("all_to_all") else axis.num_directions)
+    span = machine.lies(work.axis) if isinstance(network, HostsNetwork) else None
     if span is None or not isinstance(network, HostsNetwork):
         one_direction = machine.num_directions(work.axis) == 1
         return part * (count * (count - 1) // 2 if one_direction else count * count // 4)

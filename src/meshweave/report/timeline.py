@@ -51,14 +51,14 @@ def _spread(span: Span, begin: int, length: int, shares: list[dict[str, int]]) -
             shares[column][kind] = shares[column].get(kind, 0) + shared
 
 
-def timeline_svg(traces: Sequence[tuple[str, Trace]], rank: int = 0, width: int = 960) -> str:
+def timeline_svg(traces: Sequence[tuple[str, Trace]], rank: int | None = None, width: int = 960) -> str:
     """Return an SVG of the lanes of one rank: traces under each other on one scale of time.
 
     Each trace begins at the left, with the first span of any rank.
 
     Args:
         traces: (title, trace) of each; a title is plain text.
-        rank: a global rank.
+        rank: a global rank; None for the lowest rank of each trace.
         width: pixels.
     """
     lane_height, gap, left, top = 22, 34, 96, 28
@@ -70,13 +70,14 @@ def timeline_svg(traces: Sequence[tuple[str, Trace]], rank: int = 0, width: int 
             f'<text x="{left}" y="{y - 8}" font-weight="bold">{escape(title)}: {format_s(trace.duration_s)}</text>'
         )
         begin = min((span.start_ps for span in trace.spans), default=0)
-        for lane in sorted({span.lane for span in trace.spans if span.rank == rank}):
+        own = min((span.rank for span in trace.spans), default=0) if rank is None else rank
+        for lane in sorted({span.lane for span in trace.spans if span.rank == own}):
             rows.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(lane)}</text>')
             rows.append(
                 f'<rect x="{left}" y="{y}" width="{width - left - 12}" height="{lane_height - 4}" fill="#f2f4f6"/>'
             )
             for span in trace.spans:
-                if span.rank == rank and span.lane == lane:
+                if span.rank == own and span.lane == lane:
                     rows.append(_box(span, begin, left, y, lane_height - 4, (width - left - 12) / longest))
             y += lane_height
         y += gap

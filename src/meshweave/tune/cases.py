@@ -199,8 +199,8 @@ def program_case(
     """Return a program as a case to be simulated.
 
     Args:
-        cluster: as for `load_cluster`; where it does not give the number of chips, these are as many as the
-            program has ranks.
+        cluster: as for `load_cluster`; where it does not give the number of chips, there is one for each rank
+            from 0 to the program's highest.
         logical: lay meshes on a torus that does not carry them, over links of several hops.
         lowered_to: what collectives are first written as: "rings" of permutes, "chains" of messages; or "none".
 
@@ -212,7 +212,7 @@ def program_case(
         raise ProgramError("a program without a mesh runs on no ranks")
     check_header(program)  # the core takes any numbers; a tensor of negative size would take no time
     check_statements(program)
-    sized = _sized(load_cluster(cluster), cluster, len(program.ranks))
+    sized = _sized(load_cluster(cluster), cluster, max(program.ranks) + 1)
     machine = Machine.of(sized, program, logical)
     shapes = " and ".join("x".join(map(str, mesh.shape)) for mesh in program.meshes[:3])
     subject = f"{shapes} mesh on {sized.num_chips} chips of {sized.name}"

@@ -215,3 +215,21 @@ def test_slices_are_candidates_only_where_each_has_tokens():
     assert [*entry.candidates(problem)] == [TokenSlices(), TokenSlices(2, False), TokenSlices(2), *[
         TokenSlices(4, by) for by in (False, True) if 5 > 3 * 2
     ]]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["dispatch", "weighted_dispatch", "combine"])
+def test_an_exchange_alone_is_not_cut_into_slices(part):
+    """Its packed rows are one tensor: of slices each would have rows of its own."""
+    problem = ExpertsProblem(hosts((2, 2)), 8, 2, 4, 3, 2, part=part, **EXACT)
+    entry = algorithm("experts_fused")
+    assert list(entry.candidates(problem)) == [TokenSlices()]
+    with pytest.raises(LayoutError, match=f"a {part} alone is not cut into slices; give 1"):
+        entry.program(problem, TokenSlices(2))
+
+
+def test_a_capacity_holds_for_choices_in_any_memory_order():
+    choices = np.zeros((6, 2), np.int64)
+    choices[:, 1] = 1
+    kept = within_capacity(choices, 2, 2, 1)
+    assert (kept >= 0).sum() == 4
+    np.testing.assert_array_equal(within_capacity(np.asfortranarray(choices), 2, 2, 1), kept)

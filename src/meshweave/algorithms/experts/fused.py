@@ -16,9 +16,12 @@ from meshweave.algorithms.experts.algorithm import ExpertsAlgorithm
 from meshweave.algorithms.experts.layer import LayerText
 from meshweave.algorithms.experts.pairwise import PairwiseExchange
 from meshweave.algorithms.experts.problem import ExpertsProblem
+from meshweave.base.errors import LayoutError
 from meshweave.describe.machine.cluster import Cluster
 
 MOST_SLICES = 8
+_SLICED = ("layer", "training")
+"""The parts that may be cut: packed rows stay inside of them."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +51,22 @@ class FusedExperts(ExpertsAlgorithm[TokenSlices]):
     def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[TokenSlices]:
         """Yield one slice by source, then 2, 4 and 8 slices, with the rows of an expert together and by source.
 
-        Numbers that would leave a slice without tokens are left out.
+        Numbers that would leave a slice without tokens are left out. A dispatch or combine alone has one slice.
         """
         yield TokenSlices()
-        count = 2
+        count = 2 if problem.part in _SLICED else MOST_SLICES + 1
         while count <= MOST_SLICES and -(-problem.tokens // count) * (count - 1) < problem.tokens:
             yield TokenSlices(count, False)
             yield TokenSlices(count, True)
             count *= 2
 
     def text(self, problem: ExpertsProblem, config: TokenSlices) -> str:
-        """Return the program as text, for any routing: the numbers of rows are inputs (`counts`)."""
+        """Return the program as text, for any routing: the numbers of rows are inputs (`counts`).
+
+        Raises LayoutError for several slices of a dispatch or combine alone, whose packed rows are one tensor.
+        """
+        if config.count > 1 and problem.part not in _SLICED:
+            raise LayoutError(f"{self.title}: a {problem.part} alone is not cut into slices; give 1")
         return LayerText(problem, self.title, PairwiseExchange(), config.count, config.by_source).text()
 
     def counts(

@@ -79,7 +79,7 @@ def within_capacity(
     `choices` are experts from 0, (tokens of all ranks, top_k), rank after rank, equally many tokens each. Those
     of earlier tokens count first. A capacity of None drops none.
     """
-    kept: NDArray[np.int32] = choices.astype(np.int32)
+    kept: NDArray[np.int32] = choices.astype(np.int32, order="C")
     if capacity is None:
         return kept
     for rank in kept.reshape(num_ranks, -1):

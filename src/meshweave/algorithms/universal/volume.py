@@ -67,7 +67,7 @@ def _fetch(
 ) -> None:
     for block in blocks:
         size = block.num_elements * element_bytes
-        if block.owner == rank:
+        if block.owner == rank or not size:
             continue
         phase[rank].received_bytes += size
         phase[rank].num_messages += messages

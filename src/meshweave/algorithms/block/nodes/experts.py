@@ -86,9 +86,8 @@ def _exchanged(
         works.append((MESH_OF_EXPERTS, exchange))
         if router.experts > ranks.expert:
             rows = round(copies * ranks.load)
-            works.append(
-                streamed(problem, rows + (rows if sends_copies else elements_after_dispatch(exchange)))
-            )
+            arrived = rows if sends_copies else elements_after_dispatch(exchange, item)
+            works.append(streamed(problem, rows + arrived))
     if ranks.tensor > 1:
         name = "all_gather" if kind == "dispatch" else "reduce_scatter"
         part = round(copies * ranks.load) * item
