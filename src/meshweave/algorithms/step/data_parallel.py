@@ -34,7 +34,6 @@ from meshweave.algorithms.step.memory import (
     table_parameters,
 )
 from meshweave.algorithms.step.placement import (
-    Groups,
     collective_s,
     expert_replica_groups,
     expert_sharding_groups,
@@ -43,7 +42,6 @@ from meshweave.algorithms.step.placement import (
     sharding_groups,
 )
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
-from meshweave.describe.machine.network import HostsNetwork
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def data_parallel_time(
         tied_s = message_s(problem, *axis, table * problem.gradient_bytes)
     if parallelism.zero and table:
         shards, _ = sharding_groups(parallelism)
-        table_gather_s = _collective_s(problem, "all_gather", shards, table * problem.item_bytes)
+        table_gather_s = collective_s(problem, "all_gather", shards, table * problem.item_bytes)
     slice_s = _slice_s(problem, parallelism)
     table_gather_s += slice_s if table else 0.0
     reduce_s = gather_s = 0.0
@@ -104,7 +102,7 @@ def _layer_s(
     weights, gather_s = of_layer.others, 0.0
     if parallelism.zero:
         shards, _ = sharding_groups(parallelism)
-        gather_s = _collective_s(problem, "all_gather", shards, problem.gathered_bytes(weights))
+        gather_s = collective_s(problem, "all_gather", shards, problem.gathered_bytes(weights))
     reduce_s = _reduce_s(problem, parallelism, weights * problem.gradient_bytes)
     if of_layer.experts:
         own_reduce_s, own_gather_s = _experts_s(problem, parallelism, of_layer.experts)
@@ -140,18 +138,10 @@ def _reduce_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) ->
     if not num_bytes:
         return 0.0
     if not parallelism.zero or sums_after(problem, parallelism):
-        return _collective_s(problem, "all_reduce", replica_groups(parallelism), num_bytes)
+        return collective_s(problem, "all_reduce", replica_groups(parallelism), num_bytes)
     shards, copies = sharding_groups(parallelism)
-    scattered_s = _collective_s(problem, "reduce_scatter", shards, num_bytes)
-    return scattered_s + _collective_s(problem, "all_reduce", copies, -(-num_bytes // parallelism.shards))
-
-
-def _collective_s(problem: StepProblem, kind: str, groups: Groups, num_bytes: int) -> float:
-    """Return the seconds of a collective as `collective_s`, by the stack's factor for groups of parts of hosts."""
-    seconds, network = collective_s(problem, kind, groups, num_bytes), problem.cluster.network
-    size, stride = groups[0] if groups else (1, 1)
-    crosses = isinstance(network, HostsNetwork) and size * stride > network.chips_per_host
-    return seconds * (problem.stack.part_hosts if crosses and stride > 1 else 1.0)
+    scattered_s = collective_s(problem, "reduce_scatter", shards, num_bytes)
+    return scattered_s + collective_s(problem, "all_reduce", copies, -(-num_bytes // parallelism.shards))
 
 
 def exposed_s(
