@@ -8,7 +8,7 @@ from meshweave.algorithms.step import step_of
 from meshweave_studies.training_runs.best_of_sweeps import SweepCell, sweep_cells, sweep_options
 from meshweave_studies.training_runs.cases import case_of
 from meshweave_studies.training_runs.clusters import cluster_of
-from meshweave_studies.training_runs.figures import published_seconds, embedding_flops
+from meshweave_studies.training_runs.figures import embedding_flops, published_seconds
 from meshweave_studies.training_runs.rows import PublishedRun, shipped_runs
 
 RUNS = {run.line: run for run in shipped_runs()}

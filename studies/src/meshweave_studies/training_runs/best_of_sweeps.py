@@ -26,7 +26,7 @@ from meshweave.base.progress import Progress, no_progress
 from meshweave.tune.step_search import SpaceOptions, plan_step
 from meshweave_studies.markdown import markdown_table
 from meshweave_studies.training_runs.cases import RunCase, case_of
-from meshweave_studies.training_runs.figures import model_flops, embedding_flops
+from meshweave_studies.training_runs.figures import embedding_flops, model_flops
 from meshweave_studies.training_runs.models import NoPredictionError
 from meshweave_studies.training_runs.rows import PublishedRun
 from meshweave_studies.training_runs.score import predict

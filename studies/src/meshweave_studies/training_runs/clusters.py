@@ -65,6 +65,11 @@ def cluster_of(run: PublishedRun) -> Cluster:
     except DescriptionError as error:
         raise NoPredictionError(str(error)) from None
     network, (word, own, hosts, rate) = cluster.network, _OWN_RATES
-    if word not in run.source or name != own or not isinstance(network, HostsNetwork) or network.num_hosts < hosts:
+    if (
+        word not in run.source
+        or name != own
+        or not isinstance(network, HostsNetwork)
+        or network.num_hosts < hosts
+    ):
         return cluster
     return replace(cluster, network=replace(network, nic=replace(network.nic, link_bytes_per_s=rate)))
