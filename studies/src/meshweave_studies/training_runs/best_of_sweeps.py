@@ -10,7 +10,8 @@ it counts a table that two stages share twice (`figures.embedding_flops`), so la
 The results (bench_final2_mfu2.csv, in eyao600/Rapid-LLM validation_scripts/huggingface_data) have the pipeline's
 code before and after it was mended (column "after_pp_fix"), 25 times as fast: 8.86B on 8 hosts, dp 4 tp 1 pp 16,
 has 201 and 4,976 tokens a second and chip. On 64 hosts layouts with pipeline ranks ran before that (jobs up to
-14023...; one after it, dp 128 tp 2 pp 2 of 3.57B, has 4.6 %). So on more than 32 hosts none is in the sweep.
+14023...; one after it, dp 128 tp 2 pp 2 of 3.57B, has 4.6 %), in the tenth of the rows that was read. So on
+more than 32 hosts none is in the sweep.
 """
 
 from __future__ import annotations
