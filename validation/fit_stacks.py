@@ -52,16 +52,15 @@ NEUTRAL: dict[str, float] = {
     "launch_s": 0.0,
     "step_s": 0.0,
     "fragmentation": 0.0,
-    "part_hosts": 1.0,
 }
-UNITS = {"overlap": 0.0, "launch_s": 1e-5, "part_hosts": 2.0}
+UNITS = {"overlap": 0.0, "launch_s": 1e-5}
 """At which value of a constant each row is priced besides the neutral one."""
-BOUNDS = {"overlap": (0.0, 1.0), "launch_s": (0.0, 1e-5), "part_hosts": (1.0, 5.0)}
+BOUNDS = {"overlap": (0.0, 1.0), "launch_s": (0.0, 1e-5)}
 FREE = {
     "megatron-2021": ("launch_s",),
     "llm-foundry": ("overlap", "launch_s"),
     "torchtitan": ("overlap", "launch_s"),
-    "nanotron": ("overlap", "launch_s", "part_hosts"),
+    "nanotron": ("overlap", "launch_s"),
     "megatron-core": (),
     "maxtext": (),
 }

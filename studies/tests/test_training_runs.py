@@ -80,7 +80,7 @@ def test_a_row_and_a_user_who_names_its_stack_get_the_same_time() -> None:
         try:
             step = mw.step(
                 of.model, of.cluster, of.batch, of.sequence, dtype=of.dtype, gradient_dtype=of.gradient_dtype,
-                stack=name, precision=of.precision, overlap="layers", **vars(chosen),
+                stack=name, precision=of.precision, overlap="layers", **asdict(chosen),
             )  # fmt: skip
         except UnsupportedError:  # a row's software can do more than the stack
             continue
@@ -474,10 +474,9 @@ def test_the_rates_of_transformer_engine_are_those_of_measured_times() -> None:
 def test_constants_of_stacks_are_few_and_named() -> None:
     stacks = tomllib.loads((ROOT / "src/meshweave/catalog/stacks.toml").read_text("utf-8"))
     constants = {field.name for field in fields(SoftwareStack) if field.type == "float"}
-    assert len(constants) == 7 and stacks["stacks"]
+    assert len(constants) == 6 and stacks["stacks"]
     for of in stacks["stacks"].values():
-        numbers = [value for name, value in of.items() if name not in ("host", "routed_hosts", "part_hosts")]
-        numbers += [of.get("part_hosts", 1) != 1]
+        numbers = [value for name, value in of.items() if name not in ("host", "routed_hosts")]
         numbers += [value for name, value in of.get("host", {}).items() if name != "waits"]
         numbers += {rates["kernel_s"] for rates in of.get("routed_hosts", {}).values()}
         assert set(of) <= {*constants, "host", "routed_hosts"} and sum(bool(value) for value in numbers) <= 5

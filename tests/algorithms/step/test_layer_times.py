@@ -15,7 +15,6 @@ from meshweave.algorithms.step.layers import layer_time
 from meshweave.algorithms.step.stacks import load_stack
 from meshweave.algorithms.step.stages import stages_of
 from meshweave.algorithms.step.timeline import step_timeline
-from meshweave.base.errors import DescriptionError
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 
@@ -96,20 +95,3 @@ def test_operands_that_are_kept_as_gathered_are_not_gathered_again(tensor: int) 
     whole = 2 * 4096 * problem.model.hidden  # of 16 bits
     more = layer_activations(kept, p, "none") - layer_activations(again, p, "none")
     assert more == 2 * (whole - whole // tensor)
-
-
-def test_groups_of_parts_of_hosts_take_the_stacks_factor() -> None:
-    problem = problem_of(32, 4096)
-    slow, plain = (with_stack(problem, part_hosts=each) for each in (3.0, 1.0))
-
-    def factors(p: Parallelism) -> set[float]:
-        times = [data_parallel_time(each, p) for each in (slow, plain)]
-        names = "reduce_s", "gather_s", "table_s", "table_gather_s"
-        return {round(getattr(times[0], name) / getattr(times[1], name), 6) for name in names}
-
-    assert factors(Parallelism(data=16, tensor=2, zero=1)) == {3.0}  # four of a host's eight chips
-    assert factors(Parallelism(data=4, tensor=8, zero=1)) == {3.0}  # one of a host's
-    assert factors(Parallelism(data=32, zero=1)) == {1.0}  # whole hosts
-    assert factors(Parallelism(data=4, tensor=2, pipeline=4, zero=1)) == {1.0}  # inside of one
-    with pytest.raises(DescriptionError, match="part_hosts below 1"):
-        replace(load_stack("nanotron"), part_hosts=0.5)

@@ -45,7 +45,6 @@ from meshweave.algorithms.step.placement import (
     sharding_groups,
 )
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
-from meshweave.describe.machine.network import HostsNetwork
 from meshweave.ir.work import Transfer
 
 
@@ -138,7 +137,7 @@ def _data_parallel_time(
         tied_s = message_s(problem, *axis, table * problem.gradient_bytes)
     if parallelism.zero and table:
         shards, _ = sharding_groups(parallelism)
-        table_gather_s = _collective_s(problem, "all_gather", shards, table * problem.item_bytes)
+        table_gather_s = collective_s(problem, "all_gather", shards, table * problem.item_bytes)
     slice_s = _slice_s(problem, parallelism)
     table_gather_s += slice_s if table else 0.0
     reduce_s = gather_s = 0.0
@@ -159,7 +158,7 @@ def _layer_s(
     weights, gather_s = of_layer.others, 0.0
     if parallelism.zero:
         shards, _ = sharding_groups(parallelism)
-        gather_s = _collective_s(problem, "all_gather", shards, problem.gathered_bytes(weights))
+        gather_s = collective_s(problem, "all_gather", shards, problem.gathered_bytes(weights))
     reduce_s = _reduce_s(problem, parallelism, weights * problem.gradient_bytes)
     if of_layer.experts:
         own_reduce_s, own_gather_s = _experts_s(problem, parallelism, of_layer.experts)
@@ -194,7 +193,7 @@ def _reduce_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) ->
     """Return the seconds in which gradients of so many bytes are summed, and scattered under ZeRO."""
     if not num_bytes:
         return 0.0
-    return sum(_collective_s(problem, *each) for each in _reductions(problem, parallelism, num_bytes))
+    return sum(collective_s(problem, *each) for each in _reductions(problem, parallelism, num_bytes))
 
 
 def _reductions(
@@ -225,14 +224,6 @@ def lane_collectives(
     sums = _reductions(problem, parallelism, weights * problem.gradient_bytes)
     first, second = (tuple(step for each in of for step in collective_steps(*each)) for of in (gathers, sums))
     return first, second
-
-
-def _collective_s(problem: StepProblem, kind: str, groups: Groups, num_bytes: int) -> float:
-    """Return the seconds of a collective as `collective_s`, by the stack's factor for groups of parts of hosts."""
-    seconds, network = collective_s(problem, kind, groups, num_bytes), problem.cluster.network
-    size, stride = groups[0] if groups else (1, 1)
-    crosses = isinstance(network, HostsNetwork) and size * stride > network.chips_per_host
-    return seconds * (problem.stack.part_hosts if crosses and stride > 1 else 1.0)
 
 
 def exposed_s(

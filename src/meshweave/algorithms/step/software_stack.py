@@ -54,8 +54,6 @@ class SoftwareStack:
         step_s: seconds of a step outside the model: data, logging, norms of gradients.
         fragmentation: bytes that the allocator cannot use, as a share of activations and buffers, besides the gaps
             that the loss leaves (`framework_memory.LOGIT_BYTES`).
-        part_hosts: how many times as long the collectives of dense weights' replicas take where a group lies on
-            several hosts and has not all chips of a host. Fitted to a stack's runs; its cause is not known.
         regathers: whether ZeRO-2 gathers weights for each micro-batch, as FSDP's SHARD_GRAD_OP does, and not once
             a step. It says what the stack does; it is no constant.
         blocks_transfers: whether pipeline ranks wait for each transfer that they send, as Megatron-LM did before
@@ -117,8 +115,8 @@ class SoftwareStack:
         runs: what the stack can execute.
 
     Raises:
-        DescriptionError: `overlap` is not from 0 to 1, `launch_s`, `step_s` or `fragmentation` is negative,
-            `part_hosts` is below 1, or `sharding` is unknown.
+        DescriptionError: `overlap` is not from 0 to 1, `launch_s`, `step_s` or `fragmentation` is negative, or
+            `sharding` is unknown.
     """
 
     name: str = "ideal"
@@ -126,7 +124,6 @@ class SoftwareStack:
     launch_s: float = 0.0
     step_s: float = 0.0
     fragmentation: float = 0.0
-    part_hosts: float = 1.0
     regathers: bool = False
     blocks_transfers: bool = False
     host: HostRates | None = None
@@ -165,10 +162,8 @@ class SoftwareStack:
     def __post_init__(self) -> None:
         if not 0 <= self.overlap <= 1:
             raise DescriptionError(f"stack {self.name}: overlap is {self.overlap}; give a share from 0 to 1")
-        if min(self.launch_s, self.step_s, self.fragmentation) < 0 or self.part_hosts < 1:
-            raise DescriptionError(
-                f"stack {self.name}: a constant is negative, or part_hosts below 1; give at least 0, and 1"
-            )
+        if min(self.launch_s, self.step_s, self.fragmentation) < 0:
+            raise DescriptionError(f"stack {self.name}: a constant is negative; give at least 0")
         if self.sharding not in _SHARDINGS:
             raise DescriptionError(
                 f"stack {self.name}: sharding is '{self.sharding}'; give one of {', '.join(_SHARDINGS)}"

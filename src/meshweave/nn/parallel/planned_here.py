@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
@@ -144,7 +144,7 @@ def _planned(problem: StepProblem, measured: MeasuredStep) -> list[tuple[dict[st
     listed: list[tuple[dict[str, Any], float]] = []
     for name, priced, chosen in plain:
         try:
-            listed.append((dict(vars(chosen)), step_here_s(priced, chosen, measured)))
+            listed.append((asdict(chosen), step_here_s(priced, chosen, measured)))
         except MeshweaveError as error:  # a batch that is no multiple of the ranks
             _LOG.info("%s is not predicted: %s", name, error)
     try:
@@ -152,7 +152,7 @@ def _planned(problem: StepProblem, measured: MeasuredStep) -> list[tuple[dict[st
     except MeshweaveError as error:
         _LOG.info("no plan in which ranks share layers is tried: %s", error)
         return listed
-    shared = [(vars(each), seconds) for each, seconds in ranked if each.data != num_ranks]
+    shared = [(asdict(each), seconds) for each, seconds in ranked if each.data != num_ranks]
     return listed + shared[:NUM_PLANNED]
 
 

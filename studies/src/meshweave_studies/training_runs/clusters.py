@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from meshweave.base.errors import DescriptionError
 from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.network import HostsNetwork
 from meshweave_studies.training_runs.models import NoPredictionError
 from meshweave_studies.training_runs.rows import PublishedRun
 
@@ -33,6 +35,16 @@ _CLUSTERS_OF_SOURCES = (
 """Words of a source, kind of chip, and the cluster on which that source ran."""
 
 
+_OWN_RATES = ("nanotron", "p5", 4, 180e9 / 8)
+"""Words of a source that measured its NICs, the name of its cluster, from how many hosts on they carry less than
+their peak, and how many bytes per second.
+
+nanotron's runs print the bus bandwidth of an all-reduce over all ranks beside the throughput (column "AllReduce
+(GB/s)" of their results, bench_final2_mfu2.csv, in eyao600/Rapid-LLM validation_scripts/huggingface_data): 318 to
+436 on 2 hosts, as eight NICs carry; 155 to 219 on 4, 160 to 200 on 8 to 32, and 175 to 178 on 64.
+"""
+
+
 def cluster_of(run: PublishedRun) -> Cluster:
     """Return the cluster of a run, of as many chips. Raises NoPredictionError where the catalog has none."""
     stated = _CHIPS.fullmatch(run.chips.strip().rstrip("?"))
@@ -49,6 +61,15 @@ def cluster_of(run: PublishedRun) -> Cluster:
     if name is None:
         raise NoPredictionError(f"the catalog has no cluster of {stated[2]}")
     try:
-        return load_cluster(name).with_chips(count)
+        cluster = load_cluster(name).with_chips(count)
     except DescriptionError as error:
         raise NoPredictionError(str(error)) from None
+    network, (word, own, hosts, rate) = cluster.network, _OWN_RATES
+    if (
+        word not in run.source
+        or name != own
+        or not isinstance(network, HostsNetwork)
+        or network.num_hosts < hosts
+    ):
+        return cluster
+    return replace(cluster, network=replace(network, nic=replace(network.nic, link_bytes_per_s=rate)))

@@ -12,7 +12,9 @@ Every source counts in its own way:
                                  3 (2 N s + 4 L h s^2) for a sequence, with all N parameters
 
 FLOPs of the model are otherwise those of Korthikanti et al. (MLSys '23, equation 7), which count attention without
-a mask and logits once, as nanotron does too.
+a mask and logits once. nanotron has 6 N + 12 L h s for a token, with N summed over tensor and pipeline ranks
+(trainer.py, _init_model): the embedding's table is in N beside the head's, and one that the first and the last
+stage share is there twice, 1.61 for 1.34 billion.
 """
 
 from __future__ import annotations
@@ -36,9 +38,17 @@ def model_flops(case: RunCase, step: Step) -> float:
     """Return the FLOPs of the model in a step, as the source counts them."""
     parameters, of = stated_parameters(case.run), case.problem
     if parameters is None:
-        return float(step.flops(case.stack.pairs))
+        return float(step.flops(case.stack.pairs)) + embedding_flops(case, step.parallelism.pipeline)
     attention = 4 * of.model.num_layers * of.model.hidden * of.sequence**2
     return 3.0 * of.batch * (2 * parameters * of.sequence + attention)
+
+
+def embedding_flops(case: RunCase, pipeline: int) -> float:
+    """Return the FLOPs of a step that a source counts for the embedding's table, on so many pipeline ranks."""
+    of = case.problem
+    if not case.stack.counts_embedding or (of.model.tied_embeddings and pipeline == 1):
+        return 0.0
+    return 6.0 * of.batch * of.sequence * (of.model.vocab_size or 0) * of.model.hidden
 
 
 def published_seconds(case: RunCase, step: Step) -> float:

@@ -37,6 +37,8 @@ class RunStack:
         needs_precision: whether a row is predicted only if it states its precision.
         accumulates: whether a step may have several micro-batches where rows state none.
         pairs: which pairs of tokens it counts in FLOPs of the model.
+        counts_embedding: whether it counts the embedding's table beside the head's where these are two, or are one
+            that the first and the last stage share.
         does: what else the software does, by attributes of `SoftwareStack`.
     """
 
@@ -54,6 +56,7 @@ class RunStack:
     needs_precision: bool = False
     accumulates: bool = True
     pairs: Pairs = "all"
+    counts_embedding: bool = False
     does: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -96,7 +99,7 @@ _STACKS = (
     RunStack(("llm-foundry",), "llm-foundry", gradient_dtype="bfloat16"),
     RunStack(("torchtitan benchmarks/llama3_h100_202412",), "torchtitan", compiled_loss="eager"),
     RunStack(("torchtitan",), "torchtitan"),
-    RunStack(("nanotron",), "nanotron", memory_of_first_rank=True),
+    RunStack(("nanotron",), "nanotron", memory_of_first_rank=True, counts_embedding=True),
     replace(_MEGATRON_CORE, words=("Megatron-MoE-ModelZoo", "Megatron-LM dev"), pairs="causal"),
     _MEGATRON_CORE,
     RunStack(("MaxText", "maxtext"), "maxtext", accumulates=False),
