@@ -8,7 +8,7 @@ import re
 import runpy
 import tomllib
 from collections import defaultdict
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import median
 
