@@ -43,6 +43,7 @@ def test_compat_alone_touches_private_names_of_torch(trees: code_counts.Trees) -
     assert [path.relative_to(ROOT) for path in code_counts.private_torch(trees)] == [
         Path("src/meshweave/execute/torch/compat.py"),
         Path("src/meshweave/execute/torch/compat_gradients.py"),
+        Path("src/meshweave/execute/torch/compat_values.py"),
     ]
 
 

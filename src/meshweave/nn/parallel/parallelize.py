@@ -143,8 +143,7 @@ def parallelize(
     model.context = context
     watch_optimizers(model.agreement, before)
     watch_values(model.agreement)
-    is_own = isinstance(model, HostedModel)
-    refuse_features(module, model.names.layers, runs_own_code=is_own, offered=offer_methods(model))
+    refuse_features(module, model.names.layers, isinstance(model, HostedModel), offer_methods(model))
     return model
 
 

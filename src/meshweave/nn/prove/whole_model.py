@@ -84,7 +84,7 @@ def check_whole(
     for parameter in made.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     try:
-        with prepared(made, checked.dtype, drops=True), _Calls(checked.device.type) as seen:
+        with prepared(made, checked.dtype, drops=True), _CallRecorder(checked.device.type) as seen:
             checked.dropout(seen, _dropout_of(module, names), tokens)
             without_dropout(made.modules())
             before = checked.state()
@@ -123,7 +123,7 @@ class _WatchedCopy:
 
     # --- dropout and random numbers ---------------------------------------------------------------------------
 
-    def dropout(self, seen: _Calls, expected: list[float], sequence: int) -> None:
+    def dropout(self, seen: _CallRecorder, expected: list[float], sequence: int) -> None:
         """Run it once, and compare the probabilities of dropout with those of what replaces its layers."""
         before = _generators(self.device)
         self.run(sequence)
@@ -261,7 +261,7 @@ class _WatchedCopy:
                 )
 
 
-class _Calls(TorchFunctionMode):  # type: ignore[misc]
+class _CallRecorder(TorchFunctionMode):  # type: ignore[misc]
     """A context that notes the probabilities of dropout, where some are dropped, as `probabilities`.
 
     It multiplies by the factors of a weight, where that has some (`reduced`).
