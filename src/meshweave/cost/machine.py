@@ -116,8 +116,8 @@ class Machine(PlacedMeshes):
                 )
                 out[f"{mesh.name}.{axis}"] = self._with_hops(axes, rows)
             of_all = None if is_whole else self._under(ranks.reshape(1, -1))
-            own, shared = of_all or self._network_axes(0, len(mesh.shape), None)
-            out[mesh.name] = own, shared, shared
+            of_all = of_all or self._network_axes(0, len(mesh.shape), None)
+            out[mesh.name] = self._with_hops(of_all, ranks.reshape(1, -1))
         return out
 
     def _require_neighbours(self, mesh: Mesh, axis: str, groups: NDArray[np.int64]) -> None:
@@ -180,7 +180,10 @@ class Machine(PlacedMeshes):
 
         def limited(one_way: bool) -> NetworkAxis:
             hops = self._hops(groups, one_way).values()
-            rate = min((rate / most for rate, counts in hops if (most := counts.max())), default=math.inf)
+            least = min(
+                (rate / most for rate, counts in hops if (most := int(counts.max()))), default=math.inf
+            )
+            rate = max(least, 1.0)  # a `NetworkAxis` has no less
             return shared if rate >= shared.link_bytes_per_s else replace(shared, link_bytes_per_s=rate)
 
         return own, limited(False), limited(True)
@@ -195,7 +198,7 @@ class Machine(PlacedMeshes):
         return {f"axis {i}": (axis.link_bytes_per_s, each) for i, (axis, each) in enumerate(axes)}
 
     def flows(self, name: str, one_way: bool = False) -> Flows:
-        """Return how many messages of a mesh axis ("tp.row") pass each link while all its groups communicate.
+        """Return how many messages of a mesh axis ("tp.row") or mesh ("tp") pass each link while all groups send.
 
         Links are those of a logical torus, by axis; the port of a chip into a switch or a host; and all NICs of a
         host together. {} on other networks, where closed forms know of no sharing. With `one_way` all go forwards.
@@ -213,9 +216,12 @@ class Machine(PlacedMeshes):
         if isinstance(network, SwitchNetwork):
             return {"port": (network.link.link_bytes_per_s, _ONE)}
         if isinstance(network, TorusNetwork):
-            mesh_name, _, axis = name.rpartition(".")
+            mesh_name, _, axis = name.partition(".")
             mesh = next(mesh for mesh in self.meshes if mesh.name == mesh_name)
-            i, ranks = mesh.axes.index(axis), np.array(mesh.ranks).reshape(mesh.shape)
+            ranks = np.array(mesh.ranks).reshape(mesh.shape)
+            if not axis:
+                return self._hops(ranks.reshape(1, -1), one_way)
+            i = mesh.axes.index(axis)
             return self._hops(np.moveaxis(ranks, i, -1).reshape(-1, mesh.shape[i]), one_way)
         span = self.lies(name)
         if span is None or not isinstance(network, HostsNetwork):

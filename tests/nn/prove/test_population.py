@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from meshweave.execute.ranks.launch import launch
 from meshweave.nn.parallel.known import recognised
 from meshweave.nn.prove.reduced import reduced
-from meshweave.nn.prove.whole_model import _Calls
+from meshweave.nn.prove.whole_model import _CallRecorder
 
 HERE = {"PYTHONPATH": ":".join(sys.path[:2])}
 
@@ -91,7 +91,7 @@ def test_a_copy_with_all_layers_multiplies_by_thin_matrices() -> None:
     options = {"words": 8, "sequence": 8, "binds": (), "device": torch.device("cpu"), "dtype": torch.float64}
     copied, tokens = reduced(model, names, range(6), **options, shares=True).eval(), torch.arange(8)[None]
     whole = copied(tokens)
-    with _Sizes() as seen, _Calls("cpu"):
+    with _Sizes() as seen, _CallRecorder("cpu"):
         assert torch.allclose(copied(tokens), whole, rtol=1e-9, atol=1e-9)
         named = torch.nn.functional.linear(whole, weight=copied.transformer.h[0].mlp.c_fc.weight[:, :8])
         assert named.shape[-1] == copied.transformer.h[0].mlp.c_fc.out_features
