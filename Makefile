@@ -50,10 +50,10 @@ TRAIN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone -
 train: $(STAMP)
 	$(TRAIN) --parallel tp=2,pp=2 --predict --seconds 60 --folder demo-out/train --save-every 20
 
-# One worker a core, and two more: many tests wait for ranks, or for deadlines of ranks that are gone. Each begins with a
+# One worker a core, and one more: many tests wait for ranks, or for deadlines of ranks that are gone. Each begins with a
 # contiguous half, so that tests share what their module sets up, and an idle one
 # takes over tests of others. Labs wait for each other (conftest.py).
-WORKERS = $(shell $(BIN)/python -c 'import os; print(os.cpu_count() + 2)')
+WORKERS = $(shell $(BIN)/python -c 'import os; print(os.cpu_count() + 1)')
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 test: $(STAMP)

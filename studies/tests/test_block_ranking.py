@@ -61,7 +61,7 @@ def test_sites_one_by_one_are_never_faster_and_are_ranked_by_their_own_time() ->
         assert entry.seconds <= other.seconds
 
 
-def test_contention_slows_sites_where_logical_meshes_share_links() -> None:
+def test_estimates_know_where_sites_of_logical_meshes_share_links() -> None:
     """Four rows of two on a torus of two rows of four: rings of one axis cross each other's links."""
     axes = NetworkAxis("x", 1e9), NetworkAxis("y", 1e9)
     torus = Cluster("box", load_cluster("atp-ic1").chip, TorusNetwork(axes, (2, 4), 8), "a test")
@@ -69,7 +69,7 @@ def test_contention_slows_sites_where_logical_meshes_share_links() -> None:
     times = {name_of(entry): (entry.estimate.total_s, entry.seconds) for entry in ranking.ranked}
     assert all(simulated >= estimated * 0.999 for estimated, simulated in times.values())
     assert times["atp 2x4"][1] == pytest.approx(times["atp 2x4"][0], rel=0.01)
-    assert times["atp 4x2"][1] > 1.1 * times["atp 4x2"][0]
+    assert times["atp 4x2"][1] == pytest.approx(times["atp 4x2"][0], rel=0.05)
 
 
 def test_the_machine_of_the_paper_whose_root_is_slow() -> None:

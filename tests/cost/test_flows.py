@@ -15,6 +15,9 @@ from meshweave.cost.flows import shared_rates, torus_flows
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import TorusNetwork
 from meshweave.ir.work import Transfer
 from sampling import examples
 
@@ -89,3 +92,41 @@ def test_flows_among_hosts_pass_ports_and_nics(chips: int, per_host: int, links:
     assert set(flows) == links
     rate, counts = flows["nics"]
     assert rate == 8 * 50e9 and counts.tolist() == [stride]
+
+
+TORI = [(2, 4), (4, 4), (8,), (2, 2, 4)]
+COLLECTIVE = """program("one")
+t = mesh(({a}, {b}), ("a", "b"))
+x = scratch(({given}, 1024), "float32", on=t)
+y = scratch(({made}, 1024), "float32", on=t)
+net = lane()
+with t:
+    {kind}(y, x, over="t.{axis}", {dim}lane=net)
+"""
+
+
+@examples(100)
+@given(
+    st.sampled_from(TORI),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from("ab"),
+    st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"]),
+)
+def test_a_collective_on_a_torus_takes_as_long_as_simulated(
+    shape: tuple[int, ...], directions: int, rows: int, axis: str, kind: str
+) -> None:
+    """Pairs, rings of several hops, groups that cross: with rings of one direction and of two."""
+    links = tuple(NetworkAxis(name, 1e9, num_directions=directions) for name in "xyz"[: len(shape)])
+    chips = prod(shape)
+    torus = Cluster("torus", mw.load_cluster("atp-ic1").chip, TorusNetwork(links, shape, chips), "a test")
+    size = rows if axis == "a" else chips // rows
+    given_, made = {"all_reduce": (1, 1), "all_gather": (1, size), "reduce_scatter": (size, 1)}[kind]
+    text = COLLECTIVE.format(
+        a=rows, b=chips // rows, given=8192 * given_, made=8192 * made, kind=kind, axis=axis,
+        dim="" if kind == "all_reduce" else "dim=0, ",
+    )  # fmt: skip
+    program = mw.parse(text)
+    machine = Machine.of(torus, program, logical=True)
+    simulated_s = mw.simulate(program, machine).duration_s
+    assert mw.estimate(program, machine).total_s == pytest.approx(simulated_s, rel=0.01)

@@ -186,7 +186,7 @@ class Machine(PlacedMeshes):
             rate = max(least, 1.0)  # a `NetworkAxis` has no less
             return shared if rate >= shared.link_bytes_per_s else replace(shared, link_bytes_per_s=rate)
 
-        return own, limited(False), limited(True)
+        return own, limited(own.num_directions == 1), limited(True)
 
     def _hops(self, groups: NDArray[np.int64], one_way: bool) -> Flows:
         """Return the flows of rings of groups of ranks, shape (groups, members), on a logical torus; else {}."""
@@ -201,8 +201,10 @@ class Machine(PlacedMeshes):
         """Return how many messages of a mesh axis ("tp.row") or mesh ("tp") pass each link while all groups send.
 
         Links are those of a logical torus, by axis; the port of a chip into a switch or a host; and all NICs of a
-        host together. {} on other networks, where closed forms know of no sharing. With `one_way` all go forwards.
+        host together. {} on other networks, where closed forms know of no sharing. With `one_way` all go forwards,
+        as they do where rings have one direction.
         """
+        one_way = one_way or self.axis(name).num_directions == 1
         if (name, one_way) not in self._flows:
             self._flows[name, one_way] = self._flows_of(name, one_way)
         return self._flows[name, one_way]
