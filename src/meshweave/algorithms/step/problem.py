@@ -117,12 +117,12 @@ class Parallelism:
         """Return the schedule for `virtual_stages` stages a rank. Raises UnsupportedError for an unknown name."""
         return SCHEDULES.named(self.schedule).for_stages(self.virtual_stages)
 
-    @cached_property
+    @property
     def tensor_mesh(self) -> tuple[int, int]:
         """Return the sizes (d1, d2) of the mesh of tensor ranks: (tensor, 1) where `tensor` is a number."""
         return self.tensor if isinstance(self.tensor, tuple) else (self.tensor, 1)
 
-    @cached_property
+    @property
     def tensor_size(self) -> int:
         """Return the number of tensor-parallel ranks, which share each layer."""
         return math.prod(self.tensor_mesh)
@@ -174,12 +174,8 @@ class Parallelism:
 
     def stride(self, degree: Degree) -> int:
         """Return how many chips apart neighbours of a degree are: the product of the degrees inside it."""
-        return self._strides[degree]
-
-    @cached_property
-    def _strides(self) -> dict[Degree, int]:
-        sizes = [self.size(each) for each in self.order]
-        return {each: math.prod(sizes[:number]) for number, each in enumerate(self.order)}
+        inside = self.order[: self.order.index(degree)]
+        return math.prod(self.size(each) for each in inside)
 
 
 @renamed_field("seq", "sequence", product_dtype="precision")
