@@ -205,6 +205,19 @@ def test_an_interrupted_run_takes_everything_down(tmp_path, nothing_left, signum
 
 
 @lab
+def test_an_interrupt_before_signals_are_held_leaves_the_lab_to_be_taken_down_at_exit(
+    nothing_left, monkeypatch
+):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), a_lab(PAIR).up() as running:
+        patched.setattr("meshweave_lab.lab.deferred_signals", interrupted)
+    assert any(name.startswith(running._prefix) for name in lab_namespaces())
+    running._down()  # as at exit
+
+
+@lab
 def test_what_a_killed_run_leaves_is_removed_by_the_next_and_nothing_else(tmp_path, nothing_left, capsys):
     strangers = ["meshweave", "meshweave-1-2-3", "other-meshweave-1-1-1-1-h0"]
     process, ranks = started(tmp_path)

@@ -279,12 +279,13 @@ class RunningLab:
         try:
             with deferred_signals():
                 remove([name for name in lab_namespaces() if name.startswith(self._prefix)])
-            atexit.unregister(self._down)
+                self._prefix = ""
         finally:
-            self._prefix = ""
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-            self._handlers.clear()
+            if not self._prefix:  # else it was interrupted before signals were held, and goes down at exit
+                atexit.unregister(self._down)
+                for number, handler in self._handlers.items():
+                    signal.signal(number, handler)
+                self._handlers.clear()
 
     def _handle_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
