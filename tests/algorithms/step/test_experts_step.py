@@ -21,9 +21,10 @@ from meshweave.algorithms.step.checks import can_be_laid_out
 from meshweave.algorithms.step.layers import layer_time
 from meshweave.algorithms.step.placement import expert_axes, expert_replica_groups, expert_sharding_groups
 from meshweave.algorithms.step.problem import DEGREES
-from meshweave.algorithms.step.quantizing import quantizing
+from meshweave.algorithms.step.quantizing import added_passes, quantizing
 from meshweave.algorithms.step.routing import chosen_shares, drawn_loads, expert_ranks
 from meshweave.algorithms.step.space import SpaceOptions, StepSpace
+from meshweave.algorithms.step.stages import stages_of
 from meshweave.base.errors import DescriptionError, LayoutError, MeshweaveError, UnsupportedError
 from meshweave.describe.catalog import models
 from meshweave.describe.machine.cluster import load_cluster
@@ -338,6 +339,38 @@ def test_exchanges_run_beside_another_micro_batch() -> None:
     more = beside.forward.compute_s + beside.backward.compute_s - computing
     assert 0 < more < 0.2 * computing  # the exchange has 20 of the multiprocessors
     assert beside.forward.total_s + beside.backward.total_s >= computing
+
+
+@pytest.mark.parametrize(("pipeline", "virtual"), [(1, 1), (2, 1), (2, 3)])
+def test_the_first_forward_and_the_last_backward_part_have_nothing_beside_them(
+    pipeline: int, virtual: int
+) -> None:
+    """Of m micro-batches m - 1 pairs hide their exchanges, whatever time the pipeline takes to fill and drain."""
+    hidden_s = {}
+    for micro_batches in (1, 2, 5):
+        choice = Parallelism(data=8, expert=8, zero=1, pipeline=pipeline, virtual_stages=virtual)
+        of = replace(problem(chips=8 * pipeline), batch=8 * micro_batches, dispatcher="deepep")
+        times = []
+        for overlaps in (False, True):
+            stages = stages_of(
+                replace(of, stack=replace(load_stack("ideal"), overlaps_exchanges=overlaps)), choice
+            )
+            turns = micro_batches + (pipeline - 1) / virtual
+            times.append(turns * sum(time.forward_s + time.backward_s for time in stages.times))
+        hidden_s[micro_batches] = times[0] - times[1]
+    assert hidden_s[1] == 0 < hidden_s[2]
+    assert hidden_s[5] == pytest.approx(4 * hidden_s[2])
+
+
+def test_biases_of_experts_pass_through_memory_where_the_stack_does_not_add_them_in_products() -> None:
+    """The rows of both products, in fp32 between; four copies of a token, 2880 hidden and inner features."""
+    model, choice = load_model("gpt-oss-20b"), Parallelism(data=8, expert=8, zero=1, micro_batch=2)
+    apart, fused = (problem(model, 8, stack=load_stack(name)) for name in ("megatron-core", "ideal"))
+    rows = 2 * 2048 * 4
+    for part, num_bytes in (("forward", 28 + 16), ("backward", 40 + 20)):
+        assert added_passes(apart, choice, part).num_bytes == rows * 2880 * num_bytes
+        assert added_passes(fused, choice, part).num_bytes == 0
+    assert added_passes(problem(stack=apart.stack), choice, "forward").num_bytes == 0  # Mixtral has no biases
 
 
 def test_hosts_of_routed_layers_issue_what_is_not_captured() -> None:

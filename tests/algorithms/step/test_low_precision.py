@@ -14,7 +14,7 @@ from meshweave.algorithms.step.data_parallel import data_parallel_time
 from meshweave.algorithms.step.layers import layer_time
 from meshweave.algorithms.step.memory import ShardedParameters
 from meshweave.algorithms.step.precision import PRECISIONS, ProductDtypes, precision_named
-from meshweave.algorithms.step.quantizing import Quantizing, cast_weight_bytes, quantizing
+from meshweave.algorithms.step.quantizing import AddedPasses, cast_weight_bytes, quantizing
 from meshweave.base.errors import DescriptionError, UnsupportedError
 from meshweave.cli.app import run_app
 from meshweave.describe.catalog import clusters
@@ -108,9 +108,9 @@ def test_what_quantizing_moves() -> None:
         assert forward.kernels == backward.kernels == 4 * read // 2
     forward, backward = (quantizing(problem_of("mxfp4"), one, part) for part in ("forward", "backward"))
     item = 0.5 + 1 / 32
-    assert forward == Quantizing()
+    assert forward == AddedPasses()
     assert backward.num_bytes == pytest.approx(tokens * ((2 + item) * operands + (2 + 2 * item) * results))
-    assert quantizing(problem_of(None), one, "forward") == Quantizing()
+    assert quantizing(problem_of(None), one, "forward") == AddedPasses()
 
 
 def test_ranks_cast_their_part_of_the_residual_before_they_gather_it() -> None:

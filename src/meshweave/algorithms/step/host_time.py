@@ -9,7 +9,7 @@ from __future__ import annotations
 from meshweave.algorithms.step.block_time import LayerBlock
 from meshweave.algorithms.step.host import IssueCounts, paced_ps
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
-from meshweave.algorithms.step.quantizing import quantizing
+from meshweave.algorithms.step.quantizing import added_passes
 from meshweave.algorithms.step.software_stack import UnfusedKernels
 from meshweave.base.units import to_ps, to_s
 
@@ -43,7 +43,7 @@ def issue_counts(block: LayerBlock, parallelism: Parallelism) -> tuple[IssueCoun
     more = {
         part: plain[part]
         + unfused_of(problem, parallelism, part).kernels
-        + quantizing(problem, parallelism, part).kernels
+        + added_passes(problem, parallelism, part).kernels
         for part in plain
     }
     back = whole.kernels - first.kernels + more["backward"] + passes

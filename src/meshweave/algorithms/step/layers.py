@@ -19,16 +19,15 @@ from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.step.block_tasks import PartTime, compute_ps, priced_work
 from meshweave.algorithms.step.block_time import LayerBlock, layer_block, layer_key, unquantized_block
+from meshweave.algorithms.step.hidden_exchanges import hidden_exchanges
 from meshweave.algorithms.step.host import IssueCounts
 from meshweave.algorithms.step.host_time import issued_s, stalls_s, unfused_of
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
-from meshweave.algorithms.step.quantizing import quantizing
+from meshweave.algorithms.step.quantizing import added_passes
 from meshweave.algorithms.step.software_stack import UnfusedKernels
 from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
-from meshweave.cost.exchange import library_of
-from meshweave.describe.machine.kernels import ProductConstants
 from meshweave.ir.work import Compute, matmul_work
 
 
@@ -40,12 +39,20 @@ class LayerTime:
         forward, backward: the two parts, without recomputation.
         recompute: what the backward part computes again.
         issued_s: seconds in which the host issues the three; 0 without a known host.
+        hidden: what of the forward and of the backward part is due to exchanges that run beside another micro-batch:
+            computing that they slow down, and less communication.
     """
 
     forward: PartTime
     backward: PartTime
     recompute: PartTime = field(default_factory=PartTime)
     issued_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    hidden: tuple[PartTime, PartTime] = (PartTime(), PartTime())
+
+    def beside_others(self, share: float) -> LayerTime:
+        """Return the mean time where exchanges are hidden in a share (0 to 1) of the micro-batches."""
+        first, last = ((1 - share) * part for part in self.hidden)
+        return replace(self, forward=self.forward - first, backward=self.backward - last)
 
     @property
     def issued_back_s(self) -> float:
@@ -84,13 +91,16 @@ def mean_layer_time(problem: StepProblem, parallelism: Parallelism, counts: tupl
 
 def _mean(times: list[tuple[float, LayerTime]]) -> LayerTime:
     """Return the mean of the times of kinds of layers by their shares."""
-    parts, issued_s = [PartTime(), PartTime(), PartTime()], [0.0, 0.0, 0.0]
+    parts, issued_s = [PartTime() for _ in range(5)], [0.0, 0.0, 0.0]
     for share, time in times:
-        for number, part in enumerate((time.forward, time.backward, time.recompute)):
+        for number, part in enumerate((time.forward, time.backward, time.recompute, *time.hidden)):
             parts[number] += share * part
-            issued_s[number] += share * time.issued_s[number]
-    forward, backward, recompute = parts
-    return LayerTime(forward, backward, recompute, (issued_s[0], issued_s[1], issued_s[2]))
+        for number, each_s in enumerate(time.issued_s):
+            issued_s[number] += share * each_s
+    forward, backward, recompute, *hidden = parts
+    return LayerTime(
+        forward, backward, recompute, (issued_s[0], issued_s[1], issued_s[2]), (hidden[0], hidden[1])
+    )
 
 
 def ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTime, LayerTime]:
@@ -112,7 +122,7 @@ def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     first, whole = block.forward.part, block.whole.part
     added = _parts_added_s(block, parallelism)
     stalls = stalls_s(block, parallelism, added)
-    hidden = _hidden_exchanges(block, parallelism)
+    hidden = hidden_exchanges(block)
     forward = first + PartTime(added[0], host_s=stalls[0]) + hidden[0]
     backward = whole - first + PartTime(added[1], host_s=stalls[1]) + hidden[1]
     again = PartTime()
@@ -123,35 +133,7 @@ def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     elif parallelism.recompute == "selective":
         fused_s, plain_s = _attention_s(problem, parallelism, "forward")
         again = PartTime(plain_s) + (block.ring or PartTime(fused_s, 0.0, first.context_s))
-    return LayerTime(forward, backward, again, issued_s(block, parallelism))
-
-
-def _hidden_exchanges(block: LayerBlock, parallelism: Parallelism) -> tuple[PartTime, PartTime]:
-    """Return what changes in both parts where exchanges run beside what another micro-batch computes.
-
-    The forward part of one micro-batch runs beside the backward part of another, so that both compute while tokens
-    of both travel. Products have the multiprocessors that the exchange leaves.
-    """
-    problem, none = block.problem, PartTime()
-    if not problem.stack.overlaps_exchanges or not block.whole.exchange_s:
-        return none, none
-    first, whole = block.forward, block.whole
-    exposed = first.part.tensor_s, whole.part.tensor_s - first.part.tensor_s
-    own = (
-        min(first.exchange_s, exposed[0]),
-        min(whole.exchange_s - first.exchange_s, exposed[1]),
-    )
-    computing_s, total_s = whole.part.compute_s, sum(own)
-    hidden_s = min(total_s, computing_s)
-    kernels = problem.cluster.chip.kernels
-    products = kernels.product(problem.dtype) if kernels else None
-    units = products.units if isinstance(products, ProductConstants) else 0
-    taken = library_of(problem.dispatcher).multiprocessors / units if units else 0.0
-    out = []
-    for each in own:
-        share = each / total_s if total_s else 0.0
-        out.append(PartTime(share * hidden_s * taken / (1 - taken), -share * hidden_s))
-    return out[0], out[1]
+    return LayerTime(forward, backward, again, issued_s(block, parallelism), hidden)
 
 
 def _parts_added_s(block: LayerBlock, parallelism: Parallelism) -> tuple[float, float]:
@@ -251,7 +233,7 @@ def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
     total_s, gap_s = 0.0, problem.stack.gap_s
     for share, kind in problem.kinds:
         block = layer_block(kind, parallelism)
-        hidden_s = sum(part.total_s for part in _hidden_exchanges(block, parallelism))
+        hidden_s = sum(part.total_s for part in hidden_exchanges(block))
         added_s = least_added_s(kind, parallelism) + gap_s * block.whole.kernels
         total_s += share * (block.whole.part.total_s + hidden_s + added_s)
     return total_s
@@ -264,9 +246,9 @@ def least_added_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 def _added_s(problem: StepProblem, parallelism: Parallelism, num_kernels: int, part: str) -> float:
     """Return the seconds that the software stack, and plain attention, add to a part of so many kernels."""
-    unfused, casts = unfused_of(problem, parallelism, part), quantizing(problem, parallelism, part)
-    added_s = _software_s(problem, parallelism, num_kernels + casts.kernels, unfused)
-    added_s += streamed_s(problem, casts.num_bytes)
+    unfused, passes = unfused_of(problem, parallelism, part), added_passes(problem, parallelism, part)
+    added_s = _software_s(problem, parallelism, num_kernels + passes.kernels, unfused)
+    added_s += streamed_s(problem, passes.num_bytes)
     if part == "backward":
         added_s += _accumulation_s(problem, parallelism)
     if problem.attention_kind == "plain":

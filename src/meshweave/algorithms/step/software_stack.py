@@ -70,6 +70,8 @@ class SoftwareStack:
         forward, backward: the kernels of each part that are not fused.
         copies: the kernels, forward and backward, that copy operands into a program of a product and results out
             of it where products communicate: with tensor ranks; backward with replicas, forward if these shard.
+        biased_experts: the passes, forward and backward, of experts that add biases, where these are no part of a
+            product: bytes for each element of their results (`residual`) and of their inner features (`ffn`).
         gradient_passes: reads and writes of the gradients of a layer's weights that the stack makes for each
             micro-batch, besides the products: in the dtype of weights, and in that of accumulated gradients.
         gather_passes: reads and writes of a layer's whole weights after each gather, as FSDP2 copies them out.
@@ -134,6 +136,7 @@ class SoftwareStack:
     forward: UnfusedKernels = UnfusedKernels()
     backward: UnfusedKernels = UnfusedKernels()
     copies: tuple[UnfusedKernels, UnfusedKernels] = (UnfusedKernels(), UnfusedKernels())
+    biased_experts: tuple[UnfusedKernels, UnfusedKernels] = (UnfusedKernels(), UnfusedKernels())
     gradient_passes: tuple[float, float] = (0.0, 0.0)
     gather_passes: float = 0.0
     attention: AttentionKind = "flash"

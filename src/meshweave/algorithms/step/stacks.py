@@ -97,6 +97,12 @@ _EAGER = {
 """nn/parallel/{norm,attention,block}.py. Forward: norms of a cast to fp32 (2 + 4), the kernel (4 + 4) and a cast
 back (4 + 2), less the 4 of one kernel, twice; rotation of queries and keys: two products (4 + 4), halves joined
 (2 + 4), their sum (6); silu and a product for one kernel. Backward: norms 32, less 10, twice; rotation; silu."""
+_BIASED_EXPERTS = UnfusedKernels(residual=28, ffn=16), UnfusedKernels(residual=40, ffn=20)
+"""megatron/core/transformer/moe/experts.py (TEGroupedMLP) and fusions/fused_bias_geglu.py of 2025. Forward: biases
+times weights of the choice in fp32 (4), added (2 + 4 + 4), experts joined (4 + 4), a cast (4 + 2); both halves of
+what the activation reads clamped (4 each) and joined (8). Backward: a cast (2 + 4), one of the sum (4 + 2), the
+gradients of biases and of weights (4 + 4 each, and a sum of 4 each), experts joined (2 + 2); clamps (6 each) and
+halves joined (8)."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "meshweave": {"recomputes_gate": True, **_MESHWEAVE},
     "meshweave-eager": {**_MESHWEAVE, **_EAGER},
@@ -150,7 +156,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "logit_bytes": (36.0, 10.0),
         **_NANOTRON,
     },
-    "megatron-core": {"runs_programs": False, "grouped_experts": False, "hides_tensor": True},
+    "megatron-core": {
+        "runs_programs": False,
+        "grouped_experts": False,
+        "biased_experts": _BIASED_EXPERTS,
+        "hides_tensor": True,
+    },
     "maxtext": {"runs_programs": False, "sharding": "fsdp", "stops_early": True, "recomputes_gate": True},
 }
 """What a stack does where nobody says otherwise, and what it can execute: `meshweave` is the runtime with compiled

@@ -17,6 +17,7 @@ from meshweave.algorithms.step.data_parallel import (
     exposed_s,
     sums_after,
 )
+from meshweave.algorithms.step.hidden_exchanges import overlapped_share
 from meshweave.algorithms.step.host import IssueCounts
 from meshweave.algorithms.step.layers import (
     LayerTime,
@@ -268,7 +269,8 @@ def stages_of(problem: StepProblem, parallelism: Parallelism, *, shares: bool = 
         LayoutError: the strategy does not fit the model or the ranks.
     """
     layers = stage_layers(problem.model.num_layers, parallelism.num_stages, layer_costs(problem))
-    layer, ends = layer_time(problem, parallelism), ends_time(problem, parallelism)
+    beside = overlapped_share(problem, parallelism)
+    layer, ends = layer_time(problem, parallelism).beside_others(beside), ends_time(problem, parallelism)
     data_parallel = data_parallel_time(problem, parallelism)
     sharing = sharings(problem, parallelism) if shares else Sharings()
     sent_s: tuple[float, ...] = ()
@@ -285,7 +287,7 @@ def stages_of(problem: StepProblem, parallelism: Parallelism, *, shares: bool = 
         key = count, stage == 0, stage == len(layers) - 1
         counts = kinds[stage] if kinds else ()
         if (key, counts) not in known:
-            own = mean_layer_time(problem, parallelism, counts) if counts else layer
+            own = mean_layer_time(problem, parallelism, counts).beside_others(beside) if counts else layer
             of_replicas = data_parallel_time(problem, parallelism, counts) if counts else data_parallel
             own = beside_messages(own, sharing, message_s / max(count, 1))
             at_ends = [end for end, is_here in zip(ends, key[1:], strict=True) if is_here]

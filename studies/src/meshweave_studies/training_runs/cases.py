@@ -127,6 +127,8 @@ def case_of(
     if model.is_routed:
         recipe = recipe_of(run)
         software = replace(software, captured=recipe.captured, overlaps_exchanges=recipe.overlaps)
+        if recipe.fuses_biases:
+            software = replace(software, biased_experts=SoftwareStack().biased_experts)
     gradient_dtype = "float32" if words.is_amp else stack.gradient_dtype
     try:
         problem = StepProblem(

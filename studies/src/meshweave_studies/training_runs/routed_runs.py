@@ -83,11 +83,13 @@ class RoutedRecipe:
         dispatcher: a name of `cost.exchange`; "" where nobody says.
         captured: the share of a layer's kernels that the host issues at once.
         overlaps: whether exchanges of a micro-batch run beside what another computes.
+        fuses_biases: whether one kernel multiplies for all experts and adds their biases.
     """
 
     dispatcher: str = ""
     captured: float = 0.0
     overlaps: bool = False
+    fuses_biases: bool = False
 
 
 @lru_cache(maxsize=1)
