@@ -131,8 +131,8 @@ def planned_stack(plan: Plan) -> SoftwareStack:
             table["routed_hosts"] = tuple((chip, HostRates(**rates)) for chip, rates in table["routed_hosts"])
         if "attention_shares" in table:
             table["attention_shares"] = tuple(map(tuple, table["attention_shares"]))
-        if "copies" in table:
-            table["copies"] = tuple(UnfusedKernels(**each) for each in table["copies"])
+        for key in {"copies", "biased_experts"} & table.keys():
+            table[key] = tuple(UnfusedKernels(**each) for each in table[key])
         if "runs" in table:
             runs: dict[str, Any] = {
                 k: tuple(v) if isinstance(v, list) else v for k, v in table["runs"].items()
