@@ -105,6 +105,29 @@ with outer:
     assert machine.rate("outer", "all_reduce") == 1_000_000
 
 
+@pytest.mark.parametrize("network", [PAIRS, QUADS, TreeNetwork((TreeLevel(4, FAST), TreeLevel(2, SLOW, 3)))])
+@pytest.mark.parametrize("shape", [(1, 8), (2, 4), (4, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_parts_of_an_all_to_all_climb_no_higher_in_a_tree_than_they_must(
+    axis: int, shape: tuple[int, int], network: TreeNetwork
+) -> None:
+    """All groups of a mesh axis at once."""
+    size = shape[axis]
+    program = parse(f"""
+program("all to all")
+tp = mesh({shape}, ("x", "y"))
+s = scratch(({1000 * size},), "int8", on=tp)
+t = scratch(({1000 * size},), "int8", on=tp)
+x = lane()
+with tp:
+    zero(s, lane=x)
+    all_to_all(t, s, over="tp.{"xy"[axis]}", split_dim=0, concat_dim=0, lane=x)
+""")
+    machine = Machine.of(Cluster("box", CHIP, network, "a test"), program)
+    simulated = simulate(program, machine).duration_s
+    assert estimate(program, machine).total_s == pytest.approx(simulated, rel=1e-3)
+
+
 @pytest.mark.parametrize("ways", [1, 2])
 @pytest.mark.parametrize("ranks", [3, 6, 8])
 @pytest.mark.parametrize("kind", ["full mesh", "hosts"])

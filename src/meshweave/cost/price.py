@@ -16,6 +16,9 @@ A price keeps the latency apart from the amount, so that a simulator can let amo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
 
 from meshweave.base.units import to_ps, work_ps
 from meshweave.cost.calls import with_counts
@@ -31,6 +34,7 @@ from meshweave.describe.machine.network import (
     SwitchNetwork,
     TorusNetwork,
 )
+from meshweave.describe.machine.tree import TreeNetwork
 from meshweave.ir.program.release import CollectiveStep
 from meshweave.ir.work import Compute, CopyExchange, Transfer, Work
 
@@ -166,14 +170,19 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
 def _all_to_all_bytes(work: Transfer, machine: Machine, shared: bool) -> int:
     """Return the bytes that pass the busiest link of a chip in an all-to-all, in units of its rate.
 
-    Parts travel P / 2 hops on a ring of one direction and P / 4 on one of two. On a switch, in a full mesh and
-    among hosts each goes straight to its member. What leaves a host takes the NIC of its chip, which others may
+    Parts travel P / 2 hops on a ring of one direction and P / 4 on one of two. On a switch, in a full mesh, in a
+    tree and among hosts each goes straight to its member: in P - 1 steps, to the one so many places on. In a tree
+    the fullest link sets the pace of a step. What leaves a host takes the NIC of its chip, which others may
     use too. Of a group that lies unevenly on hosts the mean number of members of a host counts.
     """
     count, part, network = work.num_ranks, work.part_bytes, machine.cluster.network
     if isinstance(network, SwitchNetwork | FullMeshNetwork):
         axis = machine.axis(work.axis)  # one part takes one direction of its link
         return (count - 1) * part * (1 if axis.has_own_constants("all_to_all") else axis.num_directions)
+    if isinstance(network, TreeNetwork):
+        groups, rate = machine.groups(work.axis), machine.rate(work.axis, work.kind, shared)
+        steps_s = _steps_s(network, groups.shape, groups.tobytes(), shared)
+        return int(part * sum(max(1.0, rate * each_s) for each_s in steps_s))
     span = machine.lies(work.axis) if isinstance(network, HostsNetwork) else None
     if span is None or not isinstance(network, HostsNetwork):
         one_direction = machine.num_directions(work.axis) == 1
@@ -181,6 +190,16 @@ def _all_to_all_bytes(work: Transfer, machine: Machine, shared: bool) -> int:
     sharing = span.per_host * (span.groups_per_host if shared else 1)
     per_nic = -(-sharing // network.nics_per_host)
     return part * (span.per_host - 1 + (count - span.per_host) * per_nic)
+
+
+@lru_cache(maxsize=256)
+def _steps_s(network: TreeNetwork, shape: tuple[int, ...], chips: bytes, shared: bool) -> list[float]:
+    """Return for each step of an all-to-all in groups of chips the seconds of a byte on a tree's fullest link."""
+    groups = np.frombuffer(chips, dtype=np.int64).reshape(shape)
+    half = [
+        network.longest_s(groups, np.roll(groups, -i, axis=1), shared) for i in range(1, shape[1] // 2 + 1)
+    ]
+    return half + half[: (shape[1] - 1) // 2]  # the other steps are these, sent back
 
 
 def _num_shares(step: CollectiveStep, axis_directions: int) -> int:

@@ -39,8 +39,8 @@ class LayerTime:
         forward, backward: the two parts, without recomputation.
         recompute: what the backward part computes again.
         issued_s: seconds in which the host issues the three; 0 without a known host.
-        hidden: what of the forward and of the backward part is due to exchanges that run beside another micro-batch:
-            computing that they slow down, and less communication.
+        hidden: what of the forward and of the backward part is due to exchanges that run beside another
+            micro-batch: computing that they slow down, and less communication.
     """
 
     forward: PartTime

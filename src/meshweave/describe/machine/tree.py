@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshweave.base.errors import DescriptionError
 from meshweave.base.limits import CHIPS
@@ -122,6 +123,28 @@ class TreeNetwork(AnyShapeNetwork):
             if meet:
                 break
         return slowest_axis(reversed(crossed))
+
+    def longest_s(self, src: NDArray[np.int64], dst: NDArray[np.int64], shared: bool) -> float:
+        """Return the seconds that a byte from each of many chips to another takes on the fullest link.
+
+        Args:
+            src, dst: chips, shape (groups, messages of a group).
+            shared: whether all groups send at once; else each has all links to itself.
+        """
+        fullest_s, chips = 0.0, self.num_chips
+        group = np.zeros_like(src) if shared else np.broadcast_to(np.arange(len(src))[:, None], src.shape)
+        for level, below in zip(self.levels, self.chips_below, strict=True):
+            above = below * level.fanout
+            here, there = group * chips + src // below, group * chips + dst // below
+            apart, meet = here != there, src // above == dst // above
+            climbing = apart & ~meet if level.direct is not None else apart
+            taken = [(end[climbing], level.child_bytes_per_s) for end in (here, there)]
+            if level.direct is not None:
+                pairs = (here * level.fanout + dst // below % level.fanout)[apart & meet]
+                taken.append((pairs, level.direct.link_bytes_per_s))
+            for links, bytes_per_s in taken:
+                fullest_s = max(fullest_s, float(np.bincount(links).max(initial=0)) / bytes_per_s)
+        return fullest_s
 
     def _has_neighbours(self, number: int, stride: int, size: int) -> bool:
         """Return whether two neighbours in a ring of `size`, `stride` chips apart, meet at a switch of a level."""
