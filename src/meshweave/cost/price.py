@@ -179,9 +179,10 @@ def _all_to_all_bytes(work: Transfer, machine: Machine, shared: bool) -> int:
     if isinstance(network, SwitchNetwork | FullMeshNetwork):
         axis = machine.axis(work.axis)  # one part takes one direction of its link
         return (count - 1) * part * (1 if axis.has_own_constants("all_to_all") else axis.num_directions)
-    if isinstance(network, TreeNetwork):
+    if isinstance(network, TreeNetwork) and work.axis:
         groups, rate = machine.groups(work.axis), machine.rate(work.axis, work.kind, shared)
-        steps_s = _steps_s(network, groups.shape, groups.tobytes(), shared)
+        chips = groups if machine.placement is None else np.array(machine.placement)[groups]
+        steps_s = _steps_s(network, chips.shape, chips.tobytes(), shared)
         return int(part * sum(max(1.0, rate * each_s) for each_s in steps_s))
     span = machine.lies(work.axis) if isinstance(network, HostsNetwork) else None
     if span is None or not isinstance(network, HostsNetwork):
