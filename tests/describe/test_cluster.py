@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,6 +117,20 @@ def test_hosts_use_the_nic_only_where_a_group_leaves_the_host(
     assert (hosts.with_chips(64).num_hosts, hosts.with_chips(4).chips_per_host) == (8, 4)
     with pytest.raises(DescriptionError, match="give 8 or 16"):
         hosts.with_chips(13)
+
+
+@pytest.mark.parametrize("per_host", range(1, 9))
+def test_a_nic_is_shared_by_all_groups_that_a_host_has_a_part_of(per_host: int) -> None:
+    intra, nic = NetworkAxis("intra", 1e12), NetworkAxis("nic", 1e9)
+    for num_hosts, num_dims in product((2, 3, 4), (1, 2, 3)):
+        network = HostsNetwork(num_hosts, per_host, intra, 1, nic)
+        for shape, i in product(network.mesh_shapes(num_dims), range(num_dims)):
+            ranks = np.arange(network.num_chips).reshape(shape)
+            hosts = np.moveaxis(ranks // per_host, i, -1).reshape(-1, shape[i])
+            split = [set(group) for group in hosts.tolist() if len(set(group)) > 1]
+            most = max(sum(host in group for group in split) for host in range(num_hosts))
+            axis = network.axis(i, num_dims, shape, shared=True)
+            assert axis == (replace(nic, link_bytes_per_s=1e9 / most) if most else intra), (shape, i)
 
 
 def test_a_ring_has_one_direction_where_chips_have_one_port() -> None:

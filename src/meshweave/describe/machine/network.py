@@ -27,6 +27,7 @@ from meshweave.describe.machine.links import (
     NetworkAxis,
     check_axis,
     check_dims,
+    most_split,
     slowest_axis,
 )
 from meshweave.describe.machine.tree import TreeNetwork
@@ -288,10 +289,8 @@ class HostsNetwork(AnyShapeNetwork):
             return self.intra if 0 < i == num_dims - 1 else self.nic
         if self.chips_per_host % math.prod(shape[i:]) == 0 or shape[i] == 1:
             return self.intra
-        block = math.prod(shape[i:])
-        both_ends = block % self.chips_per_host and block > 2 * math.gcd(block, self.chips_per_host)
-        rings = min((2 if both_ends else 1) * block // shape[i], self.chips_per_host)
-        leaving = rings * self.nic.num_directions if shared else 1
+        stride, flows = math.prod(shape[i + 1 :]), self.nic.num_directions
+        leaving = most_split(self.chips_per_host, shape[i], stride) * flows if shared else 1
         on_a_nic = -(-leaving // self.nics_per_host)
         return replace(self.nic, link_bytes_per_s=max(self.nic.link_bytes_per_s / on_a_nic, 1.0))
 
