@@ -111,6 +111,10 @@ def run_of(**columns: str) -> PublishedRun:
         ),
         (HEADER + ROW.replace(",8,1,", ",8,-1,"), "line 2, column pp: '-1' is no whole number from 1"),
         (HEADER + ROW.replace("S,", ","), "line 2, column source: is empty"),
+        (
+            HEADER.replace("\n", ",etp\n") + ROW.replace("\n", ",two\n"),
+            "line 2, column etp: 'two' is no whole number",
+        ),
         (HEADER + '"\n', "is no row of comma-separated values"),
     ],
 )

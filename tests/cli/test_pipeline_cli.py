@@ -12,7 +12,9 @@ import pytest
 
 from meshweave.algorithms.pipeline.by_name import schedule_names
 from meshweave.algorithms.pipeline.torch_csv import schedule_from_csv
+from meshweave.base.units import to_ps
 from meshweave.cli.app import run_app
+from meshweave.cli.pipeline_options import transfer_times
 
 HANGS = (
     "0F0,0SEND_F0,0F1,0SEND_F1,2RECV_F0,2F0,2SEND_F0,2RECV_F1,2F1,2SEND_F1,"
@@ -106,9 +108,18 @@ def test_transfers_from_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert own["step_s"] < inside["step_s"] and own["step_s"] < outside["step_s"]
 
 
+def test_transfers_share_links_and_the_slowest_chip_counts() -> None:
+    """Four chips of a rank send through the one NIC of their host; of six chips some stay inside it."""
+    inside, between, _ = transfer_times((0, 1, 2, 3), "0", "16 x H100, 8 a host, 1 x 400Gb", "16MiB", 4)
+    assert inside < to_ps(2e-5) and 0 < between - to_ps(2**24 / 50e9) < to_ps(2e-5)
+    straddling, outside, same = transfer_times((0, 1, 2, 2), "0", "dgx-h100", "16MiB", 6)
+    assert straddling == outside > to_ps(2**24 / 6 / 50e9) and same == 0
+
+
 WRONG = {
     ("1f2b",): "there is no schedule '1f2b' (did you mean '1f1b'?)",
     ("missing.csv",): "missing.csv",
+    ("a" * 300,): "there is no schedule 'aaa",
     ("1f1b", "--runtime", "loose"): "there is no runtime 'loose'; there are strict, batched, buffered",
     ("1f1b", "--forward", "1"): "--forward '1' is no time of at most 10000 s, such as 1.5ms or 20us",
     ("1f1b", "--forward", "1ms,2ms"): "--forward '1ms,2ms' has 2 times; give one, or 4",

@@ -224,3 +224,12 @@ def test_an_interrupted_plan_prints_the_best_so_far(
     status, out, err = called(capsys, *SMALL)
     assert status == 130 and "best so far" in out and "runner-up" in out
     assert err.startswith("interrupted")
+
+
+def test_what_a_plan_of_products_leaves_out_is_said_of_one_algorithm(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Cannon's algorithm has no mesh of eight chips, so that one algorithm is left."""
+    args = ("llama-2-7b", "--cluster", "dgx-h100:8", "--products", "--algorithms", "cannon,collective")
+    status, out, _ = called(capsys, *args)
+    assert status == 0 and "have no mesh shape for cannon" in " ".join(out.split())

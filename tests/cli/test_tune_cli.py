@@ -89,3 +89,8 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], args: list[st
     status, out, err = called(capsys, *args)
     assert status == 2 and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+
+
+def test_a_step_is_on_the_cluster_of_its_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = called(capsys, "algorithm", "step", "--cluster", "dgx-h100:8")
+    assert (status, out) == (2, "") and "--cluster changes nothing: the problem of step is on 4 chips" in err

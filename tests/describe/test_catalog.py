@@ -15,6 +15,7 @@ from meshweave.base.errors import DescriptionError, MeshweaveError
 from meshweave.describe.catalog import catalog_text, clusters, models
 from meshweave.describe.like import table_like
 from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.kernels_file import kernels_from
 from meshweave.describe.machine.links import COMM_KINDS, NetworkAxis
 from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, TorusNetwork
 from meshweave.describe.machine.tree import TreeNetwork
@@ -257,3 +258,13 @@ def test_mutated_text(entry: tuple[str, str], draw: st.DataObject, tmp_path: Pat
 def test_random_names(name: str) -> None:
     for load in LOADERS.values():
         survives(load, name)  # type: ignore[arg-type]
+
+
+def test_of_a_product_that_was_measured_twice_the_fastest_counts(tmp_path: Path) -> None:
+    rows = ("5", "2", "3")
+    text = "".join(f"chip,bfloat16,64,32,16,{time}\n" for time in rows)
+    (tmp_path / "rows.csv").write_text(f"device,dtype,m,n,k,latency_ms\n{text}")
+    table = {"dtypes": ["bfloat16"], "file": "rows.csv", "device": "chip", "dtype": "bfloat16"}
+    kernels = kernels_from({"name": "chip", "source": "here", "tables": [table]}, "kernels.toml", tmp_path)
+    measured = kernels.table("bfloat16")
+    assert measured is not None and measured.points == ((64, 32, 16, 0.002),)

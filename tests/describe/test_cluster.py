@@ -1,21 +1,33 @@
 """Clusters: constants and their fallbacks, the meshes a network carries, errors that name the key."""
 
 import math
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import DescriptionError, LayoutError
+from meshweave.cost.machine import Machine
+from meshweave.cost.placed import Link
 from meshweave.describe.catalog import catalog_text
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.chip import Chip
-from meshweave.describe.machine.cluster import cluster_from, load_cluster
+from meshweave.describe.machine.cluster import Cluster, cluster_from, load_cluster
 from meshweave.describe.machine.cluster_table import cluster_table
 from meshweave.describe.machine.links import CommConstants, NetworkAxis
-from meshweave.describe.machine.network import HostsNetwork, RingNetwork, SwitchNetwork, TorusNetwork
+from meshweave.describe.machine.network import (
+    FullMeshNetwork,
+    HostsNetwork,
+    RingNetwork,
+    SwitchNetwork,
+    TorusNetwork,
+)
 
 FAST, SLOW = NetworkAxis("fast", 100e9), NetworkAxis("slow", 10e9)
 
@@ -115,6 +127,42 @@ def test_hosts_use_the_nic_only_where_a_group_leaves_the_host(
     assert (hosts.with_chips(64).num_hosts, hosts.with_chips(4).chips_per_host) == (8, 4)
     with pytest.raises(DescriptionError, match="give 8 or 16"):
         hosts.with_chips(13)
+
+
+@pytest.mark.parametrize("links", [(5e9, 50e9), (50e9, 50e9), (500e9, 50e9)])
+@pytest.mark.parametrize("sizes", [(2, 4), (3, 4), (2, 6), (4, 2)])
+def test_a_ring_is_no_faster_than_a_link_that_it_crosses(
+    links: tuple[float, float], sizes: tuple[int, int]
+) -> None:
+    inside, outside = (NetworkAxis(name, rate) for name, rate in zip(("in", "out"), links, strict=True))
+    chip = load_cluster("p3.8xlarge").chip
+    for network in (HostsNetwork(*sizes, inside, 1, outside), FullMeshNetwork(*sizes, inside, outside)):
+        for shape, i in product(network.mesh_shapes(3), range(3)):
+            if shape[i] == 1:
+                continue
+            mesh = Mesh.of("tp", shape, ("x", "y", "z"))
+            machine = Machine(Cluster("box", chip, network, "a test"), (mesh,))
+            load: Counter[Link] = Counter()
+            for group in mesh.groups(mesh.axes[i]):
+                for src, dst in pairwise((*group, group[0])):
+                    load.update(machine.path(src, dst))
+            slowest = min(machine.weighted_link_rate(link) / count for link, count in load.items())
+            axis = network.axis(i, 3, shape, shared=True)
+            assert axis.link_bytes_per_s == pytest.approx(slowest), (network, shape, i)
+
+
+@pytest.mark.parametrize("per_host", range(1, 9))
+def test_a_nic_is_shared_by_all_groups_that_a_host_has_a_part_of(per_host: int) -> None:
+    intra, nic = NetworkAxis("intra", 1e12), NetworkAxis("nic", 1e9)
+    for num_hosts, num_dims in product((2, 3, 4), (1, 2, 3)):
+        network = HostsNetwork(num_hosts, per_host, intra, 1, nic)
+        for shape, i in product(network.mesh_shapes(num_dims), range(num_dims)):
+            ranks = np.arange(network.num_chips).reshape(shape)
+            hosts = np.moveaxis(ranks // per_host, i, -1).reshape(-1, shape[i])
+            split = [set(group) for group in hosts.tolist() if len(set(group)) > 1]
+            most = max(sum(host in group for group in split) for host in range(num_hosts))
+            axis = network.axis(i, num_dims, shape, shared=True)
+            assert axis == (replace(nic, link_bytes_per_s=1e9 / most) if most else intra), (shape, i)
 
 
 def test_a_ring_has_one_direction_where_chips_have_one_port() -> None:

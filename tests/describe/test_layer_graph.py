@@ -21,6 +21,8 @@ LAYER = dense_layer(8, 4, 2, 4, 12, DenseForm(gated=True, norm="rms"))
         (2, {"ins": ("Q",)}, "A reads Q before it is made"),
         (3, {"operand": Features("heads", 3, 4)}, "O reads A as 3 heads of 4, and it has 2 heads of 8"),
         (4, {"ins": ("X",)}, "O is never read"),
+        (3, {"ins": ("A", "X")}, "O reads 2 edges; give Linear 1"),
+        (0, {"ins": ()}, "NA reads 0 edges; give Norm 1"),
         (6, {"weight": "WQKV"}, "two weights are called WQKV"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from meshweave.cli.app import run_app
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.machine.left_out import costs_left_out, unmeasured_kernels
+from meshweave.describe.machine.levels import link_levels
 from meshweave.describe.machine.network import with_axes
 
 
@@ -16,6 +17,8 @@ def test_zero_costs_are_named_and_others_are_not() -> None:
     for name in ("dgx-h100", "dgx-a100", "tpu-v4-pod"):
         assert not costs_left_out(load_cluster(name)), name
     assert "nvlink, nic costs nothing" in costs_left_out(load_cluster("p3.8xlarge"))
+    assert "synchronising on x, y costs" in costs_left_out(load_cluster("tpu-v5e"))
+    assert link_levels(load_cluster("tpu-v5e"))[0][0] == "links of x, y", "one slice crosses no other links"
     dgx = load_cluster("dgx-h100")
     bare = replace(
         dgx, network=with_axes(dgx.network, lambda axis: replace(axis, launch_s=0.0, link_latency_s=0.0))

@@ -190,6 +190,18 @@ def test_a_plan_of_a_model_with_a_long_config_is_read_again() -> None:
     assert transformer_from(model_table(model), "plan") == model
 
 
+def test_a_table_has_the_layers_of_a_model_that_was_changed() -> None:
+    """A model that is cut short keeps the config that it was read from, which says another number of layers."""
+    model = read(DEEPSEEK)
+    short = replace(model, num_layers=3, layers=model.layers[:1], vocab_size=1000)
+    again = transformer_from(json.loads(json.dumps(model_table(short))), "plan")
+    assert (again.layers, again.num_layers, again.vocab_size) == (short.layers, 3, 1000)
+    with pytest.raises(DescriptionError, match="runs: they have 61 layers, and num_layers is 4"):
+        replace(model, num_layers=4)
+    with pytest.raises(DescriptionError, match="begins or ends in 7168 hidden, and hidden is 64"):
+        replace(model, hidden=64)
+
+
 def test_what_has_no_price_is_said() -> None:
     said = read({**GPT_OSS, "quantization_config": {"bits": 4}, "strange": 3}).not_priced_at(2**20)
     assert any("sinks" in text for text in said)

@@ -179,7 +179,7 @@ BRIDGED = TreeNetwork((TreeLevel(2, LEAF, 1, BRIDGE), TreeLevel(3, SPINE, 2)))
         ),  # two chips: both directions of their ring on one link
         ((3, 2), 0, ("leaf", 10e9), ("spine", 5e9)),  # every other chip: two rings share the uplink of a pair
         ((6, 1), 0, ("spine", 10e9), ("spine", 10e9)),  # of equals the upper one
-        ((2, 3), 1, ("spine", 10e9), ("spine", 10e9)),
+        ((2, 3), 1, ("spine", 10e9), ("spine", 5e9)),  # the pair in the middle has an end of either ring
     ],
 )
 def test_bridged_pairs(
@@ -215,12 +215,31 @@ def test_groups_share_what_their_rings_load(fanouts: list[int], data: st.DataObj
     low, high = sorted(data.draw(st.lists(st.sampled_from(boundaries), min_size=2, max_size=2)))
     assume(low < high)
     shape = (tree.num_chips // high, high // low, low)
+    assert tree.axis(1, 3, shape, shared=True).link_bytes_per_s == pytest.approx(
+        _slowest(tree, shape), rel=1e-6
+    )
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
+def test_groups_that_end_within_subtrees_share_their_links(fanouts: list[int], data: st.DataObject) -> None:
+    """A subtree may hold the end of one block of groups and the beginning of the next."""
+    rates = data.draw(st.lists(st.integers(1, 99), min_size=3, max_size=3))
+    tree = TreeNetwork(
+        tuple(TreeLevel(n, NetworkAxis(f"up{i}", rates[i] * 1e6)) for i, n in enumerate(fanouts))
+    )
+    shape = data.draw(st.sampled_from(tree.mesh_shapes(3)))
+    assume(shape[1] > 1)
+    assert tree.axis(1, 3, shape, shared=True).link_bytes_per_s == pytest.approx(
+        _slowest(tree, shape), rel=1e-6
+    )
+
+
+def _slowest(tree: TreeNetwork, shape: tuple[int, ...]) -> float:
+    """Return the least bytes per second that a ring of axis 1 has on a link while all of its groups run."""
     cluster = Cluster("box", load_cluster("dgx-a100").chip, tree, "a test")
     machine = Machine(cluster, (Mesh.of("tp", shape, ("x", "y", "z")),))
     load: Counter[Link] = Counter()
     for group in machine.meshes[0].groups("y"):
         for i, rank in enumerate(group):
             load.update(machine.path(rank, group[(i + 1) % len(group)]))
-    slowest = min(machine.weighted_link_rate(link) / count for link, count in load.items())
-    axis = tree.axis(1, 3, shape, shared=True)
-    assert axis.link_bytes_per_s == pytest.approx(slowest, rel=1e-6)
+    return min(machine.weighted_link_rate(link) / count for link, count in load.items())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import meshweave as mw
 from meshweave.algorithms.contract import Algorithm
 from meshweave.algorithms.step import StepProblem
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import DescriptionError, LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.estimate import Estimate
 from meshweave.tune.best_first import BestFirst
@@ -140,3 +140,8 @@ def test_an_unknown_algorithm_of_a_step_is_refused() -> None:
     problem = StepProblem(model, mw.load_cluster("dgx-h100:8"), 16, 1024)
     with pytest.raises(mw.errors.UnsupportedError, match="does not solve"):
         mw.rank(problem, problem.cluster, algorithms=["meshslice"])
+
+
+def test_no_exact_row_is_refused() -> None:
+    with pytest.raises(DescriptionError, match="num_exact is 0; give at least 1"):
+        mw.plan("llama-2-7b", "dgx-h100:8", batch=16, sequence=512, num_exact=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -135,3 +136,14 @@ def test_rotary_scaling_has_one_kind_by_either_of_its_names(key: str) -> None:
     made = export(plan_of({"tensor": 2, "strategy": "megatron"}, model=model), "hf")
     assert made.settings["config"]["rope_parameters"]["rope_type"] == "linear"
     assert made.settings["config"]["rope_parameters"]["factor"] == 8.0
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_rotary_scaling_of_llama_3_is_told_under_either_name(key: str) -> None:
+    """Transformers 4 called `rope_type` `type`."""
+    model = load_model("llama-3.1-405b")
+    scaling = json.loads(model.architecture.rotary_scaling)
+    scaling[key] = scaling.pop("rope_type")
+    own = replace(model.architecture, rotary_scaling=json.dumps(scaling))
+    made = export(plan_of({}, model=replace(model, architecture=own)), "megatron-lm")
+    assert made.settings["--rope-scaling-factor"] == 8 and not says(made, "rotary_scaling")

@@ -19,6 +19,7 @@ from meshweave.describe.files import (
     format_value,
     load_table,
     validate_table,
+    whole_float_to_int,
 )
 from meshweave.describe.machine.chip import WORK_KINDS
 from meshweave_lab.description import MIN_BURST_BYTES, LabDescription, Link, SwitchLab, TorusLab, TreeLab
@@ -28,13 +29,9 @@ MAX_RANKS = 1024
 _MIN_BYTES_PER_S, _MAX_BYTES_PER_S = 12_500, 12_500_000_000
 
 
-def _int_if_whole(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-_NumHosts = Annotated[int, BeforeValidator(_int_if_whole), Field(ge=1, le=MAX_HOSTS)]
-_Burst = Annotated[int, BeforeValidator(_int_if_whole), Field(ge=MIN_BURST_BYTES, le=2**30)]
-_Mtu = Annotated[int, BeforeValidator(_int_if_whole), Field(ge=1280, le=65000)]
+_NumHosts = Annotated[int, BeforeValidator(whole_float_to_int), Field(ge=1, le=MAX_HOSTS)]
+_Burst = Annotated[int, BeforeValidator(whole_float_to_int), Field(ge=MIN_BURST_BYTES, le=2**30)]
+_Mtu = Annotated[int, BeforeValidator(whole_float_to_int), Field(ge=1280, le=65000)]
 
 
 class _LabLinkFile(FileModel):

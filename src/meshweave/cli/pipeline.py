@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import typer
 
 from meshweave.algorithms.pipeline import ENTRIES
@@ -24,6 +22,7 @@ from meshweave.base.limits import (
     Limit,
 )
 from meshweave.base.outputs import write_file
+from meshweave.cli.entries import is_file
 from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import print_json
 from meshweave.cli.pipeline_options import (
@@ -131,7 +130,7 @@ def _refuse_over(limit: Limit, count: int, what: str) -> None:
 
 
 def _is_named(what: str) -> bool:
-    return what in schedule_names() or not (what == "-" or "." in what or Path(what).exists())
+    return what in schedule_names() or not is_file(what)
 
 
 def _prepare(what: str, request: ScheduleRequest, costs: _Costs, runtime: TransferRuntime) -> ShownSchedule:

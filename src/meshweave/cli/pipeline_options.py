@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +22,7 @@ from meshweave.cli.reshard_problem import fitting_cluster
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.network import TorusNetwork
 
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _MOST_S = 1e4
@@ -183,7 +185,8 @@ def transfer_times(
 
     Without a cluster they are those of `transfer`. On a cluster, pipeline rank r has the chips from
     r * chips_per_rank on, and each chip sends its equal share of an activation to the chip of the same position
-    in the next stage's rank.
+    in the next stage's rank. All send at once, over links that they may share, and the slowest counts. Ranks lie
+    on a torus row by row.
 
     Args:
         stage_ranks: the pipeline rank of each stage.
@@ -206,14 +209,28 @@ def transfer_times(
         raise LayoutError(f"--chips-per-rank is {chips_per_rank}; give 1 or more")
     num_chips = (max(stage_ranks) + 1) * chips_per_rank
     described = fitting_cluster(load_cluster(cluster), cluster, num_chips)
-    machine = Machine(described, (Mesh.of("chips", (num_chips,), ("x",)),))
+    network = described.network
+    shape = network.cube if isinstance(network, TorusNetwork) else (described.num_chips,)
+    machine = Machine(described, (Mesh.of("chips", shape, tuple(f"x{n}" for n in range(len(shape)))),))
     share = -(-read_bytes("--activation", activation) // chips_per_rank)
     times = []
     for source, target in pairwise(stage_ranks):
         first, second = source * chips_per_rank, target * chips_per_rank
-        constants = machine.one_sided_constants(first, second, adds=False)
-        times.append(constants.fixed_ps + work_ps(share, constants.rate))
+        pairs = [(first + n, second + n) for n in range(chips_per_rank)]
+        times.append(0 if source == target else _slowest_ps(machine, pairs, share))
     return tuple(times)
+
+
+def _slowest_ps(machine: Machine, pairs: Sequence[tuple[int, int]], num_bytes: int) -> int:
+    """Return the picoseconds of the slowest of messages of `num_bytes` between pairs of chips, all at once."""
+    paths = {pair: machine.path(*pair) for pair in pairs}
+    loads = Counter(link for path in paths.values() for link in path)
+    times = []
+    for pair, path in paths.items():
+        constants = machine.one_sided_constants(*pair, adds=False)
+        rates = (machine.weighted_link_rate(x) // (loads[x] * machine.link_weight(x)) for x in path)
+        times.append(constants.fixed_ps + work_ps(num_bytes, max(min(constants.rate, *rates), 1)))
+    return max(times)
 
 
 def placement_of(schedule: Schedule) -> str:

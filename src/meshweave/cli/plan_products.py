@@ -111,9 +111,8 @@ def _print(plan: Plan, memory: str, left_out: str) -> None:
     best, second = plan.candidates[0], plan.candidates[1] if len(plan.candidates) > 1 else None
     if second is not None:
         gain = 100 * (second.block_s / best.block_s - 1)
-        console.print(
-            f"{best.algorithm} is estimated {gain:.1f} % faster than {second.algorithm}. {plan.note}"
-        )
+        console.print(f"{best.algorithm} is estimated {gain:.1f} % faster than {second.algorithm}.")
+    console.print(plan.note)
     console.print(memory)
 
 

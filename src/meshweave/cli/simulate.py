@@ -129,7 +129,7 @@ class PlannedOptions:
         str,
         typer.Option(
             help="Ranks to tell about, separated by commas; pictures of several runs show the first. Default: the "
-            "one in the middle of the mesh, the one that ends last, and 0."
+            "one in the middle of the mesh, the one that ends last, and the first."
         ),
     ] = ""
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.commands import Verbs
 from meshweave.cli.entries import SettingsOption, read_entry
@@ -44,7 +45,12 @@ def rank_algorithms(
             help="An algorithm whose problem is to be solved, by it or by any other of its family."
         ),
     ],
-    cluster: ClusterOption = "tpu-v4-pod:16",
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="A catalog cluster or a TOML file; ':N' sets the number of chips. Default: tpu-v4-pod:16."
+        ),
+    ] = None,
     settings: SettingsOption = [],  # noqa: B006, typer copies it
     algorithms: Annotated[
         str, typer.Option("--algorithm", help="Algorithms to choose among, with commas, or 'all'.")
@@ -61,7 +67,14 @@ def rank_algorithms(
     from meshweave.tune.ranking import rank
 
     _, problem = read_entry(name, settings)
-    ranked = rank(problem, load_cluster(cluster), algorithms=read_names(algorithms))[:count]
+    own = getattr(problem, "cluster", None)
+    if own is not None and cluster is not None:
+        raise UnsupportedError(
+            f"--cluster changes nothing: the problem of {name} is on {own.num_chips} chips of {own.name}; leave "
+            "it out, or tune a step on any cluster by `meshweave plan`"
+        )
+    machine = own or load_cluster(cluster or "tpu-v4-pod:16")
+    ranked = rank(problem, machine, algorithms=read_names(algorithms))[:count]
     if json:
         print_json([_ranked_json(item) for item in ranked])
         return

@@ -26,7 +26,7 @@ from itertools import islice
 from typing import Any
 
 from meshweave.algorithms.contract import Algorithm
-from meshweave.base.errors import MeshweaveError
+from meshweave.base.errors import DescriptionError, MeshweaveError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.cost.machine import Machine
 from meshweave.tune.ranked import RankedConfig
@@ -62,6 +62,9 @@ class BestFirst:
         progress: called with (parts done, parts in all) of the parts that the search begins with.
         margin: preferred configs are searched for up to 1 + margin times the best time.
 
+    Raises:
+        DescriptionError: `num_exact` is below 1.
+
     Attributes:
         rows: the best priced config of each row, by the row's key (`Algorithm.row`).
         priced: all priced configs, by config.
@@ -81,6 +84,8 @@ class BestFirst:
         progress: Progress = no_progress,
         margin: float = 0.0,
     ) -> None:
+        if num_exact < 1:
+            raise DescriptionError(f"num_exact is {num_exact}; give at least 1")
         self._entry, self._problem, self._machine = entry, problem, machine
         self.num_exact, self.progress = num_exact, progress
         self.rows: dict[Hashable, RankedConfig] = {}

@@ -21,6 +21,7 @@ from meshweave.algorithms.step.stack_checks import check_parallelism, check_prob
 from meshweave.algorithms.step.stacks import DEFAULT_STACK, IDEAL, default_stack, fitted_as, stack_names
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.errors import MeshweaveError
+from meshweave.describe.layout.shapes import near_square
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.kernels import SystolicConstants
 from meshweave.describe.machine.left_out import costs_left_out, unmeasured_kernels
@@ -197,9 +198,7 @@ def _not_priced(problem: StepProblem, choices: Sequence[Parallelism]) -> str:
 
 def _choice(name: str, degree: int, chips: int) -> Parallelism:
     """Return a configuration with so many tensor ranks: a line of them, or the squarest mesh."""
-    rows = degree
-    if not STRATEGIES[name].is_one_dimensional:
-        rows = max(rows for rows in range(1, degree + 1) if degree % rows == 0 and rows * rows <= degree)
+    rows = degree if STRATEGIES[name].is_one_dimensional else near_square(degree)[0]
     return Parallelism(
         data=chips // degree, tensor=rows if rows == degree else (rows, degree // rows), strategy=name
     )

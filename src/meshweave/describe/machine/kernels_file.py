@@ -100,7 +100,9 @@ class TableFile(FileModel):
 
     dtypes: list[str] = Field(description="a list of dtypes that these products are taken for", min_length=1)
     file: str = Field(
-        "", description="a file of measured products (CSV), found from the folder of this file (or points)"
+        "",
+        description="a file of measured products (CSV), found from the folder of this file (or points); of a "
+        "product that stands in it twice the fastest counts",
     )
     device: str = Field("", description="the device whose rows are taken, a string")
     dtype: str = Field("", description="the dtype whose rows are taken, a string")
@@ -230,11 +232,10 @@ def _table(entry: TableFile, folder: Path | None) -> ProductTable:
     measured = shipped_measured(entry.file) if shipped else read_measured((folder or Path()) / entry.file)
     if measured.kind != PRODUCTS:
         raise DescriptionError(f"{entry.file} has {measured.kind}; give a file of products")
-    rows = {
-        row.sizes: row.seconds
-        for row in measured.rows
-        if (row.device, row.group) == (entry.device, entry.dtype)
-    }
+    rows: dict[tuple[int, ...], float] = {}
+    for row in measured.rows:
+        if (row.device, row.group) == (entry.device, entry.dtype):
+            rows[row.sizes] = min(row.seconds, rows.get(row.sizes, row.seconds))
     if not rows:
         raise DescriptionError(f"{entry.file} has no products of {entry.device} in {entry.dtype}")
     return ProductTable.of(rows, f"{entry.file}: {entry.device}, {entry.dtype}")

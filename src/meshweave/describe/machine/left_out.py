@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.links import COMM_KINDS, NetworkAxis
-from meshweave.describe.machine.network import with_axes
+from meshweave.describe.machine.levels import axes_of
+from meshweave.describe.machine.links import COMM_KINDS
 
 
 def best_product_rate(chip: Chip, dtype: str) -> float | None:
@@ -35,15 +35,11 @@ def costs_left_out(cluster: Cluster) -> str:
 
     "" where there are none. Such links let a tuner cut products as finely as it likes.
     """
-    free: list[str] = []
-
-    def look(axis: NetworkAxis) -> NetworkAxis:
-        known = [axis.comm(kind) for kind in COMM_KINDS]
-        if not any(constants.launch_s or constants.sync_s for constants in known):
-            free.append(axis.name)
-        return axis
-
-    with_axes(cluster.network, look)
+    free = [
+        axis.name
+        for axis in axes_of(cluster.network)
+        if not any(known.launch_s or known.sync_s for known in map(axis.comm, COMM_KINDS))
+    ]
     if not free:
         return ""
     names = ", ".join(dict.fromkeys(free))

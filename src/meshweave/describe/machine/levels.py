@@ -15,6 +15,7 @@ from meshweave.describe.machine.network import (
     HostsNetwork,
     Network,
     SwitchNetwork,
+    TorusNetwork,
     with_axes,
 )
 from meshweave.describe.machine.tree import TreeNetwork
@@ -88,7 +89,7 @@ def link_levels(cluster: Cluster) -> tuple[tuple[str, Callable[[float], Cluster]
         if network.chips_per_host > 1 or not levels:
             levels.append((f"{network.intra.name} inside hosts", inner))
         return tuple(levels)
-    pairs = zip(_axes(network), _axes(with_outer_links(network, 2.0)), strict=True)
+    pairs = zip(axes_of(network), axes_of(with_outer_links(network, 2.0)), strict=True)
     return ((f"links of {', '.join(dict.fromkeys(a.name for a, b in pairs if a != b))}", outer),)
 
 
@@ -118,12 +119,13 @@ def _faster_collective(of: CollectiveConstants, factor: float) -> CollectiveCons
     return replace(of, low_latency_bytes_per_s=low, bytes_per_s=high)
 
 
-def _axes(network: Network) -> list[NetworkAxis]:
+def axes_of(network: Network) -> list[NetworkAxis]:
+    """Return the links of every kind between chips; without `slices`, which join a torus with others alone."""
     axes: list[NetworkAxis] = []
 
     def note(axis: NetworkAxis) -> NetworkAxis:
         axes.append(axis)
         return axis
 
-    with_axes(network, note)
+    with_axes(replace(network, slices=None) if isinstance(network, TorusNetwork) else network, note)
     return axes

@@ -27,6 +27,7 @@ from meshweave.describe.machine.links import (
     NetworkAxis,
     check_axis,
     check_dims,
+    most_split,
     slowest_axis,
 )
 from meshweave.describe.machine.tree import TreeNetwork
@@ -276,24 +277,22 @@ class HostsNetwork(AnyShapeNetwork):
         nothing. With a shape and `shared` the rate of a NIC is divided by the flows on it: a group that takes
         every n-th rank leaves a host beside n - 1 others (ATP, equation 3); where a host holds the end of one
         block of such groups and the beginning of the next it has both blocks' groups; and each direction of a
-        ring counts. All of these share the host's NICs evenly.
+        ring counts. All of these share the host's NICs evenly. With a shape no group that has neighbours in a host
+        is faster than `intra`.
 
         Raises:
             LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
         """
         check_axis(i, num_dims, shape, self.num_chips)
-        if self.num_hosts == 1:
-            return self.intra
         if shape is None:
-            return self.intra if 0 < i == num_dims - 1 else self.nic
+            return self.intra if self.num_hosts == 1 or 0 < i == num_dims - 1 else self.nic
         if self.chips_per_host % math.prod(shape[i:]) == 0 or shape[i] == 1:
             return self.intra
-        block = math.prod(shape[i:])
-        both_ends = block % self.chips_per_host and block > 2 * math.gcd(block, self.chips_per_host)
-        rings = min((2 if both_ends else 1) * block // shape[i], self.chips_per_host)
-        leaving = rings * self.nic.num_directions if shared else 1
-        on_a_nic = -(-leaving // self.nics_per_host)
-        return replace(self.nic, link_bytes_per_s=max(self.nic.link_bytes_per_s / on_a_nic, 1.0))
+        stride, flows = math.prod(shape[i + 1 :]), self.nic.num_directions
+        leaving = most_split(self.chips_per_host, shape[i], stride) * flows if shared else 1
+        share = self.nic.link_bytes_per_s / -(-leaving // self.nics_per_host)
+        inside = self.intra.ring_bytes_per_s / flows if stride < self.chips_per_host else math.inf
+        return replace(self.nic, link_bytes_per_s=max(min(share, inside), 1.0))
 
     def with_chips(self, chips: int) -> HostsNetwork:
         """Return the network of `chips` chips on the fewest hosts that they fill evenly.
@@ -346,19 +345,20 @@ class FullMeshNetwork(AnyShapeNetwork):
         """Return `inner` if every group of mesh axis `i` stays within a package, else `link`.
 
         Without a shape it is `link` where there are several packages. A ring of chips in order uses each link
-        once, so that one link sets its pace, and `shared` changes nothing.
+        once, so that one link sets its pace, and `shared` changes nothing. With a shape it is `link` at the rate
+        of `inner` where that is slower, and groups cross packages, too.
 
         Raises:
             LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
         """
         check_axis(i, num_dims, shape, self.num_chips)
-        if self.num_packages == 1:
-            return self.inner
         if shape is None:
-            return self.link
-        return (
-            self.inner if self.chips_per_package % math.prod(shape[i:]) == 0 or shape[i] == 1 else self.link
-        )
+            return self.inner if self.num_packages == 1 else self.link
+        if self.chips_per_package % math.prod(shape[i:]) == 0 or shape[i] == 1:
+            return self.inner
+        is_straight = math.prod(shape[i + 1 :]) % self.chips_per_package == 0
+        inside = math.inf if is_straight else self.inner.ring_bytes_per_s / self.link.num_directions
+        return replace(self.link, link_bytes_per_s=max(min(self.link.link_bytes_per_s, inside), 1.0))
 
     def with_chips(self, chips: int) -> FullMeshNetwork:
         """Return the network of whole packages, or of one package of fewer chips.

@@ -21,6 +21,7 @@ from meshweave.describe.machine.links import (
     AnyShapeNetwork,
     NetworkAxis,
     check_axis,
+    most_split,
     require_at_least,
     slowest_axis,
 )
@@ -81,7 +82,8 @@ class TreeNetwork(AnyShapeNetwork):
         """Return the links of the slowest level that groups of mesh axis `i` cross, all links of a child as one.
 
         A ring over neighbouring leaves sends one flow up and one down each link that it crosses, so that the
-        slowest level sets its pace. If a group takes every n-th leaf, n groups meet on the upper links: with
+        slowest level sets its pace. If a group takes every n-th leaf, n groups meet on the upper links, and twice
+        as many where a child holds the end of one block of such groups and the beginning of the next: with
         `shared` each of them has its share of these (ATP, equation 3), and so have the two directions of a
         ring that uses both; else each has all. Latency is that of the level alone. Without a shape, the last
         of several mesh axes is taken to stay below the lowest switches, and any other to cross all levels.
@@ -99,11 +101,13 @@ class TreeNetwork(AnyShapeNetwork):
         crossed: list[NetworkAxis] = []
         for number in range(top, -1, -1):
             level = self.levels[number]
-            flows = min(stride, self.chips_below[number]) if shared and size > 1 else 1
+            below = self.chips_below[number]
+            flows = min(stride, below) if shared and size > 1 else 1
             if level.direct is not None and (top == 0 or self._has_neighbours(number, stride, size)):
                 both = level.direct.num_directions if shared and size == 2 else 1
                 crossed.append(_divided(level.direct, 1, flows * both))
             if level.direct is None or number < top:
+                flows = most_split(below, size, stride) if shared and size > 1 else 1
                 both = level.axis.num_directions if shared else 1
                 crossed.append(_divided(level.axis, level.links, flows * both))
         return slowest_axis(crossed)

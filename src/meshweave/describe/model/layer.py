@@ -36,8 +36,9 @@ class LayerGraph(Shown):
     The first edge that is read is the layer's input, the last that is made its output.
 
     Raises:
-        DescriptionError: there is no node; an edge is made twice, read before it is made or never read; the
-            features that its maker and a reader give it differ; or two weights have one name.
+        DescriptionError: there is no node, or one that reads no edge or more or fewer than its type takes; an
+            edge is made twice, read before it is made or never read; the features that its maker and a reader
+            give it differ; or two weights have one name.
     """
 
     nodes: tuple[LayerNode, ...]
@@ -45,6 +46,12 @@ class LayerGraph(Shown):
     def __post_init__(self) -> None:
         if not self.nodes:
             raise DescriptionError("layer: it has no node; give at least 1")
+        for node in self.nodes:
+            if not node.ins or len(node.ins) != len(node.takes):
+                raise DescriptionError(
+                    f"layer: {node.out} reads {len(node.ins)} edges; give {type(node).__name__} "
+                    f"{len(node.takes) or 1}"
+                )
         known = {self.input: self.nodes[0].takes[0]}
         for node in self.nodes:
             for edge, features in zip(node.ins, node.takes, strict=True):
@@ -54,7 +61,7 @@ class LayerGraph(Shown):
                     )
                 if known[edge] != features:
                     raise DescriptionError(
-                        f"layer: {node.out} reads {edge} as {_text(features)}, and it has {_text(known[edge])}; "
+                        f"layer: {node.out} reads {edge} as {features}, and it has {known[edge]}; "
                         "give both the same"
                     )
             if node.out in known:
@@ -254,8 +261,3 @@ class LayerGraph(Shown):
         """
         edges = sum(self.features[edge].size for edge in self.kept_edges) * item_bytes
         return edges + sum(row.num_bytes(item_bytes, keys) for row in self.kept(kinds))
-
-
-def _text(features: Features) -> str:
-    unit = f" of {features.unit}" if features.unit > 1 else ""
-    return f"{features.count} {features.dim}{unit}"

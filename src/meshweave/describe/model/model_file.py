@@ -19,7 +19,6 @@ from meshweave.describe.catalog import catalog_text, models
 from meshweave.describe.files import (
     FileModel,
     Name,
-    Problem,
     fail_with_all,
     file_model,
     is_path,
@@ -36,7 +35,7 @@ from meshweave.describe.model.architecture import (
     positions_not_priced,
 )
 from meshweave.describe.model.hugging_face import head_problems, transformer_from_config
-from meshweave.describe.model.layer_file import LayersFile, Runs, layers_from, layers_table
+from meshweave.describe.model.layer_file import LayersFile, layers_from, layers_table
 from meshweave.describe.model.transformer import Transformer
 
 
@@ -115,33 +114,23 @@ def transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
         )
     if table is None or problems:
         fail_with_all(file, problems)
-    return Transformer(
-        table.name,
-        table.num_layers,
-        table.hidden,
-        table.num_heads,
-        table.num_kv_heads or table.num_heads,
-        table.head_dim or table.hidden // table.num_heads,
-        table.ffn_hidden,
-        table.vocab_size,
-        table.gated_ffn,
-        table.source,
-        table.tied_embeddings,
-        table.architecture.architecture(),
-        _all_not_priced(table),
-        _layers(table, file),
-    )
-
-
-def _layers(table: ModelFile, file: str | Path) -> Runs:
-    """Return the layers of a table that has some one by one. Raises DescriptionError."""
-    count = sum(run.count for run in table.runs)
-    if table.runs and count != table.num_layers:
-        fail_with_all(
-            file, [Problem("runs", f"they have {count} layers, and num_layers is {table.num_layers}")]
-        )
     try:
-        return layers_from(table.runs)
+        return Transformer(
+            table.name,
+            table.num_layers,
+            table.hidden,
+            table.num_heads,
+            table.num_kv_heads or table.num_heads,
+            table.head_dim or table.hidden // table.num_heads,
+            table.ffn_hidden,
+            table.vocab_size,
+            table.gated_ffn,
+            table.source,
+            table.tied_embeddings,
+            table.architecture.architecture(),
+            _all_not_priced(table),
+            layers_from(table.runs),
+        )
     except DescriptionError as error:
         raise DescriptionError(f"{printable(file)}: {error}") from None
 
@@ -166,9 +155,13 @@ def _all_not_priced(table: ModelFile) -> tuple[NotPriced, ...]:
 
 
 def model_table(model: Transformer) -> dict[str, Any]:
-    """Return the table of a model file from which `transformer_from` reads an equal model."""
-    if model.config:
-        return {"name": model.name, "source": model.source, "config": model.config}
+    """Return the table of a model file from which `transformer_from` reads an equal model.
+
+    Of a model that was changed after it was read from its config it has the layers, and not that config.
+    """
+    by_config = {"name": model.name, "source": model.source, "config": model.config}
+    if model.config and transformer_from(by_config, "config") == model:
+        return by_config
     sizes = {
         each.name: value
         for each in fields(model)

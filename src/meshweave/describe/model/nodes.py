@@ -40,6 +40,9 @@ class Features:
         """Return the number of elements: `count` times `unit`."""
         return self.count * self.unit
 
+    def __str__(self) -> str:
+        return f"{self.count} {self.dim}{f' of {self.unit}' if self.unit > 1 else ''}"
+
 
 @dataclass(frozen=True)
 class NodeWeight:

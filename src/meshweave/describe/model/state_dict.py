@@ -40,6 +40,8 @@ class Parameter:
 def llama_parameters(model: Transformer) -> tuple[Parameter, ...]:
     """Return the parameters of a Llama of these sizes, in the order of its modules; without a head if it is tied.
 
+    Biases, which some of its kin have, are left out.
+
     Raises:
         UnsupportedError: the FFN is not gated, layers differ or have experts, or the module of a weight is not
             known.

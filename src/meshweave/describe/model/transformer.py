@@ -12,7 +12,7 @@ from meshweave.describe.model.architecture import Architecture, NotPriced
 from meshweave.describe.model.architecture import Norm as NormKind
 from meshweave.describe.model.dense import WHOLE, DenseForm, dense_head, dense_layer
 from meshweave.describe.model.layer import LayerGraph
-from meshweave.describe.model.nodes import NodeWeight, Norm
+from meshweave.describe.model.nodes import Features, NodeWeight, Norm
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Transformer:
         config: the config that these were read from, as JSON; "" where there is none.
 
     Raises:
-        DescriptionError: a size is below 1, or `num_kv_heads` does not divide `num_heads`.
+        DescriptionError: a size is below 1, `num_kv_heads` does not divide `num_heads`, or `layers` are not
+            `num_layers`, or begin or end in other features than `hidden`.
     """
 
     name: str
@@ -79,6 +80,17 @@ class Transformer:
             raise DescriptionError(
                 f"model {self.name}: num_kv_heads {self.num_kv_heads} does not divide "
                 f"num_heads {self.num_heads}; give a divisor"
+            )
+        if self.layers and (count := sum(count for count, _ in self.layers)) != self.num_layers:
+            raise DescriptionError(
+                f"model {self.name}: runs: they have {count} layers, and num_layers is {self.num_layers}; give "
+                "both the same"
+            )
+        ends = {graph.features[edge] for _, graph in self.layers for edge in (graph.input, graph.output)}
+        if other := ends - {Features("hidden", self.hidden)}:
+            raise DescriptionError(
+                f"model {self.name}: a layer begins or ends in {other.pop()}, and hidden is {self.hidden}; give "
+                "both the same"
             )
 
     @property

@@ -217,7 +217,8 @@ def _positions(row: PlannedRow, settings: dict[str, Any], flags: list[str]) -> s
         told.add("rotary_share")
     scaling = json.loads(own.rotary_scaling) if own.rotary_scaling else {}
     factor = scaling.pop("factor", None)
-    if factor and {**scaling, "rope_type": scaling.pop("type", scaling.get("rope_type"))} == _LLAMA3_SCALING:
+    kind = scaling.pop("type", scaling.get("rope_type"))  # its name in transformers 4
+    if factor and {**scaling, "rope_type": kind} == _LLAMA3_SCALING:
         flags.append("--use-rope-scaling")
         settings["--rope-scaling-factor"] = factor
         told.add("rotary_scaling")

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshweave.base.errors import DescriptionError
-from meshweave.describe.layout.shapes import factorisations
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, RingNetwork, TorusNetwork
@@ -301,7 +300,7 @@ def _layers(cluster: Cluster, shape: tuple[int, ...] | None) -> Iterator[MatrixL
 
 def _torus_layers(network: TorusNetwork, shape: tuple[int, ...] | None) -> Iterator[MatrixLayer]:
     if shape is None:
-        shape = network.shape or min(factorisations(network.chips, len(network.axes)), key=sum)
+        shape = network.cube
     if math.prod(shape) != network.chips or shape not in network.mesh_shapes(len(shape)):
         raise DescriptionError(f"a torus of {network.chips} chips has no shape {shape}")
     below = network.chips

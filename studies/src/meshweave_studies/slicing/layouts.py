@@ -21,6 +21,7 @@ from meshweave.base.units import dtype_bytes
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.grid import ProcessGrid
+from meshweave.describe.layout.shapes import divisors_of
 from meshweave.tune.universal import TunedUniversal, extra_bytes, tune_universal
 from meshweave_studies.slicing.layout_bounds import LayoutBounds
 
@@ -49,9 +50,9 @@ class TunedLayouts:
 def grid_layouts(ranks: Sequence[int]) -> tuple[Layout, ...]:
     """Return blocks on every process grid with every number of replicas; row and column blocks among them."""
     layouts = []
-    for replicas in _divisors(len(ranks)):
+    for replicas in divisors_of(len(ranks)):
         each = len(ranks) // replicas
-        for rows in _divisors(each):
+        for rows in divisors_of(each):
             layout = ProcessGrid(rows, each // rows, replicas).block_layout()
             mesh = layout.mesh
             placed = tuple(ranks[place] for place in mesh.ranks)
@@ -199,7 +200,3 @@ def _ranks(given: Iterable[Layout], num_ranks: int) -> tuple[int, ...]:
     if num_ranks < 1:
         raise LayoutError(f"{num_ranks} ranks; give at least 1")
     return tuple(range(num_ranks))
-
-
-def _divisors(count: int) -> list[int]:
-    return [size for size in range(1, count + 1) if count % size == 0]

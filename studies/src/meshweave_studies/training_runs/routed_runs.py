@@ -63,8 +63,8 @@ def routed_model(run: PublishedRun) -> Transformer | None:
 
 def on_expert_ranks(run: PublishedRun, choice: Parallelism) -> Parallelism:
     """Return the parallelism of a run with its degrees of experts. Raises MeshweaveError."""
-    tensor = int(run.others.get("etp") or 1)
-    return replace(choice, expert=run.count("ep") or 1, expert_tensor=tensor, zero=max(choice.zero, 1))
+    expert, tensor = run.count("ep") or 1, run.count("etp") or 1
+    return replace(choice, expert=expert, expert_tensor=tensor, zero=max(choice.zero, 1))
 
 
 def expert_share(model: Transformer, sequence: int) -> float:

@@ -28,8 +28,8 @@ ALSO_SHIPPED = ("dense_runs.csv", "vtrain_runs.csv")
 """Files of `meshweave_studies/published` that ship with the package: the first, and those that came later."""
 COUNTS = ("tp", "pp", "cp", "dp", "vp", "ep", "mbs", "gbs", "seq")
 COLUMNS = ("source", "model", "chips", *COUNTS, "config", "metric", "value", "second")
-OTHERS = ("etp", "dispatcher", "balance")
-"""Columns of runs of models with experts, which a file need not have: words."""
+OTHERS = ("dispatcher", "balance")
+"""Columns of runs of models with experts, which a file need not have: words. A further one, `etp`, has a count."""
 _REQUIRED = ("source", "model", "metric", "value")
 _NOT_STATED = ("", "n/a", "-")
 _MOST = 2**40
@@ -41,7 +41,7 @@ class PublishedRun:
 
     Attributes:
         line: its line in the file, from 1.
-        counts: the stated numbers of `COUNTS` by column.
+        counts: the stated numbers of `COUNTS` and of `etp` by column.
         value: the figure, in the unit that `metric` names.
         second: another figure of the run, in words.
         others: words of the columns `OTHERS` that the file has.
@@ -59,7 +59,7 @@ class PublishedRun:
     others: Mapping[str, str] = field(default_factory=dict)
 
     def count(self, column: str) -> int | None:
-        """Return a stated number of `COUNTS`; None where it is not stated."""
+        """Return a stated number of `counts`; None where it is not stated."""
         return self.counts.get(column)
 
 
@@ -128,8 +128,8 @@ def _row(row: dict[str, str], line: int) -> PublishedRun | Problem:
         if not row[column]:
             return Problem(f"line {line}, column {column}", "is empty; every run states it")
     counts = {}
-    for column in COUNTS:
-        text = row[column]
+    for column in (*COUNTS, "etp"):
+        text = row.get(column, "")
         if text.lower() in _NOT_STATED:
             continue
         if not (text.isascii() and text.isdigit() and len(text) < 16 and 1 <= int(text) <= _MOST):
