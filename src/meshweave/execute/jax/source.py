@@ -27,6 +27,7 @@ from meshweave.execute.jax.variables import rewritten_whole, written_in_parts
 from meshweave.execute.jax.views import HeldBuffer, Views
 from meshweave.ir.program import Buffer, Program
 from meshweave.ir.program.ops import Add, Matmul, Op, Recv
+from meshweave.ir.program.renaming import fresh_name
 
 ENTRY = "on_mesh"
 """The function of the source that returns the jitted function of whole tensors."""
@@ -99,7 +100,8 @@ class _SourceWriter:
             self.views.held[buffer.name].parts = None if buffer.name in values else parts.get(buffer.name)
 
     def _buffer_name(self, name: str) -> str:
-        return name if name not in _taken_names() else f"{name}_"
+        """Return the variable of a buffer or a whole input tensor, which is that of no other one."""
+        return name if name not in _taken_names() else fresh_name(f"{name}_", self.program.names)
 
     def _index_name(self, name: str) -> str:
         """Return the name of a loop index or coordinate, which no buffer has."""
@@ -217,7 +219,7 @@ class _SourceWriter:
         names = [f"{self.views.held[b.name].name}" for b in outputs]
         of_tensor = {b.tensor: self._collect(b) for b in reversed(outputs)}
         results = [of_tensor[t] for t in dict.fromkeys(b.tensor for b in outputs)]
-        parameters = ", ".join(f"{name}: Array" for name in tensors)
+        parameters = ", ".join(f"{self._buffer_name(name)}: Array" for name in tensors)
         shapes = {t.name: f"{t.name} {t.shape}" for t in self.program.tensors}
         given = ", ".join(shapes[name] for name in tensors)
         made = ", ".join(shapes[name or ""] for name in of_tensor)
@@ -287,7 +289,7 @@ class _SourceWriter:
     def _spread(self, buffer: Buffer) -> str:
         """Return the text of a whole input tensor cut into equal shards."""
         assert buffer.tensor is not None and buffer.layout is not None
-        text = buffer.tensor
+        text = self._buffer_name(buffer.tensor)
         axes = buffer.layout.partial_axes
         offset = 1 if axes else 0
         if axes:
