@@ -291,3 +291,50 @@ with q:
 """)
     x = np.arange(12).reshape(3, 4)
     np.testing.assert_array_equal(run_jax(program, {"local": x})["collect"], x)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float64"])
+def test_numbers_of_64_bits_are_not_taken_for_narrower_ones(dtype: str) -> None:
+    jax = prepare_jax()
+    from meshweave.execute.jax.run import device_mesh, load_source
+    from meshweave.execute.jax.source import jax_source
+
+    program = mw.parse(f"""
+program("wide")
+q = mesh((2,), ("x",))
+X = tensor((4, 2), "{dtype}")
+x = input(X, q[S(0)])
+Y = tensor((4, 2), "{dtype}")
+y = output(Y, q[S(0)])
+net = lane()
+with q:
+    copy(y, x, lane=net)
+""")
+    function, wide = load_source(jax_source(program), device_mesh(program)), np.full((4, 2), 2**40, dtype)
+    with jax.enable_x64(False), pytest.raises(ValueError, match=f"has {dtype}, for which jax needs"):
+        function(wide)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(function(wide), wide)
+
+
+def test_reductions_to_a_root_are_parts_of_no_list() -> None:
+    """A device that is no root keeps what it has, and it has nothing yet."""
+    prepare_jax()
+    program = mw.parse("""
+program("roots")
+q = mesh((2,), ("x",))
+X = tensor((8, 2), "int32")
+x = input(X, q[S(0)])
+Y = tensor((8, 2), "int32")
+y = output(Y, q[S(0)])
+s = scratch((4, 2), "int32", on=q)
+net = lane()
+with q:
+    reduce(s[0:2, :], x[0:2, :], over="q.x", root=0, lane=net)
+    reduce(s[2:4, :], x[2:4, :], over="q.x", root=1, lane=net)
+    broadcast(y[0:2, :], s[0:2, :], over="q.x", root=0, lane=net)
+    broadcast(y[2:4, :], s[2:4, :], over="q.x", root=1, lane=net)
+""")
+    x = np.arange(16).reshape(8, 2)
+    expected = mw.run_numpy(program, {"X": x}).outputs["Y"]
+    np.testing.assert_array_equal(run_jax(program, {"X": x})["Y"], expected)

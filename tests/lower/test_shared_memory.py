@@ -162,6 +162,7 @@ def test_memory_that_others_have_read_is_written_after_a_fence() -> None:
             "a matmul uses it",
         ),
         ((LEFT, "add(c, t(0)", "accumulate(at(1 - tp.x, d), t(0)"), "an? add uses it"),
+        ((LEFT, FENCE, "copy(u, at(1 - tp.x, t(0))", FENCE, "put(at(1 - tp.x, c), t(0)"), "a copy uses it"),
         (
             (
                 "matmul(t(0)[:1, :], a[:1, :], b[:, :2]",

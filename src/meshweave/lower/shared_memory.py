@@ -158,10 +158,10 @@ class _OutgoingProducts:
 
     def check_uses(self, op: Op) -> None:
         """Raise ProgramError where an op writes or reads an outgoing product in a way that has no form here."""
-        given = isinstance(op, (Accumulate, Put, Copy))
+        src = op.src if isinstance(op, (Accumulate, Put, Copy)) else None
         for view in (*op.reads, *op.writes):
             made = isinstance(op, Matmul) and view is op.out and not op.accumulate
-            if view.buffer in self.names and not made and not (given and view is op.src):
+            if view.buffer in self.names and not made and (view is not src or view.rank is not None):
                 raise ProgramError(
                     f"is given away, and a {op.kind} uses it: only products write it, once, and copies read it",
                     rank=self.rank,

@@ -160,9 +160,7 @@ class _SourceWriter:
         held = [self.views.held[buffer.name] for buffer in self.program.buffers]
         used = set(_names_in("\n".join(writer.lines)))
         lines = [
-            f"{name} = lax.axis_index({quoted(axes[0])})"
-            if len(axes) == 1
-            else f"{name} = lax.axis_index({quoted(axes)})"
+            f"{name} = lax.axis_index({quoted(axes[0] if len(axes) == 1 else axes)})"
             for name, axes in self.numbers.coordinates.items()
             if name in used
         ]
@@ -223,6 +221,8 @@ class _SourceWriter:
         shapes = {t.name: f"{t.name} {t.shape}" for t in self.program.tensors}
         given = ", ".join(shapes[name] for name in tensors)
         made = ", ".join(shapes[name or ""] for name in of_tensor)
+        dtypes = {buffer.dtype for buffer in self.program.buffers}
+        wide = "".join(f"        require_x64({quoted(d)})\n" for d in ("int64", "float64") if d in dtypes)
         signature, called, calls = "mesh: Mesh", BODY, ""
         if self.calls:
             signature += ", functions: Mapping[str, Callable[..., Any]]"
@@ -235,7 +235,7 @@ class _SourceWriter:
             f"    local = jax.shard_map(\n"
             f"        {called},\n        mesh=mesh,\n        in_specs=({in_specs},),\n"
             f"        out_specs=({out_specs},),\n        check_vma=False,\n    )\n\n"
-            f"    @jax.jit\n    def whole({parameters}) -> Any:\n"
+            f"    @jax.jit\n    def whole({parameters}) -> Any:\n{wide}"
             f"        ({', '.join(names)},) = local({args})\n"
             f"        return {', '.join(results)}\n\n"
             f"    return whole\n"
@@ -354,11 +354,8 @@ def _start(held: HeldBuffer, used: set[str]) -> Iterator[str]:
         return
     slots = f" * {buffer.slots}" if buffer.slots > 1 else ""
     if held.parts is not None:
-        yield (
-            f"{held.name} = [None] * {len(held.parts[1])}"
-            if not slots
-            else (f"{held.name} = [[None] * {len(held.parts[1])} for _ in range({buffer.slots})]")
-        )
+        listed = f"[None] * {len(held.parts[1])}"
+        yield f"{held.name} = {f'[{listed} for _ in range({buffer.slots})]' if slots else listed}"
     elif held.needs_start or (slots and held.name in used):
         kind = "jnp.zeros" if held.is_uneven else "lax.empty"
         start = f"{kind}({held.shape}, {quoted(held.dtype)})" if held.needs_start else "None"
