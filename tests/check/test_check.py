@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,19 +143,32 @@ A = tensor((8, {k}), "{dtype}")
 B = tensor(({k}, 8), "{dtype}")
 C = tensor((8, 8), "{out}")
 computes(C, product(A, B))
-a = input(A, tp[S(0)])
-b = input(B, tp[R])
-c = output(C, tp[S(0)])
+a = input(A, tp[{left}])
+b = input(B, tp[{right}])
+c = output(C, tp[{result}])
 compute = lane()
 with tp:
     matmul(c, a, b, lane=compute)
 """
+ROWS = {"left": "S(0)", "right": "R", "result": "S(0)"}
+TERMS = {"left": "S(1)", "right": "S(0)", "result": "P"}
 
 
-def product_of(count: int, *, first: int = 0, k: int = 16, dtype: str = "float32", out: str = "") -> Program:
+def product_of(
+    count: int, *, first: int = 0, k: int = 16, dtype: str = "float32", out: str = "", layouts: Any = ROWS
+) -> Program:
     ranks = tuple(range(first, first + count))
-    text = PRODUCT.format(first=first, count=count, ranks=ranks, k=k, dtype=dtype, out=out or dtype)
+    text = PRODUCT.format(
+        first=first, count=count, ranks=ranks, k=k, dtype=dtype, out=out or dtype, **layouts
+    )
     return parse(text)
+
+
+def test_each_rank_has_its_own_share_of_partial_sums() -> None:
+    program = product_of(3, k=17, layouts=TERMS)
+    inputs = random_inputs(program, 2)
+    shares = [expected_shard(program, inputs, "c", rank) for rank in program.ranks]
+    assert all(share.any() for share in shares) and (sum(shares) == reference(program, inputs)["C"]).all()
 
 
 def test_the_reference_of_small_integers_does_not_overflow() -> None:
@@ -178,6 +192,6 @@ def test_halves_hold_the_sums_of_their_random_inputs(dtype: str, exact: int) -> 
 def test_programs_on_some_of_the_processes_are_verified() -> None:
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
     programs = [product_of(1), product_of(2, first=1), product_of(3, k=1024, dtype="bfloat16")]
-    report = check.verify(programs)
-    assert [item.failed for item in report.verifications] == [""] * 3
-    assert [item.error_on_processes for item in report.verifications] == [0.0] * 3
+    report = check.verify([*programs, product_of(2, first=1, k=17, layouts=TERMS)])
+    assert [item.failed for item in report.verifications] == [""] * 4
+    assert [item.error_on_processes for item in report.verifications] == [0.0] * 4

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.table import PRODUCTS_2D
-from meshweave.check.local_constants import ConstantPrograms, fit_local_constants, part_of_product
+from meshweave.check.local_constants import (
+    ConstantPrograms,
+    LocalConstants,
+    fit_local_constants,
+    part_of_product,
+)
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.network import with_axes
@@ -85,3 +90,9 @@ def test_what_is_run_for_constants_is_a_part_of_the_product(name: str) -> None:
         assert 4 * len(work) == 3 * len(whole)
     sizes = [tensor.shape for tensor in programs.work.tensors]
     assert sizes == [(256, 384), (384, 256), (256, 256)]
+
+
+def test_a_process_alone_has_no_rate_of_messages() -> None:
+    alone, two = (LocalConstants(LOCAL.with_chips(count)) for count in (1, 2))
+    assert str(two).startswith("messages ") and {*two.to_json()} > {*alone.to_json()}
+    assert str(alone).startswith("products ") and {*alone.to_json()} == {"memory_bytes_per_s", "flops_per_s"}

@@ -94,3 +94,32 @@ with tp:
     wanted = a @ b
     bind(program, 0, {"a": a, "b": b, "c": a}, context=TorchContext()).run()
     assert torch.equal(a, wanted)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2, 2)])
+@pytest.mark.parametrize(
+    ("operands", "result"),
+    [("float32", "bfloat16"), ("float32", "int32"), ("bfloat16", "float32")],
+)
+def test_a_product_is_rounded_once_to_the_dtype_of_its_result(
+    shape: tuple[int, ...], operands: str, result: str
+) -> None:
+    program = parse(f"""
+program("rounded")
+tp = mesh((1,), ("x",))
+A = tensor({shape}, "{operands}")
+B = tensor({shape}, "{operands}")
+C = tensor({shape}, "{result}")
+a = input(A, tp[R])
+b = input(B, tp[R])
+c = output(C, tp[R])
+x = lane()
+with tp:
+    matmul(c, a, b, lane=x)
+""")
+    kind = getattr(torch, operands)
+    a = torch.tensor([[1.00390625, -1], [300, 2]]).expand(shape).to(kind)  # the first lies between two halves
+    b = torch.tensor([[256, 2], [256, 0]]).expand(shape).to(kind)
+    bound = bind(program, 0, {"a": a, "b": b}, context=TorchContext())
+    bound.run()
+    assert torch.equal(bound.outputs["c"], (a.double() @ b.double()).to(getattr(torch, result)))

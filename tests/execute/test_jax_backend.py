@@ -225,3 +225,116 @@ with q:
 """)
     found = run_jax(program, {"X": np.zeros((0, 6, 2))})
     assert found["Y"].shape == (0, 4, 2) and found["Z"].shape == (0, 6, 4)
+
+
+def test_truths_that_are_added_count() -> None:
+    """jax takes the sum of two truths for "or"."""
+    prepare_jax()
+    program = mw.parse("""
+program("truths")
+q = mesh((3, 3), ("row", "col"))
+X = tensor((9, 36), "int32")
+x = input(X, q[S(0), S(1)])
+Y = tensor((9, 9), "int32")
+y = output(Y, q[S(0), S(1)])
+net = lane()
+with q:
+    copy(y[:, 0:1], x[:, (q.row > 0) + (q.col > 0):(q.row > 0) + (q.col > 0) + 1], lane=net)
+    copy(y[:, 1:2], x[:, min(q.row > 0, 2) + (q.col > 0):min(q.row > 0, 2) + (q.col > 0) + 1], lane=net)
+    copy(y[:, 2:3], x[:, (7, 4)[q.row > 0] + q.col:(7, 4)[q.row > 0] + q.col + 1], lane=net)
+""")
+    x = np.arange(9 * 36).reshape(9, 36)
+    expected = mw.run_numpy(program, {"X": x}).outputs["Y"]
+    np.testing.assert_array_equal(run_jax(program, {"X": x})["Y"], expected)
+
+
+def test_groups_of_two_that_share_a_rank_take_turns() -> None:
+    prepare_jax()
+    program = mw.parse("""
+program("turns")
+q = mesh((4,), ("x",))
+X = tensor((16, 2), "int32")
+x = input(X, q[S(0)])
+Y = tensor((16, 2), "int32")
+y = output(Y, q[S(0)])
+one = lane()
+two = lane()
+with q:
+    copy(y, x, lane=one)
+with ranks(0, 1):
+    all_reduce(y[0:1, :], x[0:1, :], over=(0, 1), lane=one)
+with ranks(1, 2):
+    all_reduce(y[1:2, :], x[1:2, :], over=(1, 2), lane=two)
+with ranks(2, 3):
+    all_reduce(y[2:3, :], x[2:3, :], over=(2, 3), lane=one)
+""")
+    x = np.arange(32).reshape(16, 2)
+    expected = mw.run_numpy(program, {"X": x}).outputs["Y"]
+    np.testing.assert_array_equal(run_jax(program, {"X": x})["Y"], expected)
+
+
+def test_names_of_python_and_of_the_source_are_free_for_buffers_and_tensors() -> None:
+    prepare_jax()
+    program = mw.parse("""
+program("names")
+q = mesh((2,), ("x",))
+local = tensor((3, 4), "int32")
+collect = tensor((3, 4), "int32")
+sum = input(local, q[S(0)])
+sum_ = scratch((2, 4), "int32", on=q)
+y = output(collect, q[S(0)])
+net = lane()
+with q:
+    zero(sum_, lane=net)
+    copy(y, sum, lane=net)
+    add(y, sum_[0:2 - q.x, :], lane=net)
+""")
+    x = np.arange(12).reshape(3, 4)
+    np.testing.assert_array_equal(run_jax(program, {"local": x})["collect"], x)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float64"])
+def test_numbers_of_64_bits_are_not_taken_for_narrower_ones(dtype: str) -> None:
+    jax = prepare_jax()
+    from meshweave.execute.jax.run import device_mesh, load_source
+    from meshweave.execute.jax.source import jax_source
+
+    program = mw.parse(f"""
+program("wide")
+q = mesh((2,), ("x",))
+X = tensor((4, 2), "{dtype}")
+x = input(X, q[S(0)])
+Y = tensor((4, 2), "{dtype}")
+y = output(Y, q[S(0)])
+net = lane()
+with q:
+    copy(y, x, lane=net)
+""")
+    function, wide = load_source(jax_source(program), device_mesh(program)), np.full((4, 2), 2**40, dtype)
+    with jax.enable_x64(False), pytest.raises(ValueError, match=f"has {dtype}, for which jax needs"):
+        function(wide)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(function(wide), wide)
+
+
+def test_reductions_to_a_root_are_parts_of_no_list() -> None:
+    """A device that is no root keeps what it has, and it has nothing yet."""
+    prepare_jax()
+    program = mw.parse("""
+program("roots")
+q = mesh((2,), ("x",))
+X = tensor((8, 2), "int32")
+x = input(X, q[S(0)])
+Y = tensor((8, 2), "int32")
+y = output(Y, q[S(0)])
+s = scratch((4, 2), "int32", on=q)
+net = lane()
+with q:
+    reduce(s[0:2, :], x[0:2, :], over="q.x", root=0, lane=net)
+    reduce(s[2:4, :], x[2:4, :], over="q.x", root=1, lane=net)
+    broadcast(y[0:2, :], s[0:2, :], over="q.x", root=0, lane=net)
+    broadcast(y[2:4, :], s[2:4, :], over="q.x", root=1, lane=net)
+""")
+    x = np.arange(16).reshape(8, 2)
+    expected = mw.run_numpy(program, {"X": x}).outputs["Y"]
+    np.testing.assert_array_equal(run_jax(program, {"X": x})["Y"], expected)

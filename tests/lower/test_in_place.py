@@ -110,3 +110,39 @@ with tp:
     validate(read_in_place(program), labels=False)
     direct = run_numpy(read_in_place(program), inputs).outputs["D"]
     np.testing.assert_array_equal(direct, np.concatenate([2 * inputs["A"]] * 2))
+
+
+KEPT = """
+program("kept")
+tp = mesh((2,), ("x",))
+A = tensor((4, 4), "float32")
+T = tensor((4, 4), "float32")
+C = tensor((4, 4), "float32")
+D = tensor((4, 4), "float32")
+a = input(A, tp[S(0)])
+t = temp(T, tp[S(0)])
+c = output(C, tp[S(0)])
+d = output(D, tp[S(0)])
+s = scratch((2, 4), "{dtype}", on=tp)
+x = lane()
+with tp:
+    copy(t, a, lane=x)
+    fence(over="tp", lane=x)
+    get(d, at(1 - tp.x, t), lane=x)
+    fence(over="tp", lane=x)
+    copy(s, t, lane=x)
+    {between}
+    copy(c, s, lane=x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "between"),
+    [("float32", "zero(t, lane=x)"), ("float32", "add(t, s, lane=x)"), ("int32", "zero(d, lane=x)")],
+)
+def test_a_copy_of_what_changes_meanwhile_or_of_another_dtype_stays(dtype: str, between: str) -> None:
+    program = parse(KEPT.format(dtype=dtype, between=between))
+    validate(program, labels=False)
+    inputs = {"A": np.arange(16, dtype=np.float32).reshape(4, 4) / 4}
+    expected = run_numpy(program, inputs).outputs["C"]
+    np.testing.assert_array_equal(run_numpy(read_in_place(program), inputs).outputs["C"], expected)

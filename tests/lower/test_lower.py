@@ -287,3 +287,25 @@ with left:
     assert not validate(lower(program)).skipped
     outputs = run_numpy(lower(program), inputs).outputs
     np.testing.assert_array_equal(outputs["C"], inputs["A"] @ inputs["B"])
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_what_is_copied_into_another_dtype_is_sent_in_that(update: bool) -> None:
+    program = parse(f"""
+program("cast")
+tp = mesh((2,), ("x",))
+A = tensor((4, 2), "float32")
+C = tensor((4, 2), "float16")
+a = input(A, tp[S(0)])
+c = output(C, tp[S(0)])
+net = lane()
+with tp:
+    zero(c, lane=net)
+    fence(over="tp", lane=net)
+    copy(at(1 - tp.x, c), a, release=release(update={update}), lane=net)
+""")
+    lowered = lower_one_sided(program)
+    validate(lowered, labels=False)
+    inputs = {"A": np.arange(8, dtype=np.float32).reshape(4, 2)}
+    expected = np.concatenate([inputs["A"][2:], inputs["A"][:2]])
+    np.testing.assert_array_equal(run_numpy(lowered, inputs).outputs["C"], expected)

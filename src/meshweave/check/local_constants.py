@@ -69,19 +69,22 @@ class LocalConstants:
         return self.cluster.network.axis(0, 1, (self.cluster.num_chips,))
 
     def to_json(self) -> dict[str, float]:
-        """Return `message_bytes_per_s`, `message_latency_s`, `memory_bytes_per_s` and `flops_per_s` by name."""
-        return {
-            "message_bytes_per_s": self.link.link_bytes_per_s,
-            "message_latency_s": self.link.link_latency_s,
+        """Return `message_bytes_per_s`, `message_latency_s`, `memory_bytes_per_s` and `flops_per_s` by name.
+
+        Those of messages are left out where there is one process, which sends none.
+        """
+        link, is_alone = self.link, self.cluster.num_chips == 1
+        messages = {"message_bytes_per_s": link.link_bytes_per_s, "message_latency_s": link.link_latency_s}
+        return ({} if is_alone else messages) | {
             "memory_bytes_per_s": self.cluster.chip.memory_bytes_per_s,
             "flops_per_s": self.cluster.chip.effective_flops_per_s,
         }
 
     def __str__(self) -> str:
-        return (
-            f"messages {format_bytes(self.link.link_bytes_per_s)}/s, products "
-            f"{self.cluster.chip.effective_flops_per_s / 1e9:.3g} GFLOP/s a process"
+        messages = (
+            f"messages {format_bytes(self.link.link_bytes_per_s)}/s, " if self.cluster.num_chips > 1 else ""
         )
+        return f"{messages}products {self.cluster.chip.effective_flops_per_s / 1e9:.3g} GFLOP/s a process"
 
 
 def fit_local_constants(

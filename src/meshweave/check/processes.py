@@ -96,8 +96,8 @@ def run_on_rank(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any]
         measured run in picoseconds.
 
     Raises:
-        UnsupportedError: an output depends on a `call` or on what is not declared, or is in partial sums.
-        BindError: a program cannot be bound.
+        UnsupportedError: an output depends on a `call` or on what is not declared.
+        BindError: a program cannot be bound, or has partial sums and calls.
         RankLostError, DeadlineError: another rank died, or a wait for it took longer than `deadline_s`.
     """
     import torch

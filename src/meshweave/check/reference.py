@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.layout import Partial
-from meshweave.execute.numpy import numpy_dtype
+from meshweave.execute.numpy import numpy_dtype, run_numpy
 from meshweave.ir.program import Program
 from meshweave.ir.program.meanings import Product, Same, Sum, sources_of
 
@@ -99,19 +99,20 @@ def _product(left: Array, right: Array, dtype: str) -> Array:
 def expected_shard(program: Program, inputs: Tensors, buffer: str, rank: int) -> Array:
     """Return the shard of output `buffer` that `rank` should hold, of a product in the output's dtype in numpy.
 
-    A product of two inputs is computed for this shard alone.
+    A product of two inputs is computed for this shard alone. Of partial sums it is the share that the program has
+    on numpy, since no declaration says which terms are whose.
 
     Args:
         inputs: whole tensors by name.
 
     Raises:
-        UnsupportedError: the output depends on a `call` or on what is not declared, or is laid out as partial
-            sums.
+        UnsupportedError: the output depends on a `call` or on what is not declared.
+        BindError: it is in partial sums, and the program has calls.
     """
     declared = program.buffer_of[buffer]
     assert declared.layout is not None and declared.tensor is not None
     if any(isinstance(placement, Partial) for placement in declared.layout.placements):
-        raise UnsupportedError(f"{buffer} is laid out as partial sums: no rank's share of them is prescribed")
+        return run_numpy(program, inputs).memory[rank, buffer, 0]
     indices = declared.layout.indices(program.tensor_of[declared.tensor].shape, rank)
     meaning = next((meaning for meaning in program.computes if meaning.out == declared.tensor), None)
     if isinstance(meaning, Product) and all(

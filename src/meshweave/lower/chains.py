@@ -227,8 +227,9 @@ class _ChainLowering:
         before, after = (_rank(mesh, axis, (at + shift) % count) for shift in (count - 1, 1))
         even = replace(self.lanes[op.lane], order="fifo")
         self.lanes[op.lane] = even
-        odd_lane = op.lane + ODD if count > 2 else op.lane
+        odd_lane = op.lane
         if count > 2:
+            odd_lane = fresh_name(op.lane + ODD, self.program.names - {*self.program.lane_of})
             self.lanes[odd_lane] = replace(self.lanes.get(odd_lane, even), name=odd_lane, order="fifo")
         return _ChainMember(count, position, before, after, (op.lane, odd_lane))
 
@@ -251,7 +252,7 @@ class _ChainLowering:
         """Return the name of the buffer of sums for terms in buffer `of`, which has the same shape."""
         if of not in self.sums:
             buffer = self.program.buffer_of[of]
-            taken = {*self.program.buffer_of, *(known.name for known in self.sums.values())}
+            taken = {*self.program.names, *self.lanes, *(known.name for known in self.sums.values())}
             self.sums[of] = Buffer(
                 fresh_name(of + SUMS, taken),
                 "scratch",

@@ -4,8 +4,9 @@ A get is removed if only products, sums and copies read its target, each exactly
 read the remote view instead. The remote memory must not change in between, so no fence may stand between the get
 and a reader. An operand that several gets fill is still fetched, and so is one that other ranks reach.
 
-A copy of a rank's own shard, where others read that shard, is removed in the same way. Its readers read the shard
-as the others do, under the rank's own number: so they all read it where it lies alike.
+A copy of a rank's own shard, where others read that shard, is removed in the same way, unless the rank writes to
+the shard before they are done. Its readers read the shard as the others do, under the rank's own number: so they
+all read it where it lies alike.
 """
 
 from __future__ import annotations
@@ -55,11 +56,13 @@ def _without_gets(
             continue
         src = get.src
         if isinstance(get, Copy):
-            kind = program.buffer_of[src.buffer].kind
+            kind, dtype = program.buffer_of[src.buffer].kind, program.buffer_of[src.buffer].dtype
             if src.buffer not in exposed or kind not in ("input", "temp"):
                 continue
+            if get.release is not None or dtype != program.buffer_of[get.out.buffer].dtype:
+                continue
             src = replace(src, rank=rank) if kind == "input" else src
-        readers = _readers(ops[index + 1 :], get.out)
+        readers = _readers(ops[index + 1 :], get.out, get.src)
         if readers:
             del remaining[bound.key]
             for key in readers:
@@ -67,10 +70,10 @@ def _without_gets(
     return remaining
 
 
-def _readers(later: tuple[BoundOp, ...], filled: View) -> list[tuple[int, ...]]:
+def _readers(later: tuple[BoundOp, ...], filled: View, source: View) -> list[tuple[int, ...]]:
     """Return the positions of the ops that read exactly `filled` before it is overwritten.
 
-    Return none if an op reads or writes a part of it, or a fence stands before a reader.
+    Return none if an op reads or writes a part of it, or a fence or a write to `source` stands before a reader.
     """
     readers: list[tuple[int, ...]] = []
     fenced = False
@@ -79,6 +82,7 @@ def _readers(later: tuple[BoundOp, ...], filled: View) -> list[tuple[int, ...]]:
         if isinstance(op, Fence):
             fenced = True
             continue
+        fenced = fenced or any(view.rank == source.rank and view.overlaps(source) for view in op.writes)
         local = [(mode, view) for mode, view in op.accesses() if view.rank is None and view.overlaps(filled)]
         if not local:
             continue

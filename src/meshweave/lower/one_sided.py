@@ -21,6 +21,7 @@ from meshweave.ir.analysis.edges import is_one_sided, reads_in_place
 from meshweave.ir.program import BoundOp, Buffer, Lane, On, Program, Statement
 from meshweave.ir.program.expressions import Index, maximum
 from meshweave.ir.program.ops import Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put, Recv, Send
+from meshweave.ir.program.renaming import fresh_name
 from meshweave.ir.program.statements import ops_of
 from meshweave.ir.program.views import Range, View
 from meshweave.lower.boxes import mesh_with
@@ -40,8 +41,8 @@ def write_out_per_rank(program: Program) -> Program:
 def lower_one_sided(program: Program) -> Program:
     """Return the program with gets, puts and accumulates as sends and recvs, written out per rank, without fences.
 
-    Products and copies into another rank's memory are sent there too. What lies with the rank itself is copied
-    or added. Messages of a lane run in up to `MAX_SENDER_LANES` lanes, by sender.
+    Products and copies into another rank's memory are sent there too, in the dtype that they have there. What lies
+    with the rank itself is copied or added. Messages of a lane run in up to `MAX_SENDER_LANES` lanes, by sender.
 
     Raises:
         ProgramError: a product, add or copy reads another rank's memory in place; an accumulate is no sum; or an
@@ -74,7 +75,7 @@ class _SenderLanes:
     def __init__(self, program: Program) -> None:
         self._sender_number = {rank: index % MAX_SENDER_LANES for index, rank in enumerate(program.ranks)}
         self._lanes = [lane.name for lane in program.lanes]
-        self._taken = set(self._lanes)
+        self._taken = set(program.names)
         self._names: dict[tuple[str, int], str] = {}
 
     def in_lane_of_sender(self, op: Op, rank: int) -> Op:
@@ -88,9 +89,7 @@ class _SenderLanes:
     def _name(self, lane: str, number: int) -> str:
         name = self._names.get((lane, number))
         if name is None:
-            name = f"{lane}_{number}"
-            while name in self._taken:
-                name += "_"
+            name = fresh_name(f"{lane}_{number}", self._taken)
             self._taken.add(name)
             self._names[lane, number] = name
         return name
@@ -132,7 +131,12 @@ def _as_messages(
         case Accumulate(op=how) if how != "sum":
             raise ProgramError(f"accumulates by '{how}': a message adds", op=bound.label, rank=rank)
         case Put(src=src, out=out) | Accumulate(src=src, out=out) | Copy(src=src, out=out):
-            return _deliver(rank, src, out, isinstance(op, Accumulate) or _updates(op), op)
+            update = isinstance(op, Accumulate) or _updates(op)
+            if program.buffer_of[src.buffer].dtype == program.buffer_of[out.buffer].dtype:
+                return _deliver(rank, src, out, update, op)
+            stage = _staging_view(program, rank, out, staging)  # a message has the dtype of both ends
+            cast = Copy(out=stage, src=src, lane=op.lane, name=op.name)
+            return [(rank, cast), *_deliver(rank, stage, out, update, op)]
         case Matmul(out=out):
             stage = _staging_view(program, rank, out, staging)
             product = replace(op, out=stage, release=None, accumulate=0)
@@ -166,7 +170,7 @@ def _staging_view(program: Program, rank: int, out: View, staging: dict[str, Buf
     """Return a view of a local buffer for a product whose result belongs to another rank."""
     of = program.buffer_of[out.buffer]
     mesh = mesh_with(program, rank, of.mesh)
-    name = f"{out.buffer}_out{'' if mesh == of.mesh else f'_{mesh}'}"
+    name = fresh_name(f"{out.buffer}_out{'' if mesh == of.mesh else f'_{mesh}'}", program.names)
     known = staging.get(name)
     shape: tuple[Index, ...] = out.shape
     if known is not None:

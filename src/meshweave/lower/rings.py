@@ -204,7 +204,7 @@ class _RingLowering:
         ):  # on two members both directions are the same link
             return self._counted([_DirectedPart(1, op.lane, 0, size, tuple(starts))])
         half = (size + 1) // 2
-        back = op.lane + BACK
+        back = fresh_name(op.lane + BACK, self.program.names - {*self.program.lane_of})
         if back not in self.program.lane_of:
             self.new_lanes[back] = replace(self.program.lane_of[op.lane], name=back)
         return self._counted(
@@ -342,7 +342,8 @@ class _RingLowering:
         if known is not None:  # collectives of one buffer that differ in the cut dim alone share an inbox
             name, shape[op.dim] = known.name, maximum(known.shape[op.dim], shape[op.dim])
         else:
-            taken = {*self.program.buffer_of, *(other.name for other in self.new_buffers.values())}
+            made = (*self.new_lanes.values(), *self.new_buffers.values())
+            taken = self.program.names | {other.name for other in made}
             name = fresh_name(f"{op.src.buffer}_ring{'' if part.shift == 1 else BACK}", taken)
         order = (op.dim, *(d for d in range(len(shape)) if d != op.dim))
         buffer = Buffer(

@@ -125,7 +125,7 @@ class _SmallSumLowering:
         """Return the name of a buffer for `count` terms; sums of one lane and shape out of one buffer share it."""
         of, key = self.program.buffer_of[op.src.buffer], (op.lane, op.src.buffer, count, *shape)
         if key not in self.new_buffers:
-            taken = {*self.program.buffer_of, *(buffer.name for buffer in self.new_buffers.values())}
+            taken = self.program.names | {buffer.name for buffer in self.new_buffers.values()}
             name, own = fresh_name(f"{of.name}{TERMS}", taken), (count * shape[0], *shape[1:])
             self.new_buffers[key] = Buffer(name, "scratch", of.mesh, of.dtype, shape=own)
         return self.new_buffers[key].name

@@ -16,6 +16,7 @@ from meshweave.ir.program import Buffer, Lane, On, Program, Statement
 from meshweave.ir.program.expressions import number_of
 from meshweave.ir.program.ops import Copy, Matmul, Op, Put
 from meshweave.ir.program.release import Release
+from meshweave.ir.program.renaming import fresh_name
 from meshweave.ir.program.views import Range, View
 from meshweave.lower.boxes import mesh_with
 from meshweave.lower.one_sided import in_sequential_order
@@ -71,10 +72,10 @@ class _Places:
     """Scratch of each rank for tiles that go elsewhere, one below the other, and the lane in which they go."""
 
     def __init__(self, program: Program) -> None:
-        taken = {lane.name for lane in program.lanes}
-        self.lane = next(name for name in ("stores", "stores_", "stores__") if name not in taken)
+        self.lane = fresh_name("stores", program.names)
         self.made: dict[str, tuple[Buffer, int, int]] = {}
-        products = (op.release for op in program.ops() if isinstance(op, Matmul) and op.release is not None)
+        ops = (bound.op for ops in program.ops_by_rank.values() for bound in ops)
+        products = (op.release for op in ops if isinstance(op, Matmul) and op.release is not None)
         self.tile = next((release.tile for release in products if release.tile), ())
         """The tile of puts that name none, so that what is sent next is a region as small as what is computed."""
         self._program = program
@@ -86,6 +87,7 @@ class _Places:
         of = self._program.buffer_of[out.buffer]
         mesh = mesh_with(self._program, rank, of.mesh)
         name = f"{out.buffer}_tiles{'' if mesh == of.mesh else f'_{mesh}'}"
+        name = fresh_name(name, self._program.names)
         start = self._next_row.get((name, rank), 0)
         self._next_row[name, rank] = start + rows
         _, most_rows, most_columns = self.made.get(name, (of, 0, 0))

@@ -164,4 +164,8 @@ class TrackedAccess(OneSidedAccess):
             raise UnsupportedError(f"beside tracked products memory is updated by sums, not by '{op.op}'")
         slot, pairs, before = self._paired(op.lane, out, src)
         check_atomic_add(slot.tensor.dtype, self._context.device)
+        if any(piece.ndim > 2 for piece, _ in pairs):
+            raise UnsupportedError(
+                f"beside tracked products memory is updated in up to two dims, not in {out} of rank {slot.rank}"
+            )
         return [*before, *(partial(accumulate, piece, value, ADDING_PROGRAMS) for piece, value in pairs)]

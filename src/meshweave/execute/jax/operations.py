@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -284,6 +285,13 @@ def called(function: Callable[..., Any], *args: Any) -> tuple[Array, ...]:
 
 
 # --- whole tensors -----------------------------------------------------------------------------------------
+
+
+def require_x64(dtype: str) -> None:
+    """Raise ValueError where jax has no numbers of 64 bits, as `dtype` needs: it would take narrower ones."""
+    if not jax.config.jax_enable_x64:
+        need = "jax.config.update('jax_enable_x64', True)"
+        raise ValueError(f"the program has {dtype}, for which jax needs {need}")
 
 
 def spread(x: Array, dim: int, positions: tuple[int, ...]) -> Array:

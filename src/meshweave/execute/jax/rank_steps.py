@@ -97,7 +97,8 @@ def rank_steps(program: Program) -> Iterator[RankStep]:
     ready = {number for number, earlier in enumerate(before) if not earlier}
     while ready:
         most = Counter(forms[number] for number in sorted(ready)).most_common(1)[0][0]
-        chosen = _side_by_side(events, [number for number in sorted(ready) if forms[number] == most])
+        alike = [number for number in sorted(ready) if forms[number] == most]
+        chosen = _side_by_side(events, alike, isinstance(flow.op(events[alike[0]][0]), Send))
         ready -= set(chosen)
         for number in chosen:
             for later in after[number]:
@@ -108,13 +109,12 @@ def rank_steps(program: Program) -> Iterator[RankStep]:
             yield _step(flow, [events[number] for number in chosen])
 
 
-def _side_by_side(events: Sequence[Event], numbers: Sequence[int]) -> list[int]:
+def _side_by_side(events: Sequence[Event], numbers: Sequence[int], are_messages: bool) -> list[int]:
     """Return events of one form in which no rank takes part twice; it may send one message and receive another."""
     taken: set[tuple[int, int]] = set()
     chosen = []
     for number in numbers:
-        is_message = len(events[number]) == 2
-        parts = {(rank, at if is_message else 0) for at, (rank, _) in enumerate(events[number])}
+        parts = {(rank, at if are_messages else 0) for at, (rank, _) in enumerate(events[number])}
         if not parts & taken:
             taken |= parts
             chosen.append(number)

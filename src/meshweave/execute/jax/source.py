@@ -27,6 +27,7 @@ from meshweave.execute.jax.variables import rewritten_whole, written_in_parts
 from meshweave.execute.jax.views import HeldBuffer, Views
 from meshweave.ir.program import Buffer, Program
 from meshweave.ir.program.ops import Add, Matmul, Op, Recv
+from meshweave.ir.program.renaming import fresh_name
 
 ENTRY = "on_mesh"
 """The function of the source that returns the jitted function of whole tensors."""
@@ -99,7 +100,8 @@ class _SourceWriter:
             self.views.held[buffer.name].parts = None if buffer.name in values else parts.get(buffer.name)
 
     def _buffer_name(self, name: str) -> str:
-        return name if name not in _taken_names() else f"{name}_"
+        """Return the variable of a buffer or a whole input tensor, which is that of no other one."""
+        return name if name not in _taken_names() else fresh_name(f"{name}_", self.program.names)
 
     def _index_name(self, name: str) -> str:
         """Return the name of a loop index or coordinate, which no buffer has."""
@@ -158,9 +160,7 @@ class _SourceWriter:
         held = [self.views.held[buffer.name] for buffer in self.program.buffers]
         used = set(_names_in("\n".join(writer.lines)))
         lines = [
-            f"{name} = lax.axis_index({quoted(axes[0])})"
-            if len(axes) == 1
-            else f"{name} = lax.axis_index({quoted(axes)})"
+            f"{name} = lax.axis_index({quoted(axes[0] if len(axes) == 1 else axes)})"
             for name, axes in self.numbers.coordinates.items()
             if name in used
         ]
@@ -217,10 +217,12 @@ class _SourceWriter:
         names = [f"{self.views.held[b.name].name}" for b in outputs]
         of_tensor = {b.tensor: self._collect(b) for b in reversed(outputs)}
         results = [of_tensor[t] for t in dict.fromkeys(b.tensor for b in outputs)]
-        parameters = ", ".join(f"{name}: Array" for name in tensors)
+        parameters = ", ".join(f"{self._buffer_name(name)}: Array" for name in tensors)
         shapes = {t.name: f"{t.name} {t.shape}" for t in self.program.tensors}
         given = ", ".join(shapes[name] for name in tensors)
         made = ", ".join(shapes[name or ""] for name in of_tensor)
+        dtypes = {buffer.dtype for buffer in self.program.buffers}
+        wide = "".join(f"        require_x64({quoted(d)})\n" for d in ("int64", "float64") if d in dtypes)
         signature, called, calls = "mesh: Mesh", BODY, ""
         if self.calls:
             signature += ", functions: Mapping[str, Callable[..., Any]]"
@@ -233,7 +235,7 @@ class _SourceWriter:
             f"    local = jax.shard_map(\n"
             f"        {called},\n        mesh=mesh,\n        in_specs=({in_specs},),\n"
             f"        out_specs=({out_specs},),\n        check_vma=False,\n    )\n\n"
-            f"    @jax.jit\n    def whole({parameters}) -> Any:\n"
+            f"    @jax.jit\n    def whole({parameters}) -> Any:\n{wide}"
             f"        ({', '.join(names)},) = local({args})\n"
             f"        return {', '.join(results)}\n\n"
             f"    return whole\n"
@@ -287,7 +289,7 @@ class _SourceWriter:
     def _spread(self, buffer: Buffer) -> str:
         """Return the text of a whole input tensor cut into equal shards."""
         assert buffer.tensor is not None and buffer.layout is not None
-        text = buffer.tensor
+        text = self._buffer_name(buffer.tensor)
         axes = buffer.layout.partial_axes
         offset = 1 if axes else 0
         if axes:
@@ -352,11 +354,8 @@ def _start(held: HeldBuffer, used: set[str]) -> Iterator[str]:
         return
     slots = f" * {buffer.slots}" if buffer.slots > 1 else ""
     if held.parts is not None:
-        yield (
-            f"{held.name} = [None] * {len(held.parts[1])}"
-            if not slots
-            else (f"{held.name} = [[None] * {len(held.parts[1])} for _ in range({buffer.slots})]")
-        )
+        listed = f"[None] * {len(held.parts[1])}"
+        yield f"{held.name} = {f'[{listed} for _ in range({buffer.slots})]' if slots else listed}"
     elif held.needs_start or (slots and held.name in used):
         kind = "jnp.zeros" if held.is_uneven else "lax.empty"
         start = f"{kind}({held.shape}, {quoted(held.dtype)})" if held.needs_start else "None"

@@ -193,14 +193,17 @@ class NumberTexts:
         None where a coordinate is no index along jax axes, or entries of a `Select` depend on coordinates.
         """
         try:
-            node, is_traced = self._node(index)
+            node, is_traced = self._integer(index)
         except ProgramError:
             return None
-        is_truth = isinstance(index, Binary) and index.op in _TRUTHS
-        text = ast.unparse(node)
-        return Number(
-            f"({text}) * 1" if is_traced and is_truth else text, is_traced
-        )  # as slices want integers
+        return Number(ast.unparse(node), is_traced)
+
+    def _integer(self, index: Index) -> tuple[ast.expr, bool]:
+        """Return the syntax tree of an index as an integer, and whether it is traced: jax adds truths as sets."""
+        node, is_traced = self._node(index)
+        if is_traced and isinstance(index, Binary) and index.op in _TRUTHS:
+            node = ast.BinOp(node, ast.Mult(), ast.Constant(1))
+        return node, is_traced
 
     def _node(self, index: Index) -> tuple[ast.expr, bool]:
         if isinstance(index, int):
@@ -208,8 +211,8 @@ class NumberTexts:
         if isinstance(index, Var):
             return self._variable(index.name)
         if isinstance(index, Select):
-            at, is_traced = self._node(index.index)
-            entries = [self._node(entry) for entry in index.entries]
+            at, is_traced = self._integer(index.index)
+            entries = [self._integer(entry) for entry in index.entries]
             if any(traced for _, traced in entries):
                 raise ProgramError("a table has traced entries")
             table = ast.Tuple([node for node, _ in entries], ast.Load())
@@ -217,7 +220,8 @@ class NumberTexts:
                 return ast.Subscript(table, at, ast.Load()), False
             return _call("pick", table, at), True
         assert isinstance(index, Binary)
-        (left, left_traced), (right, right_traced) = self._node(index.left), self._node(index.right)
+        node = self._node if index.op in _TRUTHS else self._integer
+        (left, left_traced), (right, right_traced) = node(index.left), node(index.right)
         is_traced = left_traced or right_traced
         if index.op in ("min", "max"):
             name = index.op if not is_traced else f"jnp.{index.op}imum"

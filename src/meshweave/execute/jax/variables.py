@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from meshweave.ir.program import Program
-from meshweave.ir.program.ops import READ, Call
+from meshweave.ir.program.expressions import number_of
+from meshweave.ir.program.ops import READ, Call, Reduce
 from meshweave.ir.program.statements import On, When, ops_of, statements_of
 from meshweave.ir.program.views import Range, View, selector_bounds
 
@@ -46,8 +47,8 @@ def written_in_parts(program: Program) -> dict[str, Parts]:
     """Return the buffers that are written in fixed parts of one dim, and read in these parts or whole.
 
     By name, (the dim, the [start, stop) of each part). The parts are the same on all ranks and cover the dim.
-    Inputs, results of calls, and buffers that an op under a condition or in a block for some ranks reads or
-    writes are left out.
+    Inputs, results of calls and of reductions to a root that others hold too, and buffers that an op under a
+    condition or in a block for some ranks reads or writes are left out.
     """
     views: dict[str, set[View]] = defaultdict(set)
     written: dict[str, set[View]] = defaultdict(set)
@@ -56,6 +57,9 @@ def written_in_parts(program: Program) -> dict[str, Parts]:
     first: dict[tuple[object, int], View] = {}
     for rank in program.ranks:
         for bound in program.ops_by_rank[rank]:
+            op = bound.op
+            if isinstance(op, Reduce) and program.group(op.over, rank)[number_of(op.root)] != rank:
+                left_out |= {op.out.buffer} if op.out.num_elements else set()
             for number, (mode, view) in enumerate(bound.op.accesses()):
                 if view.buffer in left_out:
                     continue

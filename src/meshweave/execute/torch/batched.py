@@ -34,6 +34,11 @@ class BoundViews(Protocol):
         """Return whether an op would write `out` while it reads `src`, in buffers of one memory, too."""
 
 
+def product_dtype(out: StridedView, a: StridedView, b: StridedView) -> torch.dtype:
+    """Return the dtype in which a product is computed: of `out`, or a wider one where that lacks their values."""
+    return torch.promote_types(torch.promote_types(a.dtype, b.dtype), out.dtype)
+
+
 def bind_batched(binder: BoundViews, op: Matmul) -> Action:
     """Return the action of a product whose operands, one or both, have batch dims."""
     dims = len(op.out.selectors)
@@ -41,8 +46,9 @@ def bind_batched(binder: BoundViews, op: Matmul) -> Action:
     assert isinstance(shape, ProductShape), shape
     out = binder.view(op.out)
     actions: list[Action] = []
-    a = _dense(binder, op, "a", op.a, out.dtype, actions)
-    b = _dense(binder, op, "b", op.b, out.dtype, actions)
+    dtype = product_dtype(out, binder.view(op.a), binder.view(op.b))
+    a = _dense(binder, op, "a", op.a, dtype, actions)
+    b = _dense(binder, op, "b", op.b, dtype, actions)
     a = a.transpose(-1, -2) if op.transpose_a else a
     b = b.transpose(-1, -2) if op.transpose_b else b
     num_products = math.prod(shape.batch)
@@ -61,10 +67,11 @@ def bind_batched(binder: BoundViews, op: Matmul) -> Action:
         target_shape = (num_products, shape.m, shape.n)
     add = bool(op.accumulate) or (op.release is not None and op.release.update)
     is_read = binder.overlap(op.out, op.a) or binder.overlap(op.out, op.b)
-    target = None if out.direct is None or is_read else _view(out.direct, target_shape)
+    is_apart = out.direct is None or is_read or dtype != out.dtype
+    target = None if out.direct is None or is_apart else _view(out.direct, target_shape)
     if target is not None:
         return chain_actions([*actions, _multiply(target, a, b, add)])
-    product = binder.staging.get(op.lane, "product", out.shape, out.dtype)
+    product = binder.staging.get(op.lane, "product", out.shape, dtype)
     after = binder.staging.transfer(op.lane, out, StridedView.of(product), add=add)
     return chain_actions([*actions, _multiply(product.view(target_shape), a, b, False), *after])
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.execute.calls import CallTable
-from meshweave.execute.torch.batched import bind_batched
+from meshweave.execute.torch.batched import bind_batched, product_dtype
 from meshweave.execute.torch.threads import with_num_threads
 from meshweave.execute.torch.views import (
     Action,
@@ -113,14 +113,15 @@ class Binder:
         if len(op.a.selectors) > 2 or len(op.b.selectors) > 2:
             return bind_batched(self, op)
         out = self.view(op.out)
-        a, before_a = self._operand(op, "a", op.a, out.dtype)
-        b, before_b = self._operand(op, "b", op.b, out.dtype)
+        dtype = product_dtype(out, self.view(op.a), self.view(op.b))
+        a, before_a = self._operand(op, "a", op.a, dtype)
+        b, before_b = self._operand(op, "b", op.b, dtype)
         a, b = a.t() if op.transpose_a else a, b.t() if op.transpose_b else b
         add = bool(op.accumulate) or (op.release is not None and op.release.update)
         target = out.direct
         is_read = self.overlap(op.out, op.a) or self.overlap(op.out, op.b)
-        if target is None or not _has_unit_stride(target) or is_read:
-            product = self.staging.get(op.lane, "product", out.shape, out.dtype)
+        if target is None or dtype != out.dtype or not _has_unit_stride(target) or is_read:
+            product = self.staging.get(op.lane, "product", out.shape, dtype)
             after = self.staging.transfer(op.lane, out, StridedView.of(product), add=add)
             return chain_actions([*before_a, *before_b, partial(torch.mm, a, b, out=product), *after])
         if add:

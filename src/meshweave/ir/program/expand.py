@@ -68,8 +68,7 @@ class _Expansion:
         self.meshes = list(program.meshes)
         self.tensors, self.buffers = list(program.tensors), list(program.buffers)
         self.lanes = list(program.lanes)
-        tables = (program.meshes, program.tensors, program.buffers, program.lanes)
-        self.taken = {item.name for table in tables for item in table}
+        self.taken = set(program.names)
         self.scopes: dict[tuple[object, ...], _Scope] = {}
         self.lane_names: dict[tuple[str, str], str] = {}
         self.touched_by: dict[str, set[int]] = defaultdict(set)

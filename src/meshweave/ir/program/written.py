@@ -147,6 +147,12 @@ class WrittenProgram:
         return {lane.name: lane for lane in self.lanes}
 
     @cached_property
+    def names(self) -> frozenset[str]:
+        """Return all names that are declared, of which none may be declared again."""
+        tables = (self.meshes, self.counts, self.tensors, self.buffers, self.lanes)
+        return frozenset(item.name for table in tables for item in table) | {*self.indices}
+
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Return the global ranks of all meshes, ascending."""
         return tuple(sorted({rank for mesh in self.meshes for rank in mesh.ranks}))
