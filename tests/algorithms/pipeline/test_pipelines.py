@@ -239,7 +239,9 @@ def test_problems_that_do_not_fit_are_refused() -> None:
         with pytest.raises(LayoutError, match=words):
             replace(problem, **changes)
     first, second = (Mesh.of(f"p{rank}", (2, 2), ("a", "b"), 4 * rank) for rank in range(2))
-    with pytest.raises(LayoutError, match=r"on mesh p0, with rows over data axes \('a',\) and \(\); give both"):
+    with pytest.raises(
+        LayoutError, match=r"on mesh p0, with rows over data axes \('a',\) and \(\); give both"
+    ):
         PipelineProblem.chain((small_stage(first, 2, data_axes=("a",)), small_stage(first, 2)), 1, 2)
     stages = small_stage(first, 2), small_stage(second, 2)
     with pytest.raises(LayoutError, match="axis b: 4 ranks do not divide dim 1"):

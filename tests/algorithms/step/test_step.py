@@ -196,7 +196,9 @@ def test_a_gather_runs_before_the_reduction_of_the_layer_after_it(
         moving = max(moving, computed) + reduce
     exposed = moving - layers * compute
     assert exposed_both_s(layers, compute, (gather, reduce), 1.0, queued) == exposed
-    assert exposed_both_s(layers, compute, (gather, reduce), 0.0, queued) == layers * (gather + reduce) + queued
+    assert (
+        exposed_both_s(layers, compute, (gather, reduce), 0.0, queued) == layers * (gather + reduce) + queued
+    )
 
 
 @pytest.mark.parametrize(

@@ -325,8 +325,8 @@ def _check_edge(edge: Edge, problem: PipelineProblem) -> None:
     source, target = (problem.stages[number] for number in (edge.source, edge.target))
     if source.mesh == target.mesh and source.row_placements != target.row_placements:
         raise LayoutError(
-            f"edge {edge.source} -> {edge.target}: both stages are on mesh {source.mesh.name}, with rows over data "
-            f"axes {source.data_axes} and {target.data_axes}; give both the same"
+            f"edge {edge.source} -> {edge.target}: both stages are on mesh {source.mesh.name}, with rows over "
+            f"data axes {source.data_axes} and {target.data_axes}; give both the same"
         )
     for number in (edge.source, edge.target):
         stage, layout = problem.stages[number], problem.layout_at(edge, number)

@@ -142,7 +142,11 @@ def check_schedule(problem: PipelineProblem, schedule: Schedule) -> None:
 def _check_gathered(problem: PipelineProblem, schedule: Schedule) -> None:
     """Raise LayoutError where an action reads sharded parameters that are freed there, or not yet gathered."""
     gathers, frees = (
-        {leaf.stage for leaf in schedule.leaves() if leaf.kind is kind and problem.stages[leaf.stage].is_sharded}
+        {
+            leaf.stage
+            for leaf in schedule.leaves()
+            if leaf.kind is kind and problem.stages[leaf.stage].is_sharded
+        }
         for kind in (ActionKind.UNSHARD, ActionKind.RESHARD)
     )
     listed, gathered = gathers | frees, frees - gathers
