@@ -191,7 +191,7 @@ def test_parameters_that_are_gathered_at_the_begin_and_freed_are_refused() -> No
     problem = mixed_meshes()
     schedule = gathered_late(problem)
     order = tuple(action for action in schedule.actions[0] if action.kind is not ActionKind.UNSHARD)
-    with pytest.raises(LayoutError, match="0B0 .* freed"):
+    with pytest.raises(LayoutError, match=r"0B0 .* freed"):
         pipeline_program(problem, replace(schedule, actions=(order, *schedule.actions[1:])))
 
 

@@ -18,8 +18,8 @@ from meshweave.algorithms.pipeline.examples import chain_of_ranks
 from meshweave.algorithms.pipeline.progress import prove_progress
 from meshweave.algorithms.pipeline.zb_auto import StashLimit, zb_auto
 from meshweave.algorithms.pipeline.zb_h1 import zb_h1
-from meshweave.algorithms.pipeline.zero_bubble import ZeroBubble1p, ZeroBubble2p
 from meshweave.algorithms.pipeline.zbv import zbv
+from meshweave.algorithms.pipeline.zero_bubble import ZeroBubble1p, ZeroBubble2p
 from meshweave.base.errors import LayoutError
 from sampling import examples
 
@@ -151,6 +151,12 @@ def test_dualpipe_v_overlaps_and_ends(sizes: tuple[int, int]) -> None:
 def test_numbers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(LayoutError, match="8 or more for 4 ranks, not 7"):
         dualpipe_v(4, 7)
+    for stages, per_rank, words in (
+        (0, 0, "at least one stage"),
+        (4, -1, "4 stages are not a multiple of -1"),
+    ):
+        with pytest.raises(LayoutError, match=words):
+            schedule_by_name("1f1b", ScheduleRequest(stages, 4, per_rank), ActionTimes.uniform(stages))
     with pytest.raises(LayoutError, match="holds not even one stash"):
         StashLimit(3, 4)
     for wrong in (lambda: zb_h1(0, 1), lambda: zbv(1, 0), lambda: zb_1p(0, ActionTimes.uniform(2))):

@@ -9,6 +9,7 @@ import pytest
 import meshweave as mw
 from meshweave.algorithms.step import Parallelism, StepProblem
 from meshweave.algorithms.step.options import PlanOptions, ProblemOptions, StepOptions
+from meshweave.algorithms.step.space import SpaceOptions, StepSpace
 from meshweave.algorithms.step.user_names import SHORT_NAMES
 from meshweave.base.errors import LayoutError
 
@@ -34,3 +35,9 @@ def test_an_option_by_two_names_is_refused() -> None:
         mw.step("llama-2-7b", "dgx-a100:8", 8, 512, dp=4, data=8)
     with pytest.raises(LayoutError, match="tensor and tp are the same option; give one of them"):
         mw.plan("llama-2-7b", "dgx-a100:8", batch=8, sequence=512, tensor=2, tp=[1, 4])
+
+
+def test_a_mesh_of_one_column_is_the_number_of_its_rows() -> None:
+    problem = StepProblem(mw.load_model("llama-2-7b"), mw.load_cluster("dgx-a100:8"), 16, 512)
+    space = StepSpace(problem, SpaceOptions(tensor=((4, 1),), strategies=("megatron_sp",)))
+    assert list(space.tensors(4)) == [("megatron_sp", 4)]
