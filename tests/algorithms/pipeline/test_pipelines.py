@@ -32,7 +32,7 @@ from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, ProgramError
 from meshweave.cost.fabric import HostTopology
 from meshweave.cost.machine import Machine
-from meshweave.describe.layout import Replicate
+from meshweave.describe.layout import Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.execute.numpy import run_numpy
@@ -187,6 +187,14 @@ def test_parameters_that_are_freed_and_gradients_that_come_late_are_refused(miss
         validate(pipeline_program(problem, replace(schedule, actions=(tuple(order), *schedule.actions[1:]))))
 
 
+def test_parameters_that_are_gathered_at_the_begin_and_freed_are_refused() -> None:
+    problem = mixed_meshes()
+    schedule = gathered_late(problem)
+    order = tuple(action for action in schedule.actions[0] if action.kind is not ActionKind.UNSHARD)
+    with pytest.raises(LayoutError, match=r"0B0 .* freed"):
+        pipeline_program(problem, replace(schedule, actions=(order, *schedule.actions[1:])))
+
+
 def test_actions_on_parameters_that_lie_whole_do_nothing() -> None:
     problem = chain_of_ranks((0, 1), 2)
     schedule = gathered_late(problem)
@@ -230,6 +238,14 @@ def test_problems_that_do_not_fit_are_refused() -> None:
     ]:
         with pytest.raises(LayoutError, match=words):
             replace(problem, **changes)
+    first, second = (Mesh.of(f"p{rank}", (2, 2), ("a", "b"), 4 * rank) for rank in range(2))
+    with pytest.raises(
+        LayoutError, match=r"on mesh p0, with rows over data axes \('a',\) and \(\); give both"
+    ):
+        PipelineProblem.chain((small_stage(first, 2, data_axes=("a",)), small_stage(first, 2)), 1, 2)
+    stages = small_stage(first, 2), small_stage(second, 2)
+    with pytest.raises(LayoutError, match="axis b: 4 ranks do not divide dim 1"):
+        PipelineProblem(stages, (Edge(0, 1, (2,), (Shard(1), Shard(1))),), 1, 2)
 
 
 # --- on ranks --------------------------------------------------------------------------------------------------

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_schedules import KIND, times_of
 
+from meshweave.algorithms.pipeline import PipelineConfig, Stash
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes, time_schedule
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
 from meshweave.algorithms.pipeline.dualpipe import dualpipe_v
+from meshweave.algorithms.pipeline.examples import chain_of_ranks
 from meshweave.algorithms.pipeline.progress import prove_progress
 from meshweave.algorithms.pipeline.zb_auto import StashLimit, zb_auto
 from meshweave.algorithms.pipeline.zb_h1 import zb_h1
 from meshweave.algorithms.pipeline.zbv import zbv
+from meshweave.algorithms.pipeline.zero_bubble import ZeroBubble1p, ZeroBubble2p
 from meshweave.base.errors import LayoutError
 from sampling import examples
 
@@ -78,6 +83,30 @@ def test_automatic_schedules_keep_the_limit_and_are_no_worse_than_zb_h1(
         assert largest_idle_span(schedule, times) <= largest_idle_span(classic, times)
 
 
+@examples(40)
+@given(st.integers(1, 4), st.integers(1, 9), st.tuples(*[st.integers(0, 40)] * 3), st.integers(1, 2))
+def test_entries_keep_the_bytes_of_their_stashes(
+    ranks: int, count: int, sizes: tuple[int, int, int], factor: int
+) -> None:
+    problem, stash = chain_of_ranks(range(ranks), count, work=(1, 3, 2)), Stash(*sizes)
+    problem = replace(problem, stages=tuple(replace(stage, stash=stash) for stage in problem.stages))
+    whole, rest = stash.from_forward, stash.until_weight_grad + stash.from_input_grad
+    limit = max(factor * ranks * whole, rest)
+    schedule = (ZeroBubble1p, ZeroBubble2p)[factor - 1]().schedule(problem, PipelineConfig())
+    prove_progress(schedule)
+    if stash != Stash():
+        peaks = map(StashLimit(max(limit, 1), whole, rest).peak, schedule.actions)
+        assert max(peaks) <= limit
+
+
+def test_stashes_that_input_gradients_free_hold_up_no_weight_gradient() -> None:
+    problem = chain_of_ranks(range(4), 12)
+    stash = Stash(until_input_grad=10)
+    problem = replace(problem, stages=tuple(replace(stage, stash=stash) for stage in problem.stages))
+    schedule = ZeroBubble1p().schedule(problem, PipelineConfig())
+    assert min(peak_stashes(schedule)) > 4
+
+
 def test_twice_the_memory_hides_what_once_cannot() -> None:
     """Where a weight gradient takes two thirds of a forward, little is left of the bubble with 2 p stashes."""
     count, work = 24, 24 * (29_718 + 29_444 + 19_927)
@@ -122,6 +151,12 @@ def test_dualpipe_v_overlaps_and_ends(sizes: tuple[int, int]) -> None:
 def test_numbers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(LayoutError, match="8 or more for 4 ranks, not 7"):
         dualpipe_v(4, 7)
+    for stages, per_rank, words in (
+        (0, 0, "at least one stage"),
+        (4, -1, "4 stages are not a multiple of -1"),
+    ):
+        with pytest.raises(LayoutError, match=words):
+            schedule_by_name("1f1b", ScheduleRequest(stages, 4, per_rank), ActionTimes.uniform(stages))
     with pytest.raises(LayoutError, match="holds not even one stash"):
         StashLimit(3, 4)
     for wrong in (lambda: zb_h1(0, 1), lambda: zbv(1, 0), lambda: zb_1p(0, ActionTimes.uniform(2))):

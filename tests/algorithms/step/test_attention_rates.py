@@ -70,7 +70,7 @@ def test_a_rate_is_fitted_on_the_chip_or_said_to_be_of_another_or_of_none(stack:
             assert bool(said) == bool(fitted or not is_measured)
             assert not fitted or f"{stack} was fitted on no chip like {chip.name}" in said
             seen.add("none")
-        assert problem.priced_cluster == with_rates(cluster, rate, problem.stack.sustains)
+        assert problem.priced_cluster == with_rates(cluster, problem.dtype, rate, problem.stack.sustains)
         in_support = [
             each.why
             for each in support_of(problem.model, cluster, sequence=4096).stacks
@@ -119,3 +119,13 @@ def test_the_rate_of_another_chip_is_what_a_step_takes() -> None:
     for share, relation in ((0.57, "equal"), (1.0, "slower")):
         other = mw.step("llama-2-7b", "dgx-h200:64", **given, attention_share=share)  # type: ignore[arg-type]
         assert (own.time_s == other.time_s) == (relation == "equal") and own.time_s >= other.time_s
+
+
+def test_a_share_is_of_the_rate_in_the_dtype_of_the_step() -> None:
+    """An A100 has no rate of attention kernels in float32: that of products, far below the one in 16 bits."""
+    chip = mw.load_cluster("dgx-a100:8").chip
+    problem = StepProblem(
+        mw.load_model("llama-2-7b"), mw.load_cluster("dgx-a100:8"), 8, 2048, "float32", attention_share=0.5
+    )
+    priced = problem.priced_cluster.chip
+    assert priced.flops_per_s("float32", "attention") == 0.5 * chip.flops_per_s("float32")

@@ -216,6 +216,8 @@ def test_uneven_tokens_take_longer_and_more_memory() -> None:
     ranks = expert_ranks(problem(imbalance=1.0), choice)
     assert ranks is not None
     assert 1.05 < ranks.load < 8
+    few = expert_ranks(replace(problem(imbalance=1.0), sequence=4), Parallelism(data=4, tensor=8, expert=8))
+    assert few is not None and few.load > 1.05  # each of 8 ranks has a part of 4 tokens
     with pytest.raises(DescriptionError, match="imbalance"):
         problem(imbalance=-1.0)
 
@@ -383,3 +385,10 @@ def test_hosts_of_routed_layers_issue_what_is_not_captured() -> None:
     assert layer_of(choice, routed_hosts=(("GB", HostRates(1e-3)),)).issued_s == (0, 0, 0)
     dense = StepProblem(load_model("llama-2-7b"), load_cluster("dgx-h100:32"), 64, 2048)
     assert replace(dense, stack=replace(load_stack("ideal"), routed_hosts=hosts)).host is None
+
+
+def test_attention_that_is_computed_again_is_captured_as_the_first_time() -> None:
+    stack = replace(load_stack("ideal"), host=HostRates(1e-3), captured=1.0)
+    choice = Parallelism(data=32, expert=8, recompute="selective")
+    assert layer_time(problem(stack=stack), choice).issued_s[2] == 0.0
+    assert layer_time(problem(stack=replace(stack, captured=0.0)), choice).issued_s[2] == 1e-3

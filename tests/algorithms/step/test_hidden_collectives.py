@@ -88,7 +88,7 @@ def test_products_of_a_dtype_sustain_their_own_share_or_that_of_their_chip() -> 
     assert kernels is not None
     own = {name: of.sustained_share for name, of in kernels.products if isinstance(of, ProductConstants)}
     assert {name for name, share in own.items() if share is not None} == {"fp8", "nvfp4"}
-    steps = with_rates(cluster, 1.0, sustains=True).chip.kernels
+    steps = with_rates(cluster, "bfloat16", 1.0, sustains=True).chip.kernels
     assert steps is not None and steps.grouped_share == kernels.sustained_share < 1
     for name, before in kernels.products:
         after = steps.product(name)
@@ -97,8 +97,9 @@ def test_products_of_a_dtype_sustain_their_own_share_or_that_of_their_chip() -> 
         assert after.flops_per_s == pytest.approx(share * before.flops_per_s), name
         assert after.unit_bytes_per_s == pytest.approx(share * before.unit_bytes_per_s), name
         assert kernels.sustained_of(name) == share and steps.sustained_of(name) == 1
-    assert with_rates(cluster, 1.0, sustains=False) == cluster
-    again = with_rates(with_rates(cluster, 1.0, sustains=True), 1.0, sustains=True).chip.kernels
+    assert with_rates(cluster, "bfloat16", 1.0, sustains=False) == cluster
+    sustained = with_rates(cluster, "bfloat16", 1.0, sustains=True)
+    again = with_rates(sustained, "bfloat16", 1.0, sustains=True).chip.kernels
     assert again is not None and again.products == steps.products
     with pytest.raises(DescriptionError, match=r"sustained_share is 1\.5"):
         replace(kernels.products[0][1], sustained_share=1.5)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshweave.algorithms.step import Parallelism, StepProblem, step_of
+from meshweave.algorithms.step import Parallelism, StepProblem, simulate_step, step_of
 from meshweave.algorithms.step.block_time import layer_block
 from meshweave.algorithms.step.compose import update_times_s
 from meshweave.algorithms.step.data_parallel import data_parallel_time
@@ -15,6 +15,7 @@ from meshweave.algorithms.step.layers import layer_time
 from meshweave.algorithms.step.stacks import load_stack
 from meshweave.algorithms.step.stages import stages_of
 from meshweave.algorithms.step.timeline import step_timeline
+from meshweave.base.errors import UnsupportedError
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 
@@ -95,3 +96,16 @@ def test_operands_that_are_kept_as_gathered_are_not_gathered_again(tensor: int) 
     whole = 2 * 4096 * problem.model.hidden  # of 16 bits
     more = layer_activations(kept, p, "none") - layer_activations(again, p, "none")
     assert more == 2 * (whole - whole // tensor)
+
+
+def test_an_update_takes_as_long_whatever_was_timed_before() -> None:
+    first, second = (Parallelism(data=16, zero=zero) for zero in (1, 2))
+    alone = update_times_s(with_stack(problem_of(16, 4096)), second)
+    shared = with_stack(problem_of(16, 4096))
+    assert update_times_s(shared, first)[0] > 2 * alone[0]
+    assert update_times_s(shared, second) == alone
+
+
+def test_no_program_sums_gradients_after_the_backward_part() -> None:
+    with pytest.raises(UnsupportedError, match="not after them, as this stack does under ZeRO-1"):
+        simulate_step(step_of(with_stack(problem_of(16, 4096)), Parallelism(data=16, zero=1)))

@@ -55,6 +55,8 @@ def test_every_measured_dtype_is_the_own_of_a_recipe() -> None:
     assert {precision_named(dtype).own for dtype in LOW_PRECISIONS} == set(LOW_PRECISIONS)
     with pytest.raises(DescriptionError, match=r"no precision 'mxfp9'.*mxfp8"):
         precision_named("mxfp9")
+    with pytest.raises(DescriptionError, match="no precision ''"):
+        precision_named("")
     with pytest.warns(DeprecationWarning, match="product_dtype of StepProblem is precision now"):
         old = mw.algorithms.StepProblem(
             mw.load_model(MODEL),

@@ -181,21 +181,24 @@ def test_collectives_beside_layers_are_two_lanes(
 
 
 @examples(200)
-@given(st.integers(1, 9), *[st.integers(1, 30)] * 3)
+@given(st.integers(1, 9), *[st.integers(1, 30)] * 3, st.integers(0, 60))
 def test_a_gather_runs_before_the_reduction_of_the_layer_after_it(
-    layers: int, compute: int, gather: int, reduce: int
+    layers: int, compute: int, gather: int, reduce: int, queued: int
 ) -> None:
-    """Two lanes, layer by layer from the last one to the first."""
+    """Two lanes, layer by layer from the last one to the first; what is queued follows the first gather."""
     moving = gathered = gather
     computed = 0
     for layer in reversed(range(layers)):
         computed = max(computed, gathered) + compute
+        moving += queued if layer == layers - 1 else 0
         if layer:
             moving = gathered = moving + gather
         moving = max(moving, computed) + reduce
     exposed = moving - layers * compute
-    assert exposed_both_s(layers, compute, (gather, reduce), 1.0) == exposed
-    assert exposed_both_s(layers, compute, (gather, reduce), 0.0) == layers * (gather + reduce)
+    assert exposed_both_s(layers, compute, (gather, reduce), 1.0, queued) == exposed
+    assert (
+        exposed_both_s(layers, compute, (gather, reduce), 0.0, queued) == layers * (gather + reduce) + queued
+    )
 
 
 @pytest.mark.parametrize(

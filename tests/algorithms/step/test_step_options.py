@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+import pytest
+
+import meshweave as mw
 from meshweave.algorithms.step import Parallelism, StepProblem
 from meshweave.algorithms.step.options import PlanOptions, ProblemOptions, StepOptions
+from meshweave.algorithms.step.space import SpaceOptions, StepSpace
 from meshweave.algorithms.step.user_names import SHORT_NAMES
+from meshweave.base.errors import LayoutError
 
 
 def test_every_attribute_has_its_keyword() -> None:
@@ -23,3 +28,16 @@ def test_a_configuration_has_no_attributes_but_its_fields() -> None:
     parallelism = Parallelism(data=2, tensor=(2, 2), pipeline=2)
     assert (parallelism.tensor_size, parallelism.stride("pipeline"), parallelism.num_ranks) == (4, 8, 16)
     assert Parallelism(**vars(parallelism)) == parallelism
+
+
+def test_an_option_by_two_names_is_refused() -> None:
+    with pytest.raises(LayoutError, match="dp and data are the same option; give one of them"):
+        mw.step("llama-2-7b", "dgx-a100:8", 8, 512, dp=4, data=8)
+    with pytest.raises(LayoutError, match="tensor and tp are the same option; give one of them"):
+        mw.plan("llama-2-7b", "dgx-a100:8", batch=8, sequence=512, tensor=2, tp=[1, 4])
+
+
+def test_a_mesh_of_one_column_is_the_number_of_its_rows() -> None:
+    problem = StepProblem(mw.load_model("llama-2-7b"), mw.load_cluster("dgx-a100:8"), 16, 512)
+    space = StepSpace(problem, SpaceOptions(tensor=((4, 1),), strategies=("megatron_sp",)))
+    assert list(space.tensors(4)) == [("megatron_sp", 4)]

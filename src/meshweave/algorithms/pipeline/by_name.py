@@ -83,7 +83,7 @@ def _placements(request: ScheduleRequest) -> list[tuple[int, ...]]:
     """Return the ranks of stages that a schedule may want. Raises LayoutError where there are none."""
     stages, placements = request.num_stages, []
     for per_rank in (request.per_rank,) if request.per_rank else (1, 2):
-        if stages % per_rank == 0:
+        if per_rank > 0 and stages % per_rank == 0:
             placements.append(looped(stages // per_rank, per_rank))
             if per_rank == 2:
                 placements.append(folded(stages // 2))
@@ -94,7 +94,7 @@ def _placements(request: ScheduleRequest) -> list[tuple[int, ...]]:
 
 def _problem(placement: tuple[int, ...], num_micro_batches: int, times: ActionTimes) -> PipelineProblem:
     """Return stages whose FLOPs are the ticks of their actions."""
-    meshes = [Mesh.of(f"p{rank}", (1,), ("x",), rank) for rank in range(max(placement) + 1)]
+    meshes = [Mesh.of(f"p{rank}", (1,), ("x",), rank) for rank in range(max(placement, default=-1) + 1)]
     parts = zip(times.forward, times.input_grad, times.weight_grad, placement, strict=True)
     stages = tuple(
         Stage(meshes[rank], PartCost(forward), PartCost(input_grad), PartCost(weight_grad))

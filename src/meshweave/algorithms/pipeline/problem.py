@@ -322,15 +322,23 @@ def _check_edge(edge: Edge, problem: PipelineProblem) -> None:
         )
     if edge.dtype not in DTYPES:
         raise LayoutError(f"edge {edge.source} -> {edge.target}: there is no dtype '{edge.dtype}'")
+    source, target = (problem.stages[number] for number in (edge.source, edge.target))
+    if source.mesh == target.mesh and source.row_placements != target.row_placements:
+        raise LayoutError(
+            f"edge {edge.source} -> {edge.target}: both stages are on mesh {source.mesh.name}, with rows over "
+            f"data axes {source.data_axes} and {target.data_axes}; give both the same"
+        )
     for number in (edge.source, edge.target):
         stage, layout = problem.stages[number], problem.layout_at(edge, number)
+        parts: dict[Placement, int] = {}
         for axis, size, placement in zip(stage.mesh.axes, stage.mesh.shape, layout.placements, strict=True):
+            parts[placement] = parts.get(placement, 1) * size
             _check_placement(
-                edge, f"at stage {number}, axis {axis}", size, placement, axis in stage.data_axes
+                edge, f"at stage {number}, axis {axis}", parts[placement], placement, axis in stage.data_axes
             )
 
 
-def _check_placement(edge: Edge, where: str, size: int, placement: Placement, splits_rows: bool) -> None:
+def _check_placement(edge: Edge, where: str, parts: int, placement: Placement, splits_rows: bool) -> None:
     label = f"edge {edge.source} -> {edge.target} {where}"
     if splits_rows and placement != Shard(0):
         raise LayoutError(f"{label}: a data axis splits the rows, S(0), not {placement}")
@@ -341,5 +349,5 @@ def _check_placement(edge: Edge, where: str, size: int, placement: Placement, sp
             f"{label}: an axis that is no data axis has R or S(d), d from 1 to {len(edge.shape)}, "
             f"not {placement}"
         )
-    if edge.shape[placement.dim - 1] % size:
-        raise LayoutError(f"{label}: {size} ranks do not divide dim {placement.dim} of {edge.shape}")
+    if edge.shape[placement.dim - 1] % parts:
+        raise LayoutError(f"{label}: {parts} ranks do not divide dim {placement.dim} of {edge.shape}")

@@ -119,7 +119,8 @@ def pipeline_program(
 def check_schedule(problem: PipelineProblem, schedule: Schedule) -> None:
     """Raise LayoutError unless a schedule has the stages, pipeline ranks and micro-batches of a problem.
 
-    Also raise it where a stage that lists UNSHARD reads its sharded parameters while they are not gathered.
+    Also raise it where a stage that lists UNSHARD or RESHARD reads its sharded parameters while they are not
+    gathered; without UNSHARD they are gathered at the begin.
     """
     if schedule.stage_ranks != problem.stage_ranks:
         raise LayoutError(
@@ -140,10 +141,16 @@ def check_schedule(problem: PipelineProblem, schedule: Schedule) -> None:
 
 def _check_gathered(problem: PipelineProblem, schedule: Schedule) -> None:
     """Raise LayoutError where an action reads sharded parameters that are freed there, or not yet gathered."""
-    listed = {action.stage for action in schedule.leaves() if action.kind is ActionKind.UNSHARD}
-    listed &= {number for number, stage in enumerate(problem.stages) if stage.is_sharded}
+    gathers, frees = (
+        {
+            leaf.stage
+            for leaf in schedule.leaves()
+            if leaf.kind is kind and problem.stages[leaf.stage].is_sharded
+        }
+        for kind in (ActionKind.UNSHARD, ActionKind.RESHARD)
+    )
+    listed, gathered = gathers | frees, frees - gathers
     reading = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRAD)
-    gathered: set[int] = set()
     for action in schedule.leaves() if listed else ():
         if action.kind is ActionKind.UNSHARD:
             gathered.add(action.stage)

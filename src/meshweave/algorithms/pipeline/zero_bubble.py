@@ -162,10 +162,9 @@ class ZeroBubbleAuto(_ZeroBubble):
     def _limit(self, problem: PipelineProblem) -> StashLimit:
         """Return the limit in bytes, or in stashes where no stage says how many bytes it keeps."""
         stashes = [stage.stash for stage in problem.stages if stage.stash != Stash()]
-        largest = max(stashes, key=lambda stash: stash.from_forward, default=Stash(1))
-        whole = max(largest.from_forward, 1)
-        rest = largest.until_weight_grad + largest.from_input_grad
-        return StashLimit(self.factor * problem.num_ranks * whole, whole, min(rest, whole) or whole)
+        largest = max(stashes, key=lambda stash: stash.from_forward, default=Stash(until_weight_grad=1))
+        whole, rest = largest.from_forward, largest.until_weight_grad + largest.from_input_grad
+        return StashLimit(max(self.factor * problem.num_ranks * whole, rest), whole, rest)
 
 
 class ZeroBubble1p(ZeroBubbleAuto):

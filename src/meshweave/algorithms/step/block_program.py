@@ -20,6 +20,7 @@ from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProble
 from meshweave.algorithms.pipeline.program import pipeline_program
 from meshweave.algorithms.pipeline.slots import Stashes
 from meshweave.algorithms.step.block_stage import BlockStage
+from meshweave.algorithms.step.data_parallel import sums_after
 from meshweave.algorithms.step.memory import residual_is_whole
 from meshweave.algorithms.step.pipeline import schedule_of
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
@@ -60,8 +61,9 @@ def lay_step(step: Stages, *, folds: bool = True) -> LaidStep:
 
     Raises:
         UnsupportedError: the step has products in a precision of their own, tensor-parallel collectives inside
-            of products, sizes that tensor-parallel ranks do not divide evenly, a stage without layer, embedding
-            and head, or, with experts, a `zero_group` or exchanges that overlap with another micro-batch.
+            of products, ZeRO-1 sums of gradients after the last backward part (`SoftwareStack.sums_after`), sizes
+            that tensor-parallel ranks do not divide evenly, a stage without layer, embedding and head, or, with
+            experts, a `zero_group` or exchanges that overlap with another micro-batch.
     """
     copies = replica_copies(step) if folds else 1
     whole = _StepWriter(step, 1)
@@ -190,6 +192,11 @@ class _StepWriter:
             raise UnsupportedError(
                 "a block program has its collectives beside its products and not inside of them, as this stack "
                 "has them; give a stack without, or no tensor ranks"
+            )
+        if sums_after(self.problem, self.p) and self.p.replicas > 1:
+            raise UnsupportedError(
+                "a block program sums gradients beside the last backward parts and not after them, as this stack "
+                "does under ZeRO-1; give a stack without, or zero=0"
             )
         self.ranks = ProgramRanks(step, copies)
         self.settings = self.ranks.settings

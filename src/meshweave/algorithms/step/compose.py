@@ -31,7 +31,7 @@ from meshweave.algorithms.step.stack_checks import check_parallelism, check_prob
 from meshweave.algorithms.step.stacks import default_stack, load_stack
 from meshweave.algorithms.step.stage_layers import layer_costs, rank_layers
 from meshweave.algorithms.step.stages import stages_of
-from meshweave.algorithms.step.user_names import SHORT_NAMES
+from meshweave.algorithms.step.user_names import by_field
 from meshweave.base.deprecated import renamed_keyword
 from meshweave.base.errors import LayoutError, require_known
 from meshweave.base.units import to_s
@@ -108,7 +108,7 @@ def step(
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch, the model or the schedule, or an option is
-            unknown.
+            unknown or given by two names.
         UnsupportedError: the stack does not execute such a configuration, a strategy or schedule is unknown, or
             the machine cannot place its groups.
         DescriptionError: a model, cluster or stack is unknown, or an option of the problem is out of range.
@@ -121,7 +121,7 @@ def step(
         if name in ProblemOptions.__annotations__:
             of_problem[name] = value
         else:
-            degrees[SHORT_NAMES.get(name, name)] = value
+            degrees[name] = value
     model = model if isinstance(model, Transformer) else load_model(model)
     stack = of_problem.setdefault("stack", default_stack(model))
     of_problem["stack"] = load_stack(stack) if isinstance(stack, str) else stack
@@ -132,7 +132,7 @@ def step(
         sequence,
         **of_problem,
     )
-    parallelism = with_defaults(problem, degrees)
+    parallelism = with_defaults(problem, by_field(degrees))
     check_problem(problem)
     check_parallelism(problem.stack, parallelism)
     return step_of(problem, parallelism)
@@ -164,12 +164,11 @@ def update_times_s(problem: StepProblem, parallelism: Parallelism) -> list[float
     for rank, count in enumerate(rank_parameters(problem, parallelism, layers)):
         own = count.kept(parallelism, 1)
         tables = tables_parameters(problem, parallelism, rank) if problem.recipe else 0
-        key = own, count, tables
-        if key not in known:
-            of_layers = ShardedParameters(count.others - tables, count.experts)
-            moved = own * update_bytes(problem) + cast_weight_bytes(problem, parallelism, of_layers)
-            moved += (count.total - own) * unsharded_update_bytes(problem, p)
+        of_layers = ShardedParameters(count.others - tables, count.experts)
+        moved = own * update_bytes(problem) + cast_weight_bytes(problem, p, of_layers)
+        moved += (count.total - own) * unsharded_update_bytes(problem, p)
+        if (own, moved) not in known:
             work = Compute("call", own, moved, dtype="float32", call="elementwise")
-            known[key] = call_s(problem, work)
-        out.append(known[key])
+            known[own, moved] = call_s(problem, work)
+        out.append(known[own, moved])
     return out

@@ -290,7 +290,7 @@ def exposed_both_s(
     hides_s, slows = both.hides(compute_s)
     gather_s, reduce_s = (overlap * each for each in moved_s)
     moving_s = max(hides_s, overlap * queued_s + gather_s) + max(hides_s, reduce_s)
-    moving_s += (layers - 2) * (gather_s + reduce_s)
+    moving_s += (layers - 2) * max(hides_s, gather_s + reduce_s)
     waits_s = (1 - overlap) * (layers * sum(moved_s) + queued_s)
     tail = gather_s + reduce_s + max(moving_s - layers * hides_s, 0.0)
     return tail + slows * max(layers * (gather_s + reduce_s) + overlap * queued_s - tail, 0.0) + waits_s

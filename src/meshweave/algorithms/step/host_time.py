@@ -69,7 +69,7 @@ def issued_s(block: LayerBlock, parallelism: Parallelism) -> tuple[float, float,
     again_s = {"none": 0.0, "full": forward_s}.get(parallelism.recompute)
     if again_s is None:
         plain = _PLAIN_KERNELS["forward"] if problem.attention_kind == "plain" else 0
-        again_s = IssueCounts(1 + plain).seconds(host, graphs)
+        again_s = IssueCounts(1 + plain).seconds(host, graphs, captured)
     return forward_s, backward_s, again_s
 
 

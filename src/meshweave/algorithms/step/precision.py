@@ -155,7 +155,7 @@ def precision_named(name: str) -> Precision:
     if name in PRECISIONS:
         return PRECISIONS[name]
     for each in _RECIPES:
-        if each.own == name:
+        if name and each.own == name:
             return each
     raise DescriptionError(
         f"there is no precision '{name}'{did_you_mean(name, PRECISIONS)}; there are {', '.join(PRECISIONS)}"

@@ -361,7 +361,7 @@ class StepProblem:
         """Return the cluster at this step's rates of attention and products, these without a recipe's casts."""
         kept = self.cache("cluster")
         if not kept:
-            cluster = with_rates(self.cluster, self.attention_rate, self.stack.sustains)
+            cluster = with_rates(self.cluster, self.dtype, self.attention_rate, self.stack.sustains)
             kept[""] = cluster if self.products is None else without_casts(cluster)
         priced: Cluster = kept[""]
         return priced

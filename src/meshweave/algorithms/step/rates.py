@@ -55,8 +55,8 @@ def attention_reading(stack: SoftwareStack, chip: Chip, dtype: str) -> str:
     return f"attention of {stack.name} on {chip.name} takes {whose} share, {share:.3g}, of the rate of {rate}"
 
 
-def with_rates(cluster: Cluster, share: float, sustains: bool) -> Cluster:
-    """Return the cluster with attention at `share` of the chips' FLOP rate for it.
+def with_rates(cluster: Cluster, dtype: str, share: float, sustains: bool) -> Cluster:
+    """Return the cluster with attention in `dtype` at `share` of the chips' FLOP rate for it.
 
     With `sustains` products run at the rates that chips sustain in training (`SoftwareStack.sustains`).
     """
@@ -71,7 +71,7 @@ def with_rates(cluster: Cluster, share: float, sustains: bool) -> Cluster:
     if share == 1:
         return cluster
     rates = dict(chip.call_flops_per_s)
-    rates["attention"] = share * rates.get("attention", chip.effective_flops_per_s)
+    rates["attention"] = share * chip.flops_per_s(dtype, "attention")
     if kernels is not None:
         scaled = ((name, replace(of, flops_per_s=share * of.flops_per_s)) for name, of in kernels.attention)
         kernels = replace(kernels, attention=tuple(scaled))

@@ -53,7 +53,8 @@ def rank_loads(problem: StepProblem, parallelism: Parallelism) -> tuple[float, .
 def _drawn_by(problem: StepProblem, p: Parallelism) -> tuple[int, int, int, int, float]:
     """Return what micro-batches are drawn by: experts, ranks, choices, tokens of a group, and the exponent."""
     layer = problem.model.layer
-    tokens = p.micro_batch * problem.sequence // (p.context * p.tensor_size) * p.expert * p.expert_tensor
+    ranks = p.expert * p.expert_tensor
+    tokens = -(-p.micro_batch * problem.sequence * ranks // (p.context * p.tensor_size))
     chosen = max(weight.chosen for weight in layer.parameters)
     return layer.num_experts, p.expert, chosen, tokens, problem.imbalance
 

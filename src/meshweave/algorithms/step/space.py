@@ -271,7 +271,7 @@ class StepSpace:
         given = options.tensor
         for strategy in options.strategies:
             if STRATEGIES[strategy].is_one_dimensional:
-                if heads % ranks == 0 and (given is None or ranks in given):
+                if heads % ranks == 0 and (given is None or ranks in given or (ranks, 1) in given):
                     yield strategy, ranks
                 continue
             for columns in divisors_of(ranks)[1:]:

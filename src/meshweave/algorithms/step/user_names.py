@@ -1,5 +1,12 @@
 """What users call the fields of a configuration, in options and reports."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshweave.base.errors import LayoutError
+
 SHORT_NAMES = {
     "tp": "tensor",
     "pp": "pipeline",
@@ -17,3 +24,17 @@ FIELDS_OF_SPACE = {
     "micro_batch": "micro_batches",
 }
 """What users call attributes of `SpaceOptions` of which they give one, and the attributes; see `SHORT_NAMES`."""
+
+
+def by_field(options: Mapping[str, Any], names: Mapping[str, str] = SHORT_NAMES) -> dict[str, Any]:
+    """Return options by the attributes that `names` has for what users call them, in the order given.
+
+    Raises:
+        LayoutError: two options are of one attribute.
+    """
+    fields: dict[str, str] = {}
+    for name in options:
+        other = fields.setdefault(names.get(name, name), name)
+        if other != name:
+            raise LayoutError(f"{other} and {name} are the same option; give one of them")
+    return {field: options[name] for field, name in fields.items()}

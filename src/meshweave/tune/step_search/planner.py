@@ -21,7 +21,7 @@ from meshweave.algorithms.step.options import PlanOptions, ProblemOptions
 from meshweave.algorithms.step.space import SpaceOptions, StepSpace
 from meshweave.algorithms.step.stack_checks import check_problem
 from meshweave.algorithms.step.stacks import IDEAL, default_stack
-from meshweave.algorithms.step.user_names import FIELDS_OF_SPACE, SHORT_NAMES
+from meshweave.algorithms.step.user_names import FIELDS_OF_SPACE, SHORT_NAMES, by_field
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.deprecated import renamed_keyword
 from meshweave.base.errors import (
@@ -128,10 +128,10 @@ def space_options(fixed: dict[str, Any], stack: SoftwareStack) -> SpaceOptions:
     Raises:
         UnsupportedError: a strategy or schedule is unknown, or the stack does not execute what is fixed.
         DescriptionError: a value is wrong.
+        LayoutError: an option is given by two names.
     """
     chosen: dict[str, Any] = {}
-    for name, value in fixed.items():
-        field = FIELDS_OF_SPACE.get(name, SHORT_NAMES.get(name, name))
+    for field, value in by_field(fixed, {**SHORT_NAMES, **FIELDS_OF_SPACE}).items():
         values = tuple(value) if isinstance(value, list) else (value,)
         if field == "virtual_stages" and "schedule" not in fixed and values != (1,):
             searched = (SCHEDULES[schedule] for schedule in SpaceOptions.of_stack(stack).schedules)
