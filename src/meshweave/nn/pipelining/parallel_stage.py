@@ -117,8 +117,8 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         counts = (targets != IGNORED).sum(-1)
         if parts and not is_whole and bool((counts != counts[0]).any()):
             raise LayoutError(
-                "rows have unequal numbers of targets (others are -100), and ranks have rows of their own, so none "
-                "knows how many there are: give the whole batch on every rank, without has_local_batch"
+                "rows have unequal numbers of targets (others are -100), and ranks have rows of their own, so "
+                "their number is not known: give the whole batch on every rank, without has_local_batch"
             )
         self._num_items = int(counts.sum()) / parts if parts and is_whole else None
 
