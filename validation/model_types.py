@@ -32,7 +32,7 @@ from meshweave.describe.model import Transformer
 from meshweave.describe.model import config_features as features
 from meshweave.describe.model.hugging_face import transformer_from_config
 from meshweave.describe.model.model_types import known_model_types, model_type_table
-from meshweave.describe.model.routed_config import DEFAULTED, FAMILIES
+from meshweave.describe.model.routed_config import DEFAULTED, FAMILIES, is_routed
 from meshweave.describe.model.window_rules import WINDOW_FORMS, WindowRule
 
 ROOT = Path(__file__).parents[1]
@@ -218,7 +218,7 @@ def make_catalog() -> None:
             config = default_config(name)
         except Exception:  # a class that has no default config
             continue
-        model = built(name)
+        model = None if is_routed(config) else built(name)  # the reader has families with experts by itself
         if model is not None:
             count = sum(parameter.numel() for parameter in model.parameters())
             learned = sum(p.numel() for path, p in model.named_parameters() if _LEARNED.search(path))

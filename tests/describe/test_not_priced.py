@@ -20,6 +20,7 @@ from meshweave.describe.model.hugging_face import transformer_from_config
 from meshweave.describe.model.model_file import model_table, transformer_from
 from meshweave.describe.model.model_types import known_model_type, known_model_types, model_type_table
 from meshweave.describe.model.nodes import EdgeSum, Norm
+from meshweave.describe.model.routed_config import FAMILIES
 from meshweave.describe.model.window_rules import window_rule, with_layer_kinds
 
 LLAMA = {
@@ -286,6 +287,14 @@ def test_damaged_configs_are_read_whole_or_refused(seed: int) -> None:
             continue
         assert transformer_from(json.loads(json.dumps(model_table(model))), "plan") == model
         assert all(text.isprintable() and len(text) < 1000 for text in model.not_priced_at(LONG))
+
+
+def test_no_family_with_experts_is_written_as_a_dense_one() -> None:
+    """`validation/model_types.py` wrote them as not gated, by which their configs without experts were read."""
+    assert not FAMILIES.keys() & set(known_model_types())
+    for name in FAMILIES:
+        read = transformer_from_config(LLAMA | {"model_type": name, "num_local_experts": 0}, "config.json")
+        assert read.gated_ffn and read.not_priced_at(1)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,9 +14,11 @@ pytest.importorskip("torch", reason="torch is not installed: the torch rung cann
 import torch
 from sections import launched
 
-from meshweave.base.errors import RankLostError
+from meshweave.base.errors import LayoutError, RankLostError
 from meshweave.execute.ranks.launch import launch
+from meshweave.nn.parallel.tokens import TokenLimits
 from meshweave.nn.pipelining.gradients import LossSum, num_loss_elements
+from meshweave.nn.pipelining.parallel_stage import ParallelStage
 from shared_launch import SharedLaunch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -149,3 +152,18 @@ def test_torch_refuses_skip_connections() -> None:
         runtime = mw.nn.torch_pipeline([stage], schedule, torch.nn.functional.mse_loss)
         with pytest.raises(RuntimeError, match=r"skip connections, which are unsupported"):
             runtime.step(batch, target=target)
+
+
+def test_targets_of_a_stage_weigh_alike_where_all_are_known() -> None:
+    stage = ParallelStage.__new__(ParallelStage)
+    torch.nn.Module.__init__(stage)
+    stage._model = SimpleNamespace(agreement=SimpleNamespace(limits=TokenLimits(8, 8)))  # type: ignore[assignment]
+    targets = torch.tensor([[1, 2, 3], [1, -100, -100], [-100, -100, -100], [1, 2, -100]])
+    stage.count_targets(targets, 4, is_whole=True)
+    assert stage._num_items == 6 / 4
+    stage.count_targets(targets, 0, is_whole=False)  # losses are summed, each by its own number
+    assert stage._num_items is None
+    with pytest.raises(LayoutError, match=r"unequal numbers of targets.*without has_local_batch"):
+        stage.count_targets(targets, 4, is_whole=False)
+    stage.count_targets(targets[:, :1].clamp(min=0), 4, is_whole=False)
+    assert stage._num_items is None

@@ -21,9 +21,11 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.nn.hosted.anatomy import anatomy_of
 from meshweave.nn.hosted.columns import HeadColumns, feature_parts, head_columns
 from meshweave.nn.hosted.linears import attention_units, units_of
+from meshweave.nn.hosted.readings import shifts_labels
 from meshweave.nn.hosted.residual import _part_class
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.units import FeatureUnits
+from meshweave.nn.prove.trail import _kept
 
 HEADS, GROUPS, WIDTH, TOKENS = 4, 2, 3, 5
 
@@ -100,6 +102,26 @@ class _NormedEmbedding(torch.nn.Embedding):  # type: ignore[misc]
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.embed_norm(super().forward(ids))
+
+
+def test_a_proof_compares_a_part_of_the_residual_by_its_real_shape() -> None:
+    """A difference was a RuntimeError of torch, of parts with the shape of attention."""
+    kept = _kept(torch.ones(2, 3, 8).as_subclass(_part_class((1, 2))))
+    assert type(kept) is Tensor and kept.shape == (2, 3, 8)
+
+
+def test_a_loss_that_does_not_run_in_a_copy_is_refused_in_a_sentence() -> None:
+    """As with the number of words of the whole model in it."""
+
+    class OfTenWords(torch.nn.Module):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None, use_cache: bool = True) -> Any:
+            logits = torch.nn.functional.one_hot(input_ids, 8).double()
+            return SimpleNamespace(logits=logits, loss=logits.view(-1, 10).sum())
+
+    with pytest.raises(
+        UnsupportedError, match=r"OfTenWords does not run with labels.*shape '.-1, 10.' is invalid"
+    ):
+        shifts_labels(OfTenWords(), torch.zeros(2, 3, dtype=torch.int64))
 
 
 def test_a_table_with_modules_beside_it_is_refused() -> None:

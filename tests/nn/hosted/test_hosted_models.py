@@ -90,9 +90,13 @@ def test_pipelines_of_untied_models(tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 def test_stages_share_a_table(tmp_path: Path) -> None:
-    """Both have the sum of its gradients, optimizers keep the copies equal, and copies that are not are seen."""
-    for answers in _launched([("tied", "gemma2")], 2, tmp_path):
+    """Both have the sum of its gradients, optimizers keep the copies equal, and copies that are not are seen.
+
+    A loss over micro-batches with unequal numbers of targets is the mean over all of them.
+    """
+    for answers in _launched([("tied", "gemma2"), ("pipelined", "llama")], 2, tmp_path):
         _check_tied("tied gemma2", answers["tied gemma2"])
+        assert answers["pipelined llama"] < 1e-9, answers
 
 
 @pytest.mark.gloo

@@ -140,6 +140,19 @@ class Caching(Windowed):
         return self.c_proj(F.scaled_dot_product_attention(q, k, v, self.mask).transpose(1, 2).flatten(2))
 
 
+class Dropping(Windowed):
+    """Attention that drops out in evaluation, too."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__(own, 0, False)
+        self.attention_dropout = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.c_attn(x).chunk(3, -1))
+        made = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.attention_dropout)
+        return self.c_proj(made.transpose(1, 2).flatten(2))
+
+
 class Recomputing(nn.Module):
     """A feed-forward part in a checkpoint that enters anew."""
 
@@ -195,6 +208,11 @@ POPULATION: Mapping[str, tuple[Callable[[], nn.Module], str]] = {
     "a counter": (lambda: Gpt(scale=_counted), "changes steps"),
     "a number": (lambda: Gpt(scale=_numbered), "changes calls"),
     "a weight, late": (lambda: Gpt(_decayed), "changes transformer.h.0.mlp.c_fc.weight in each call"),
+    "fewer layers in evaluation": (
+        _called(lambda layer, n, x, f: layer(x) if n < 5 or layer.training else x), "in evaluation its logits",
+    ),
+    "a scale in evaluation": (lambda: Gpt(scale=lambda own: 0.5 + own.training), "in evaluation its logits"),
+    "dropout in evaluation": (_with_parts("attn", Dropping), "in evaluation, too"),
     "inner dropout": (lambda: _with_inner(nn.Dropout(0.5)), "drops out with probabilities"),
     "layers at random": (lambda: Gpt(_skipped), "random numbers beside dropout"),
     "layers at random, by numpy": (lambda: Gpt(_noisy), "random numbers beside dropout"),

@@ -24,6 +24,7 @@ _WHAT = "all ranks to compare what they generate"
 _ALONE = {
     "max_time": "ranks would stop at different tokens; give max_new_tokens or stop strings",
     "assistant_model": "tokens are not drafted by another model; generate without",
+    "assistant_early_exit": "tokens are not drafted by the first layers; generate without",
     "inputs_embeds": "give input_ids",
 }
 """Options that are refused, each with its reason."""
@@ -33,8 +34,8 @@ class RankGenerate:
     """Generate tokens with a parallelised model of transformers, in place of the model's own `generate`.
 
     All ranks of the mesh call it with equal arguments, and get equal tokens. Refused are pipelines, strategies
-    that split sequences, `max_time`, `assistant_model`, `inputs_embeds`, caches other than "dynamic", and beams
-    where the batch is split.
+    that split sequences, `max_time`, `assistant_model`, `assistant_early_exit`, `inputs_embeds`, caches other than
+    "dynamic", and beams where the batch is split.
 
     Args:
         module: the model.

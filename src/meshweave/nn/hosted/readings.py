@@ -46,13 +46,22 @@ def shifts_labels(model: nn.Module, tokens: Tensor) -> bool:
 
     Runs one forward pass on `tokens` (batch, sequence), which are the labels too, without gradients. True as
     well for a model that takes no labels.
+
+    Raises UnsupportedError where the model does not run with labels.
     """
     if "labels" not in inspect.signature(type(model).forward).parameters:
         return True
-    with torch.no_grad(), WideCasts():
-        out: Any = model(input_ids=tokens, labels=tokens, use_cache=False)
-        own = nn.functional.cross_entropy(out.logits.flatten(0, 1), tokens.flatten())
-    return not bool(torch.isclose(out.loss, own, rtol=1e-6))
+    try:
+        with torch.no_grad(), WideCasts():
+            out: Any = model(input_ids=tokens, labels=tokens, use_cache=False)
+            own = nn.functional.cross_entropy(out.logits.flatten(0, 1), tokens.flatten())
+            return not bool(torch.isclose(out.loss, own, rtol=1e-6))
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} does not run with labels, by which its loss is read: a copy with few words, "
+            f"called with input_ids and labels, raises {type(error).__name__}: {error}; take the number of words "
+            "from the shape of logits, and return an output with loss and logits"
+        ) from error
 
 
 def is_matrix(module: nn.Module) -> bool:

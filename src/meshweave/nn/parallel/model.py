@@ -214,15 +214,16 @@ class ParallelModel(AroundModule):
             return self.tied.logits(self._head_group, normal, batch, sequence)
         return self._head_group(normal, batch, sequence)[0]
 
-    def head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+    def head_loss(self, x: Tensor, targets: Tensor, num_items: float | None = None) -> Tensor:
         """Return the mean cross entropy over the tokens of all ranks, equal on all of them. Collective.
 
         Args:
             x: this rank's part (batch, sequence, features) of the residual after the last layer, before the last
                 norm.
             targets: (batch, sequence), all of them on every rank; -100 where there is no loss.
+            num_items: by what the sum is divided; None for the number of tokens that have a loss.
         """
-        return self.vocabulary(self.local_logits(x, *targets.shape), targets)
+        return self.vocabulary(self.local_logits(x, *targets.shape), targets, num_items)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy over all tokens with a target, equal on all ranks, to call `backward` of.

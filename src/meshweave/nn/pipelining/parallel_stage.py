@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.base.errors import LayoutError
+from meshweave.nn.parallel.loss import IGNORED
 from meshweave.nn.parallel.model import ParallelModel
 
 
@@ -44,6 +45,7 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         self.is_first, self.is_last = first == 0, end == count
         self._model, self._first, self._end, self._sequence = model, first, end, sequence
         self._features = model.embedding.features
+        self._num_items: float | None = None
         model.prune(first, end)
         model.agreement.is_stage = not (self.is_first and self.is_last)
         self.module = model.module
@@ -79,7 +81,10 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         return self._flat(residual, rows)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Run the head, and return the mean loss over tokens with a target: a `loss_fn` for `pipeline`.
+        """Run the head, and return the loss of a micro-batch: a `loss_fn` for `pipeline`.
+
+        It is the mean over tokens with a target; in a step of `pipeline` the sum over them, by how many a
+        micro-batch has in the mean.
 
         Collective among the ranks of the last stage.
 
@@ -91,8 +96,31 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
             LayoutError: targets are outside the model's vocabulary.
         """
         self.check(targets=targets)
-        loss: Tensor = self._model.head_loss(self._taken_apart(x), targets)
+        loss: Tensor = self._model.head_loss(self._taken_apart(x), targets, self._num_items)
         return loss
+
+    def count_targets(self, targets: Tensor, parts: int, is_whole: bool) -> None:
+        """Check the targets of a step, and let `loss` weigh all of them alike, whatever micro-batch has how many.
+
+        The mean of the losses of `parts` micro-batches, over all data-parallel ranks, is then that over tokens.
+
+        Args:
+            targets: (rows, sequence) of a step; -100 where there is no loss.
+            parts: by what the sum of losses is divided; 0 where it is not, and each loss is a mean by itself.
+            is_whole: whether targets are those of all data-parallel ranks.
+
+        Raises:
+            LayoutError: targets are outside the model's vocabulary, or rows have other numbers of targets than
+                the first one and those of other ranks are not known.
+        """
+        self.check(targets=targets)
+        counts = (targets != IGNORED).sum(-1)
+        if parts and not is_whole and bool((counts != counts[0]).any()):
+            raise LayoutError(
+                "rows have unequal numbers of targets (others are -100), and ranks have rows of their own, so "
+                "their number is not known: give the whole batch on every rank, without has_local_batch"
+            )
+        self._num_items = int(counts.sum()) / parts if parts and is_whole else None
 
     def check(self, tokens: Tensor | None = None, targets: Tensor | None = None) -> None:
         """Raise LayoutError where tokens or targets (rows, sequence) are outside the model's vocabulary or

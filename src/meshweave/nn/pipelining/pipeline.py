@@ -216,8 +216,7 @@ class Pipeline:
             steps = self._give(bound, batch, target, wants_outputs)
             if self._memory is not None and trains:
                 self._memory.reset_peak()
-                given = [*_tensors(batch), *([] if target is None else [target])]
-                self._memory.exclude_batch(given)
+                self._memory.exclude_batch([*_tensors(batch), *([] if target is None else [target])])
             for gradients in trained.values():
                 gradients.begin()
             try:
@@ -237,7 +236,7 @@ class Pipeline:
     def _compare(self, batch: Batch, target: Tensor | None, *, trains: bool) -> None:
         """Compare what ranks of a stage give the first step that trains, and check tokens that stages know.
 
-        Raises LayoutError where ranks that are to give the same do not, or a stage does not take its tokens.
+        Raises LayoutError where ranks that are to give the same do not, or a stage refuses tokens or targets.
         """
         if trains and not self._is_compared:
             words = stage_words(
@@ -250,7 +249,8 @@ class Pipeline:
                 for tokens in _tensors(batch) if number == 0 else ():
                     stage.check(tokens)
                 if target is not None and stage.is_last:
-                    stage.check(targets=target)
+                    own_rows = self._options.has_local_batch and self._divisor > self._options.micro_batches
+                    stage.count_targets(target, self._divisor * self._options.scale_grads, not own_rows)
 
     @property
     def _is_last(self) -> bool:

@@ -174,7 +174,8 @@ def _recorded(model: nn.Module, trail: Trail) -> Iterator[None]:
 
 
 def _kept(tensor: Tensor) -> Tensor:
-    return tensor.detach() if isinstance(tensor, DTensor) else tensor.detach().clone()
+    """Return a copy of a plain tensor, of its real shape where a subclass tells code another; a DTensor itself."""
+    return tensor.detach() if isinstance(tensor, DTensor) else tensor.detach().as_subclass(Tensor).clone()
 
 
 @contextmanager

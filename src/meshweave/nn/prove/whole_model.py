@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import random
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from meshweave.base.errors import MeshweaveError, ProofError, UnsupportedError
 from meshweave.nn.parallel.seeds import keep_generators
 from meshweave.nn.parallel.structure import ModelMap, dropout_after, heads_of
-from meshweave.nn.prove.given import arguments_of, generated, loss_of
+from meshweave.nn.prove.given import arguments_of, generated, loss_of, outputs_of
 from meshweave.nn.prove.state import WIDE, prepared, without_dropout
 
 _TOKENS = 8
@@ -87,6 +87,7 @@ def check_whole(
         with prepared(made, checked.dtype, drops=True), _CallRecorder(checked.device.type) as seen:
             checked.dropout(seen, _dropout_of(module, names), tokens)
             without_dropout(made.modules())
+            checked.evaluation(tokens)
             before = checked.state()
             calls = checked.calls(tokens)
             checked.memory(before, tokens)
@@ -138,6 +139,37 @@ class _WatchedCopy:
                 f"computed are {expected or 'none'}: after the embedding, of attention weights, after attention "
                 "and after the feed-forward part; set others to 0"
             )
+        seen.probabilities.clear()
+        with self.evaluated():
+            self.run(sequence)
+        if seen.probabilities:
+            self.refuse(
+                f"forward drops out with probabilities {seen.probabilities} in evaluation, too, which is not "
+                "done; give p if self.training else 0.0"
+            )
+
+    # --- evaluation -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Run the block with the copy in evaluation, then set it to training."""
+        self.made.eval()
+        yield
+        self.made.train()
+
+    def evaluation(self, sequence: int) -> None:
+        """Check that in evaluation results of the same shape are those of training without dropout."""
+        given = generated(self.made, 1, self.device, (1, sequence))
+        trained = outputs_of(self.made, given)
+        with self.evaluated():
+            outputs = outputs_of(self.made, given)
+        for name, out in outputs.items():
+            before = trained.get(name, out)
+            if before.shape == out.shape and not _are_close(before.detach(), out.detach()):
+                self.refuse(
+                    f"in evaluation its {name} has other values than in training without dropout, and what "
+                    "replaces its layers computes the same in both; do what differs outside of the model"
+                )
 
     # --- what calls leave -------------------------------------------------------------------------------------
 
