@@ -110,15 +110,17 @@ class FusedProduct(AnyLayoutProduct[ConfigT]):
     def refusal(self, problem: UniversalProblem) -> str | None:
         """Return why a problem does not fit; None if it fits.
 
-        Reasons are layouts that are not `accepted`, a mesh of several axes or of one rank, and a dim of
-        `cut_dims` of which some rank would have no element.
+        Reasons are layouts that are not `accepted` or have folds, a mesh of several axes or of one rank, and a
+        dim of `cut_dims` of which some rank would have no element.
         """
         mesh = problem.a.mesh
         layouts = (problem.a, problem.b, problem.c)
-        on_ring = all(layout.mesh == mesh and len(layout.placements) == 1 for layout in layouts)
+        on_ring = all(
+            layout.mesh == mesh and len(layout.placements) == 1 and layout.folds is None for layout in layouts
+        )
         placements = tuple(layout.placements[0] for layout in layouts) if on_ring else ()
         if placements not in self.accepted or len(mesh.ranks) < 2:
-            return f"it takes {self.wants}, on a mesh of one axis and two ranks or more"
+            return f"it takes {self.wants}, without folds, on a mesh of one axis and two ranks or more"
         for dim in self.cut_dims:
             if Parts(problem.sizes[dim], len(mesh.ranks)).has_empty:
                 what = ("rows", "columns")[dim]
