@@ -185,3 +185,10 @@ def test_a_node_whose_functions_have_names_of_others_is_refused(
     monkeypatch.setattr(nodes, "_table", lambda: known)
     with pytest.raises(UnsupportedError, match=f"calls a function '{fn}'"):
         functions_of(replace(problem, graph=graph))
+
+
+def test_a_second_record_of_a_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of two would win follows from the order in which packages were installed."""
+    monkeypatch.setattr(nodes, "installed", lambda *_: (FeatureScaleRecord(), FeatureScaleRecord()))
+    with pytest.raises(UnsupportedError, match="two records are of FeatureScale"):
+        nodes._table.__wrapped__()
