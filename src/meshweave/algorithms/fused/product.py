@@ -204,12 +204,11 @@ class UntiledProduct(FusedProduct[NoChoice]):
         yield NoChoice()
 
 
-def rank_of(problem: UniversalProblem, member: str) -> str:
-    """Return, as text, the global rank of a ring member; `member` is an expression from 0 to ranks - 1."""
-    ranks = problem.a.mesh.ranks
-    if ranks == tuple(range(len(ranks))):
+def rank_of(mesh: Mesh, member: str) -> str:
+    """Return, as text, the global rank of a member of a mesh; `member` is an expression from 0 to ranks - 1."""
+    if mesh.ranks == tuple(range(mesh.num_ranks)):
         return member
-    return f"{ranks}[{member}]"
+    return f"{mesh.ranks}[{member}]"
 
 
 def each_region(region: str, count: int) -> str:
