@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshweave.algorithms.fused import ENTRIES
+from meshweave.algorithms.fused import ENTRIES, NoChoice
+from meshweave.algorithms.fused.product import SUMS
 from meshweave.algorithms.universal.problem import UniversalProblem
-from meshweave.describe.layout import Layout
+from meshweave.base.errors import LayoutError
+from meshweave.describe.layout import Layout, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.validate import validate
@@ -44,3 +46,14 @@ def test_uneven_sizes_are_computed_or_refused(entry: Any, data: st.DataObject) -
     outputs = run_numpy(program, inputs, seed=data.draw(st.integers(0, 9), label="seed")).outputs
     for tensor, value in entry.reference(problem, inputs).items():
         np.testing.assert_array_equal(outputs[tensor], value)
+
+
+def test_folded_operands_are_refused() -> None:
+    """A dim of an activation that is folded into rows is no dim of the matrix, though its number may be one."""
+    mesh = Mesh.of("tp", (2,), ("x",))
+    a, b, c = (Layout(mesh, (placement,)) for placement in SUMS[1])
+    folded = Layout(mesh, (Shard(1),), ((3, 2), (4,)))
+    for entry in (entry for entry in ENTRIES if entry.accepted == SUMS):
+        assert entry.refusal(UniversalProblem(6, 4, 4, a, b, c)) is None
+        with pytest.raises(LayoutError, match="it takes A sharded by columns"):
+            entry.program(UniversalProblem(6, 4, 4, folded, b, c), NoChoice())

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import PASSES, TABLE, pass_problem, pass_rule
+from meshweave.algorithms.matmul2d.common.slices import slices_of
 from meshweave.algorithms.matmul2d.meshslice import Slices
+from meshweave.algorithms.matmul2d.replicated import MESHSLICE_DP
 from meshweave.algorithms.table import PRODUCTS_2D
+from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.describe.layout import chunk_bounds
@@ -144,3 +150,22 @@ def test_transposed_versions_store_every_matrix_the_other_way_round() -> None:
             for operand, same in (("a", "b"), ("b", "a"), ("c", "c")):
                 assert turned.stored_shape(operand) == plain.stored_shape(same)[::-1]
             assert turned.flops == plain.flops
+
+
+def test_a_mesh_without_depth_has_no_data_parallel_product() -> None:
+    problem = Matmul2dProblem(8, 8, 8, (2, 2), "rs")
+    for ask in (MESHSLICE_DP.program, MESHSLICE_DP.skeleton):
+        with pytest.raises(LayoutError, match="needs a third axis"):
+            ask(problem, Matmul2dConfig())
+
+
+def test_blocks_stay_whole_however_deep_the_mesh_is() -> None:
+    """Depth holds copies: the sliced dim is cut over rows and columns alone."""
+    problem = Matmul2dProblem(64, 64, 64, (2, 2, 8))
+    assert slices_of(problem, Matmul2dConfig((1, 1), 8)).block == 8
+
+
+@pytest.mark.parametrize("given", [{"packets": 0}, {"overlap": "rows"}], ids=str)
+def test_settings_that_no_product_has_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError, match=r"packets is 0|no overlap along mesh axis 'rows'"):
+        Matmul2dConfig(**given)

@@ -8,9 +8,15 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from seam.feature_scale import FeatureScale, FeatureScaleRecord, scaled
+
+from meshweave.algorithms.block import BlockProblem, nodes
+from meshweave.algorithms.block.folds import functions_of
+from meshweave.base.errors import UnsupportedError
 
 SEAM = Path(__file__).parent / "seam"
 POINTS = {
@@ -166,3 +172,23 @@ def test_a_wrong_entry_point_is_one_line(tmp_path: Path, points: dict[str, str],
         archive.extractall(tmp_path / "site")  # what pip does with it, in a second less
     error = python(tmp_path / "site", "-m", "meshweave", "show", "collective", status=2)
     assert said in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("fn", ["activation", "loss"])
+def test_a_node_whose_functions_have_names_of_others_is_refused(
+    fn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = BlockProblem(2, 4, 8, 4, 2, 2, 8, (2, 1), exact=True)
+    graph = scaled(problem.layer)
+    record = type("Record", (FeatureScaleRecord,), {"fn": fn})()
+    known = {**nodes._table(), FeatureScale: record}
+    monkeypatch.setattr(nodes, "_table", lambda: known)
+    with pytest.raises(UnsupportedError, match=f"calls a function '{fn}'"):
+        functions_of(replace(problem, graph=graph))
+
+
+def test_a_second_record_of_a_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of two would win follows from the order in which packages were installed."""
+    monkeypatch.setattr(nodes, "installed", lambda *_: (FeatureScaleRecord(), FeatureScaleRecord()))
+    with pytest.raises(UnsupportedError, match="two records are of FeatureScale"):
+        nodes._table.__wrapped__()

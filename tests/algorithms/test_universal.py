@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshweave.algorithms.table import algorithm
 from meshweave.algorithms.universal import (
     Slicing,
     UniversalConfig,
@@ -25,7 +26,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
-from meshweave.ir.program.ops import Accumulate, Get, Put
+from meshweave.ir.program.ops import Accumulate, Add, Get, Put
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
 from meshweave.lower import lower_one_sided
@@ -95,6 +96,12 @@ def moved(program: Program) -> tuple[int, int]:
     return sum(sizes), len(sizes)
 
 
+def added_bytes(program: Program) -> int:
+    """Bytes of what ops add to, in memory of any rank; results that are stored are none."""
+    ops = (bound.op for of_rank in program.ops_by_rank.values() for bound in of_rank)
+    return sum(program.view_bytes(op.out) for op in ops if isinstance(op, (Add, Accumulate)))
+
+
 @examples(50)
 @given(cases())
 def test_any_layouts_give_the_dense_product(case: tuple[UniversalProblem, UniversalConfig]) -> None:
@@ -116,6 +123,7 @@ def test_counts_are_those_of_the_program(case: tuple[UniversalProblem, Universal
     found = volume(Slicing(*case))
     messages = sum(load.num_messages for phase in found.phases for load in phase.values())
     assert (found.total_received_bytes, messages) == moved(program)
+    assert sum(load.local_bytes for phase in found.phases for load in phase.values()) == added_bytes(program)
     if len(program.ranks) <= 4:
         assert parse(to_text(program)) == program
 
@@ -222,3 +230,13 @@ def test_nothing_is_a_product_too(sizes: tuple[int, int, int]) -> None:
     validate(program, labels=False)  # a sum of nothing has no k to prove
     found = run_numpy(program, operands(problem)).outputs["C"]
     assert found.shape == sizes[:2] and math.prod(sizes[:2]) == found.size and not found.any()
+
+
+def test_memory_orders_of_gradients_are_those_of_the_matrices_turned() -> None:
+    """A row-major matrix is turned to a column-major one, whether its order is left out or said."""
+    mesh = Mesh.of("tp", (2,), ("x",))
+    rows = Layout(mesh, (Shard(0),))
+    for order in (None, (0, 1)):
+        problem = UniversalProblem(6, 4, 4, rows, rows, rows, orders=(order, order, None))
+        of_a, of_b = algorithm("universal").gradients(problem)
+        assert (of_a.problem.orders[1], of_b.problem.orders[0]) == ((1, 0), (1, 0))

@@ -19,6 +19,7 @@ from meshweave.algorithms.universal import (
     universal_configs,
     universal_program,
 )
+from meshweave.algorithms.universal.config import ScheduleKind
 from meshweave.algorithms.universal.reduction import replicas_have_same_bits
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
@@ -135,3 +136,27 @@ def test_ranks_that_have_different_parts_add_up_the_same_products(words: tuple[s
         program = universal_program(problem, replace(config, num_slices=slices))
         assert agreement(lower_one_sided(program)).kind in ("recomputed", "copied")
         assert agreement(lower_to_shared_memory(program)).kind in ("recomputed", "copied")
+
+
+@pytest.mark.parametrize("schedule", ["greedy", "cost-greedy", "exhaustive"])
+def test_schedules_of_ranks_that_fetch_unlike_parts_are_not_taken_for_certain(schedule: ScheduleKind) -> None:
+    """Ranks order products by what they fetch, so that each would add up its copy of C in its own order."""
+    mesh = Mesh.of("tp", (2, 2), ("x", "y"))
+    mixed = Mesh("mixed", (2, 2), ("x", "y"), (0, 2, 1, 3))
+    kept, out = (Layout(mesh, (placement, Replicate())) for placement in (Shard(1), Replicate()))
+    problem = UniversalProblem(17, 12, 19, Layout(mixed, (Shard(1), Shard(1))), kept, out)
+    rates = RankRates.of(load_cluster("dgx-h100:4"))
+    tuned = tune_universal(problem, rates, schedule=schedule)
+    assert tuned.config.schedule == schedule
+    assert agreement(universal_program(problem, tuned.config)).is_certain
+    for config in universal_configs(problem):
+        slicing = Slicing(problem, replace(config, schedule=schedule, rates=rates))
+        if slicing.is_recomputed and replicas_have_same_bits(slicing):
+            assert agreement(universal_program(problem, slicing.config)).is_certain
+
+
+def test_ranks_that_fetch_nothing_compute_copies_of_c_on_their_own_by_any_schedule() -> None:
+    whole = Layout(Mesh.of("tp", (4,), ("x",)), (Replicate(),))
+    rates = RankRates.of(load_cluster("dgx-h100:4"))
+    tuned = tune_universal(UniversalProblem(8, 8, 8, whole, whole, whole), rates, schedule="cost-greedy")
+    assert tuned.config.redundant_axes == (0,) and tuned.moved_bytes == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,22 @@ from hypothesis import strategies as st
 from random_reshards import box, elements, numbered, problems
 
 from meshweave.algorithms.reshard import (
+    STRATEGIES,
     ReshardProblem,
     TensorMove,
     UnitTask,
     plan_reshard,
     unit_tasks,
 )
+from meshweave.algorithms.reshard.multicast import Strategy, multicasts_of
+from meshweave.algorithms.reshard.resources import routes_of
 from meshweave.algorithms.reshard.tasks import (
     TensorPiece,
     cut_piece,
     equal_shares,
     in_chunks,
     kinds_of_chunks,
+    num_messages,
     with_tail,
 )
 from meshweave.base.errors import LayoutError, UnsupportedError
@@ -183,6 +188,7 @@ def test_a_piece_is_cut_into_parts_of_so_many_bytes_at_most(piece: TensorPiece, 
 def test_chunks_are_a_share_of_the_bytes_at_most(whole: list[TensorPiece], count: int) -> None:
     chunks = list(in_chunks(whole, count))
     check_parts(whole, chunks)
+    assert num_messages(whole, count) == len(chunks)
     share = -(-sum(piece.num_bytes for piece in whole) // count)
     assert max((part.num_bytes for part in chunks), default=0) <= max(share, element_bytes(whole))
 
@@ -276,3 +282,27 @@ def test_a_short_tail_loses_and_repeats_nothing(sizes: list[int], most: int) -> 
         assert part.num_bytes == 4 * math.prod(part.shape)
     assert (count == 1).all()
     assert parts[-1].num_bytes <= max(2 * most, 4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=lambda strategy: strategy.name)
+def test_an_order_is_chosen_by_what_multicasts_cost_on_their_routes(strategy: Strategy) -> None:
+    """Of four ranks that have all, over two NICs, one sends or two do: packing is shared by these alone."""
+    ranks = range(16)
+    hosts = HostTopology(
+        tuple(rank // 4 for rank in ranks),
+        tuple(rank % 2 for rank in ranks),
+        *(10**9, 10**10, 1e-5, 1e-6),
+        pack_launch_s=5e-6,
+        pack_bytes_per_s=2e10,
+    )
+    src, dst = Mesh.of("src", (4,), ("x",)), Mesh("dst", (2, 4), ("x", "y"), tuple(range(4, 12)))
+    move = TensorMove(
+        "t", (64, 4096), "float32", Layout(src, (Replicate(),)), Layout(dst, (Replicate(), Shard(1)))
+    )
+    everywhere = replace(move, dst=Layout(dst, (Replicate(), Replicate())))
+    for each in (move, everywhere):
+        (task, *_) = unit_tasks(ReshardProblem((each,)))
+        for multicast in multicasts_of(task, hosts, strategy):
+            cost = strategy.cost(multicast, hosts, 1)
+            for route in routes_of(0, multicast, hosts, strategy):
+                assert strategy.cost(route.multicast, hosts, 1) == cost

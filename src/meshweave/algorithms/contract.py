@@ -100,6 +100,11 @@ class Gradient(Generic[ProblemT]):
     transposed: frozenset[str] = field(default=frozenset())
 
 
+def number_dtype(dtype: str) -> str:
+    """Return the numpy dtype of inputs and references for tensors of `dtype`: float32 for 16-bit floats."""
+    return "float32" if dtype in ("bfloat16", "float16") else dtype
+
+
 class Algorithm(ABC, Generic[ProblemT, ConfigT]):
     """An algorithm for problems of type `problem_type`. The table holds one instance of each subclass.
 
@@ -291,6 +296,5 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         for buffer in program.buffers:
             if buffer.kind == "input" and buffer.tensor is not None:
                 tensor = program.tensor_of[buffer.tensor]
-                dtype = "float32" if tensor.dtype in ("bfloat16", "float16") else tensor.dtype
-                inputs[tensor.name] = draw.integers(-4, 5, tensor.shape).astype(dtype)
+                inputs[tensor.name] = draw.integers(-4, 5, tensor.shape).astype(number_dtype(tensor.dtype))
         return inputs

@@ -14,7 +14,7 @@ class RankVolume:
         num_products: number of products launched.
         received_bytes, sent_bytes: exchanged with other ranks.
         num_messages: messages of the rank, each of which has a latency.
-        local_bytes: bytes added in the rank's memory, or stored there as results, by any rank.
+        local_bytes: bytes added in the rank's memory, by any rank.
     """
 
     flops: int = 0

@@ -79,17 +79,19 @@ def tune_universal(
     Raises:
         UnsupportedError: nothing fits the memory.
     """
-    order = UniversalConfig(schedule=schedule, limits=limits, rates=None if schedule == "direct" else rates)
+    of_order = None if schedule == "direct" else rates
     settled = [
-        _settled(problem, variant, rates, objective)
+        _settled(
+            problem, replace(variant, schedule=schedule, limits=limits, rates=of_order), rates, objective
+        )
         for variant in base_configs(problem, stationary=stationary)
     ]
     ranked = sorted(
         (candidate for candidate in settled if candidate.is_certain),
         key=lambda candidate: candidate.key(objective),
     )
-    best = _sliced(ranked[:_FINALISTS], rates, objective, slices, memory_bytes, order)
-    best = best or _sliced(ranked[_FINALISTS:], rates, objective, slices, memory_bytes, order)
+    best = _sliced(ranked[:_FINALISTS], rates, objective, slices, memory_bytes)
+    best = best or _sliced(ranked[_FINALISTS:], rates, objective, slices, memory_bytes)
     if best is None:
         raise UnsupportedError(
             f"no way to multiply {problem.m} x {problem.k} by {problem.k} x {problem.n} needs less than "
@@ -172,9 +174,8 @@ def _sliced(
     objective: Objective,
     slices: Sequence[int],
     memory_bytes: int | None,
-    order: UniversalConfig,
 ) -> TunedUniversal | None:
-    """Return the best of some variants with the schedule of `order`; None where none fits the memory."""
+    """Return the best of some variants; None where none fits the memory."""
     best: tuple[tuple[float, float], TunedUniversal] | None = None
     for candidate in candidates:
         slicing = candidate.slicing
@@ -184,15 +185,11 @@ def _sliced(
             key = _key(estimate, moved, objective)
             if best is not None and key >= best[0]:
                 continue
-            ordered = replace(
-                slicing.config,
-                num_slices=count,
-                schedule=order.schedule,
-                limits=order.limits,
-                rates=order.rates,
-            )
-            config = _fitting(ordered, slicing.problem, memory_bytes)
-            if config is not None:
+            sliced = replace(slicing.config, num_slices=count)
+            config = _fitting(sliced, slicing.problem, memory_bytes)
+            if config is not None and (
+                config.schedule == "direct" or replicas_have_same_bits(Slicing(slicing.problem, config))
+            ):  # another schedule may order the products of other slices otherwise
                 best = key, TunedUniversal(config, estimate, moved.total_received_bytes)
     return None if best is None else best[1]
 

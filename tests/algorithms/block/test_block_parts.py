@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig, BlockProblem
 from meshweave.algorithms.block.roles import RING
 from meshweave.algorithms.step.strategies import StrategyAround
-from meshweave.base.errors import UnsupportedError
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.describe.model.dense import DenseForm, dense_layer
+from meshweave.describe.model.layer import LayerGraph
+from meshweave.describe.model.nodes import LayerNode
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
 from sampling import examples
@@ -90,3 +93,36 @@ def test_attention_alone_is_computed_again() -> None:
     assert not validate(parts.backward).skipped
     with pytest.raises(UnsupportedError, match="recompute='full'"):
         entry.parts(problem, BlockConfig(chunks=2), recompute="selective")
+
+
+def twice(layer: LayerGraph, other: LayerGraph) -> LayerGraph:
+    """Return two dense layers as one graph: names of the second end in B, and it reads what the first makes."""
+
+    def renamed(node: LayerNode) -> LayerNode:
+        own = {each.name for each in fields(node)} & {"weight", "gain", "statistics", "sums", "name"}
+        words = {name: f"{getattr(node, name)}B" for name in own}
+        ins = tuple(layer.output if edge == other.input else f"{edge}B" for edge in node.ins)
+        return replace(node, out=f"{node.out}B", ins=ins, **words)
+
+    return LayerGraph((*layer.nodes, *map(renamed, other.nodes)))
+
+
+TWO_ATTENTIONS = twice(
+    *(dense_layer(8, 4, 2, 2, 8, DenseForm(False, "layer", window=each)) for each in (None, 2))
+)
+
+
+def test_keys_of_two_attentions_in_a_layer_do_not_go_round_one_ring() -> None:
+    problem = BlockProblem(2, 4, 8, 4, 2, 2, 8, (2, 1), exact=True, graph=TWO_ATTENTIONS)
+    for write in (BY_NAME["ring_attention"].program, BY_NAME["ring_attention"].skeleton):
+        with pytest.raises(LayoutError, match="several attentions has no ring yet; give context=1"):
+            write(problem, BlockConfig())
+
+
+def test_attention_alone_is_not_computed_again_where_there_are_two() -> None:
+    """They are told apart by numbers in the names of their calls; one alone would be computed again."""
+    problem = BlockProblem(2, 4, 8, 4, 2, 2, 8, (2, 1), exact=True, graph=TWO_ATTENTIONS)
+    with pytest.raises(UnsupportedError, match="give recompute='full'"):
+        BY_NAME["megatron"].parts(problem, BlockConfig(), recompute="selective")
+    again = op_kinds(BY_NAME["megatron"].parts(problem, BlockConfig(), recompute="full").backward)
+    assert again["call attention"] == again["call attention_1"] == 1

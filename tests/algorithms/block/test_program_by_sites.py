@@ -16,6 +16,7 @@ from meshweave.algorithms.block.split import split_backward
 from meshweave.algorithms.block.two_d import IncludedProducts
 from meshweave.algorithms.block.writer import COMPUTE, NEXT_SITE
 from meshweave.algorithms.step.strategies import StrategyAround
+from meshweave.base.errors import LayoutError
 from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import load_cluster
@@ -194,3 +195,9 @@ def test_ends_by_sites_are_proved(piece: str) -> None:
             parts = entry.parts(problem, BlockConfig(overlap="sites"), piece=piece)  # type: ignore[arg-type]
             for program in (parts.forward, parts.backward):
                 assert validate(program).skipped == ()
+
+
+@pytest.mark.parametrize("word", ["scatter", "overlap"])
+def test_words_that_a_config_does_not_know_are_refused(word: str) -> None:
+    with pytest.raises(LayoutError, match=f"block: unknown {word} 'all-reduce'"):
+        BlockConfig(**{word: "all-reduce"})  # type: ignore[arg-type]

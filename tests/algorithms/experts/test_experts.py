@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.experts import ENTRIES, ExpertsProblem, Routing, TokenSlices
+from meshweave.algorithms.experts.host_functions import sum_hosts
 from meshweave.algorithms.experts.reference import layer_reference
 from meshweave.algorithms.experts.routing import within_capacity
 from meshweave.algorithms.table import algorithm
@@ -113,6 +114,23 @@ def test_each_exchange_alone_equals_its_reference(entry, part):
             np.testing.assert_array_equal(outputs[name], value)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32"])
+@pytest.mark.parametrize("part", ["layer", "dispatch"])
+def test_other_dtypes_equal_their_reference(part, dtype):
+    for entry in ENTRIES:
+        problem = replace(next(entry.examples()), part=part, dtype=dtype)
+        config, inputs = next(entry.candidates(problem)), entry.random_inputs(problem)
+        outputs = run_numpy(entry.program(problem, config), inputs, calls=entry.functions(problem)).outputs
+        for name, value in entry.reference(problem, inputs).items():
+            np.testing.assert_array_equal(outputs[name], value)
+
+
+def test_rows_that_overflow_stay_with_their_token():
+    """A token that a host has no expert for gets nothing from the row of the token before it there."""
+    rows, choices = np.array([[np.inf], [1.0], [2.0]]), np.array([[0], [1], [0]])
+    np.testing.assert_array_equal(sum_hosts(rows, choices, 2, 1), [[np.inf], [2.0], [1.0]])
+
+
 def test_puts_run_as_messages_too():
     entry = algorithm("experts_put")
     problem = list(entry.examples())[1]
@@ -173,6 +191,17 @@ def test_routings_are_as_they_say():
         assert len(set(tokens)) == 5
 
 
+def test_an_exponent_may_be_a_whole_number():
+    whole, real = (Routing("power", 3, exponent).draw(9, 2, 4) for exponent in (2, 2.0))
+    np.testing.assert_array_equal(whole, real)
+
+
+@pytest.mark.parametrize("given", [{"table": (1.0, np.nan), "kind": "table"}, {"exponent": np.inf}], ids=str)
+def test_a_routing_has_finite_weights(given):
+    with pytest.raises(LayoutError, match="must be finite"):
+        Routing(**given)
+
+
 def test_tokens_beyond_the_capacity_are_dropped_in_their_order_and_counted():
     choices = np.array([[0, 1], [0, 1], [0, 2], [0, 1]])
     kept = within_capacity(choices, 2, 4, 1)
@@ -215,6 +244,9 @@ def test_slices_are_candidates_only_where_each_has_tokens():
     assert [*entry.candidates(problem)] == [TokenSlices(), TokenSlices(2, False), TokenSlices(2), *[
         TokenSlices(4, by) for by in (False, True) if 5 > 3 * 2
     ]]  # fmt: skip
+    for number in (0, 4, 6):
+        with pytest.raises(LayoutError, match=f"{number} slices of 5 tokens leave one empty"):
+            entry.program(problem, TokenSlices(number))
 
 
 @pytest.mark.parametrize("part", ["dispatch", "weighted_dispatch", "combine"])

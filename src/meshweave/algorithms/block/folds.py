@@ -24,6 +24,7 @@ from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Roles
 from meshweave.algorithms.block.writer import NEXT_SITE
 from meshweave.algorithms.contract import Array
+from meshweave.base.errors import UnsupportedError
 from meshweave.describe.model.nodes import LayerNode
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.meanings import Meaning, Same, Sum
@@ -213,13 +214,20 @@ def functions_of(problem: BlockProblem) -> Functions:
 
     Raises:
         UnsupportedError: a node is attention with sinks or a norm over all heads together, whose functions are
-            not written, or there is no record of its type.
+            not written; there is no record of its type; or two types of nodes, or one and the ends of a model,
+            call unlike functions by one name.
     """
     layer = layers_of(problem)[0]
     table = {**end_functions(problem), NEXT_SITE: lambda *_: None}
+    owners: dict[str, type[LayerNode] | None] = dict.fromkeys(table)
     for at in layer.nodes:
-        functions = record_of(at.node).functions(at.node, problem)
-        table |= {at.fn(name): function for name, function in functions.items()}
+        for name, function in record_of(at.node).functions(at.node, problem).items():
+            if owners.setdefault(at.fn(name), type(at.node)) is not type(at.node):
+                raise UnsupportedError(
+                    f"{type(at.node).__name__}, which makes {at.node.out}, calls a function '{at.fn(name)}', as "
+                    "another node or an end of the model does; give it another name in the record"
+                )
+            table[at.fn(name)] = function
     if problem.vocabulary:
         for at in head_of(problem).nodes:
             table = {**record_of(at.node).functions(at.node, problem), **table}

@@ -30,7 +30,7 @@ from meshweave.ir.program.ops import READ, Call, Matmul, Op
 from meshweave.ir.program.statements import ops_of
 
 _ATTENTION = ("attention", "split_heads", "finish_attention")
-"""The calls with which attention begins and ends: one alone, or those around a ring."""
+"""What the names of calls begin with (`NodePlace.fn`) with which attention begins and ends: one, or a ring's."""
 BACKWARD = "D"
 """What the names of gradients begin with."""
 
@@ -77,7 +77,7 @@ def write_parts(
     Raises:
         LayoutError: the problem is one without training.
         UnsupportedError: gradients are reduced last (ZeRO-1), after a backward part; attention alone is to be
-            recomputed in several layers, in several chunks, or in a piece that has none; there are several layers
+            recomputed, and there are several, or several chunks, or none in the piece; there are several layers
             with experts or latent attention; the backward program reads scratch that the forward one writes in a
             loop, as the keys of ring attention in several chunks, or writes to a buffer that the forward one has
             kept for it; or ranks have different numbers of tokens in a layer with experts or latent attention.
@@ -180,7 +180,7 @@ def _again(forward: tuple[Statement, ...], recompute: Recompute) -> tuple[Statem
     places = [
         number
         for number, statement in enumerate(forward)
-        if any(isinstance(op, Call) and op.fn in _ATTENTION for op in ops_of((statement,)))
+        if any(isinstance(op, Call) and op.fn.startswith(_ATTENTION) for op in ops_of((statement,)))
     ]
     chosen = forward[places[0] : places[-1] + 1] if places else ()
     if not chosen or _multiplies(ops_of(chosen)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from meshweave.algorithms.block.roles import Side
 from meshweave.base.errors import LayoutError, require_known
@@ -246,6 +246,9 @@ class BlockConfig:
             fewest that they allow; 0 for the fewest, and where a strategy has no 2D products.
         packets: the most packets of each broadcast and reduction of a 2D product.
         overlap: what communication runs beside: see `Overlap`.
+
+    Raises:
+        LayoutError: `scatter` or `overlap` is none of the words above.
     """
 
     chunks: int = 1
@@ -253,6 +256,10 @@ class BlockConfig:
     slices: int = 0
     packets: int = 1
     overlap: Overlap = "layers"
+
+    def __post_init__(self) -> None:
+        require_known(self.scatter, ("reduce_scatter", "all_reduce"), "block: unknown scatter", LayoutError)
+        require_known(self.overlap, get_args(Overlap), "block: unknown overlap", LayoutError)
 
     def __str__(self) -> str:
         text = f"{self.chunks} chunks" if self.chunks > 1 else "1 chunk"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic
 
 import numpy as np
 
-from meshweave.algorithms.contract import Algorithm, Array, Arrays, ConfigT
+from meshweave.algorithms.contract import Algorithm, Array, Arrays, ConfigT, number_dtype
 from meshweave.algorithms.experts.functions import layer_functions
 from meshweave.algorithms.experts.layer import output_names, plain_tensors
 from meshweave.algorithms.experts.problem import ExpertsProblem
@@ -124,7 +124,7 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
     def random_inputs(self, problem: ExpertsProblem, seed: int = 0) -> dict[str, Array]:
         """Return inputs by name, in global shapes: random integers from -3 to 3, and the problem's choices.
 
-        Packed rows, the input `Z0` of a combine alone, are left out.
+        Those of 16-bit floats are float32. Packed rows, the input `Z0` of a combine alone, are left out.
         """
         draw = np.random.default_rng(seed)
         inputs: dict[str, Array] = {}
@@ -132,7 +132,7 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
             if name == "Choices":
                 inputs[name] = problem.choices
             elif name not in output_names(problem):
-                inputs[name] = draw.integers(-3, 4, shape).astype(dtype)
+                inputs[name] = draw.integers(-3, 4, shape).astype(number_dtype(dtype))
         return inputs
 
 

@@ -61,11 +61,11 @@ def _taken(b: Array, choices: Array) -> tuple[Array, NDArray[Any]]:
     b = b.reshape(-1, b.shape[-1])
     if not b.shape[0]:
         return numbers_like(np.zeros((*rows.shape, b.shape[-1])), b), kept
-    return _only(b[rows], kept), kept
+    return only(b[rows], kept), kept
 
 
-def _only(values: Array, kept: NDArray[Any]) -> Array:
-    """Return values that are made for this, with 0 where they are not kept, also in place of NaN and infinity."""
+def only(values: Array, kept: NDArray[Any]) -> Array:
+    """Set `values` to 0 where booleans `kept`, its first dims, are false, also NaN and infinity; return them."""
     if not kept.all():
         values[~kept] = 0
     return values
@@ -78,7 +78,7 @@ def weigh(b: Array, gates: Array, choices: Array) -> Array:
     `choices` are (tokens, top_k); a choice of -1 adds nothing.
     """
     taken, kept = _taken(b, choices)
-    return (taken * _only(gates * 1, kept)[..., None]).sum(1)
+    return (taken * only(gates * 1, kept)[..., None]).sum(1)
 
 
 def add_rows(b: Array, choices: Array) -> Array:
@@ -97,7 +97,7 @@ def gate_gradient(b: Array, dy: Array, choices: Array) -> Array:
     token) and its token's row of `dy` (tokens, hidden).
     """
     taken, kept = _taken(b, choices)
-    return _only((taken * dy[:, None, :]).sum(-1), kept)
+    return only((taken * dy[:, None, :]).sum(-1), kept)
 
 
 def sigmoid(x: Array) -> Array:

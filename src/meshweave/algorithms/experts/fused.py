@@ -55,7 +55,7 @@ class FusedExperts(ExpertsAlgorithm[TokenSlices]):
         """
         yield TokenSlices()
         count = 2 if problem.part in _SLICED else MOST_SLICES + 1
-        while count <= MOST_SLICES and -(-problem.tokens // count) * (count - 1) < problem.tokens:
+        while count <= MOST_SLICES and _has_tokens(problem, count):
             yield TokenSlices(count, False)
             yield TokenSlices(count, True)
             count *= 2
@@ -63,8 +63,13 @@ class FusedExperts(ExpertsAlgorithm[TokenSlices]):
     def text(self, problem: ExpertsProblem, config: TokenSlices) -> str:
         """Return the program as text, for any routing: the numbers of rows are inputs (`counts`).
 
-        Raises LayoutError for several slices of a dispatch or combine alone, whose packed rows are one tensor.
+        Raises LayoutError for several slices of a dispatch or combine alone, whose packed rows are one tensor,
+        and for numbers of slices that leave one without tokens.
         """
+        if config.count < 1 or not _has_tokens(problem, config.count):
+            raise LayoutError(
+                f"{self.title}: {config.count} slices of {problem.tokens} tokens leave one empty; give fewer, or 1"
+            )
         if config.count > 1 and problem.part not in _SLICED:
             raise LayoutError(f"{self.title}: a {problem.part} alone is not cut into slices; give 1")
         return LayerText(problem, self.title, PairwiseExchange(), config.count, config.by_source).text()
@@ -79,3 +84,8 @@ class FusedExperts(ExpertsAlgorithm[TokenSlices]):
         a dropped one; None for the problem's own.
         """
         return problem.counts_of(problem.choices if choices is None else choices, config.count)
+
+
+def _has_tokens(problem: ExpertsProblem, count: int) -> bool:
+    """Return whether each of `count` slices of a rank's tokens has some."""
+    return -(-problem.tokens // count) * (count - 1) < problem.tokens

@@ -18,6 +18,7 @@ from meshweave.algorithms.experts.functions import (
     add_rows,
     gate_gradient,
     numbers_like,
+    only,
     pack,
     pack_weighted,
     weigh,
@@ -66,8 +67,7 @@ def sum_hosts(rows: Array, choices: Array, hosts: int, per_host: int) -> Array:
     if not flat.shape[0]:
         return numbers_like(np.zeros((needed.shape[1], flat.shape[1])), flat)
     places = np.cumsum(needed.reshape(-1)).reshape(needed.shape) - 1
-    kept = numbers_like(needed[..., None], flat)
-    return (flat[np.maximum(places, 0)] * kept).sum(0)
+    return only(flat[np.maximum(places, 0)], needed).sum(0)
 
 
 def fan_out(rows: Array, choices: Array, host: int, per_host: int) -> Array:

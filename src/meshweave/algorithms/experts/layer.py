@@ -77,13 +77,6 @@ class LayerText:
         """Return the mesh position `step` places after this rank's, around the ring; both are expressions."""
         return f"((ep.x + {step}) % {self.count})"
 
-    def rank_of(self, position: str) -> str:
-        """Return, as text, the global rank at `position`, an expression for a coordinate along the axis `x`."""
-        ranks = self.problem.mesh.ranks
-        if ranks == tuple(range(self.count)):
-            return position
-        return f"{ranks}[{position}]"
-
     def packed(self, buffer: str, position: str) -> str:
         """Return as text the view of a source rank's packed rows for one expert of another rank.
 

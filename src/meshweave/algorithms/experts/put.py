@@ -11,7 +11,7 @@ from meshweave.algorithms.experts.algorithm import UnchosenExperts
 from meshweave.algorithms.experts.layer import LayerText
 from meshweave.algorithms.experts.pairwise import other_cells, own_cells
 from meshweave.algorithms.experts.problem import ExpertsProblem
-from meshweave.algorithms.fused.product import NoChoice
+from meshweave.algorithms.fused.product import NoChoice, rank_of
 
 
 class PutToOwner(UnchosenExperts):
@@ -39,8 +39,9 @@ class PutToOwner(UnchosenExperts):
         """
         yield from own_cells(layer, layer.received(dst, "ep.x"), layer.packed(src, "ep.x"))
         peer = layer.peer("1 + r")
+        owner = rank_of(layer.problem.mesh, peer)
         out, sent = layer.received(dst, "ep.x"), layer.packed(src, peer)
-        yield from self._puts(layer, f"put(at({layer.rank_of(peer)}, {out}), {sent}, lane=go)", "go")
+        yield from self._puts(layer, f"put(at({owner}, {out}), {sent}, lane=go)", "go")
 
     def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
         """Yield, as text, a copy of the rows that stay on the rank, puts to the sources of others, and a fence.
@@ -50,8 +51,9 @@ class PutToOwner(UnchosenExperts):
         """
         yield from own_cells(layer, layer.packed(dst, "ep.x"), layer.received(src, "ep.x"))
         peer = layer.peer("1 + r")
+        source = rank_of(layer.problem.mesh, peer)
         out, sent = layer.packed(dst, "ep.x"), layer.received(src, peer)
-        yield from self._puts(layer, f"put(at({layer.rank_of(peer)}, {out}), {sent}, lane=back)", "back")
+        yield from self._puts(layer, f"put(at({source}, {out}), {sent}, lane=back)", "back")
 
     def _puts(self, layer: LayerText, statement: str, lane: str) -> Iterator[str]:
         yield from other_cells(layer, statement)

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshweave.algorithms.contract import number_dtype
 from meshweave.algorithms.experts.functions import layer_functions
 from meshweave.algorithms.experts.problem import ExpertsProblem
+from meshweave.execute.numpy import poisoned
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -53,14 +55,14 @@ def cells_reference(
     """Return the output of a dispatch or combine alone, by name: Q0 or Y.
 
     Packed rows, Q0 or the input Z0 of a combine, are (1, ranks * most, hidden), as in the output of a program:
-    rank after rank, each padded (Q0 with NaN) to `most`, the most rows of any rank; on a rank by expert, by source
-    in `source_order`, by token.
+    rank after rank, each padded (Q0 as memory that nothing was written to: of floats NaN) to `most`, the most rows
+    of any rank; on a rank by expert, by source in `source_order`, by token.
 
     Args:
         inputs: whole arrays by name: Choices, and X for a dispatch, dY and Gates for a weighted dispatch, Z0 and
             Gates for a combine.
     """
-    choices = inputs["Choices"]
+    choices, dtype = inputs["Choices"], number_dtype(problem.dtype)
     sources = np.repeat(np.arange(problem.num_ranks), problem.tokens)
     listed: list[list[tuple[int, int]]] = [[] for _ in range(problem.num_ranks)]
     for expert in range(problem.num_experts):
@@ -69,12 +71,12 @@ def cells_reference(
             listed[expert // problem.local_experts] += zip(tokens.tolist(), places.tolist(), strict=True)
     most = max(map(len, listed))
     if problem.part == "combine":
-        z, y = inputs["Z0"], np.zeros((len(choices), problem.hidden), problem.dtype)
+        z, y = inputs["Z0"], np.zeros((len(choices), problem.hidden), dtype)
         for rank, rows in enumerate(listed):
             for row, (token, place) in enumerate(rows):
                 y[token] += inputs["Gates"][token, place] * z[0, rank * most + row]
         return {"Y": y}
-    out = np.full((1, problem.num_ranks * most, problem.hidden), np.nan, problem.dtype)
+    out = poisoned((1, problem.num_ranks * most, problem.hidden), dtype)
     for rank, rows in enumerate(listed):
         for row, (token, place) in enumerate(rows):
             weighted = problem.part == "weighted_dispatch"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ class Routing:
 
     Raises:
         LayoutError: the kind is none of these; or the kind "table" has no table, another kind has one, or the
-            table has a weight below 0 or none above it.
+            table has a weight below 0 or none above it; or the exponent or a weight is not finite.
     """
 
     kind: Literal["balanced", "power", "table"] = "balanced"
@@ -36,6 +37,10 @@ class Routing:
     def __post_init__(self) -> None:
         if self.kind not in ("balanced", "power", "table"):
             raise LayoutError(f"routing is balanced, power or table, not '{self.kind}'")
+        if not all(map(math.isfinite, (self.exponent, *self.table))):
+            raise LayoutError(
+                f"exponent {self.exponent} and weights {self.table} of a routing must be finite"
+            )
         if (self.kind == "table") != bool(self.table) or (
             self.table and not (min(self.table) >= 0 and max(self.table) > 0)
         ):
@@ -61,7 +66,7 @@ class Routing:
                 order[np.arange(num_tokens * top_k) % num_experts].reshape(num_tokens, top_k).astype(np.int32)
             )
         if self.kind == "power":
-            weights = draw.permutation(np.arange(1, num_experts + 1) ** -self.exponent)
+            weights = draw.permutation(np.arange(1.0, num_experts + 1) ** -self.exponent)
         else:
             weights = np.array(self.table)
             if len(weights) != num_experts:

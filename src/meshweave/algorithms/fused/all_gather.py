@@ -33,7 +33,7 @@ class AllGatherAtConsumer(TiledProduct):
         count, (m, _, k) = len(problem.ranks), problem.sizes
         parts = Parts(m, count)
         own, passed = parts.range("tp.x"), parts.range(f"((tp.x + {count - 1} - s) % {count})")
-        following = rank_of(problem, f"(tp.x + 1) % {count}")
+        following = rank_of(problem.a.mesh, f"(tp.x + 1) % {count}")
         released = config.release(update=False)
         arrived = each_region(f"local(c[{passed}, :], a=gathered[{passed}, :])", count - 1)
         return f"""{declarations(problem, "T3: a product that starts as its operand arrives")}\

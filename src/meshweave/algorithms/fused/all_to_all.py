@@ -30,13 +30,13 @@ class FusedAllToAll(TiledProduct):
 
     def text(self, problem: UniversalProblem, config: Tiles) -> str:
         """Return the program for a problem that `refusal` accepts, in the text form that `parse` reads."""
-        count = len(problem.ranks)
+        mesh, count = problem.a.mesh, len(problem.ranks)
         rows, columns = (Parts(size, count) for size in problem.sizes[:2])
         first, owner = f"(tp.x + 1) % {count}", f"(tp.x + 2 + s) % {count}"
         mine, own_columns = rows.range("tp.x"), columns.range("tp.x")
 
         def remote_map(to: str) -> str:
-            return f"remote_map(at({rank_of(problem, to)}, c[{mine}, :]), b=b[:, {columns.range(f'({to})')}])"
+            return f"remote_map(at({rank_of(mesh, to)}, c[{mine}, :]), b=b[:, {columns.range(f'({to})')}])"
 
         return f"""{declarations(problem, "T3: a product whose columns go straight to their owners")}\
 compute = lane()

@@ -33,15 +33,13 @@ class CopiedReduceScatter(TiledProduct):
 
     def text(self, problem: UniversalProblem, config: Tiles) -> str:
         """Return the program for a problem that `refusal` accepts, in the text form that `parse` reads."""
-        count = len(problem.ranks)
+        mesh, count = problem.a.mesh, len(problem.ranks)
         parts = Parts(problem.m, count)
 
         def sent(owner: str, distance: str) -> str:
             start, rows = f"{parts.size} * ({distance})", parts.range(f"({owner})")
             place = f"arrived[{start}:{start} + {parts.extent(f'({owner})')}, :]"
-            return (
-                f"dma_map(at({rank_of(problem, owner)}, {place}), terms[{rows}, :], a=a[{rows}, :], lane=dma)"
-            )
+            return f"dma_map(at({rank_of(mesh, owner)}, {place}), terms[{rows}, :], a=a[{rows}, :], lane=dma)"
 
         first = sent(f"(tp.x + 1) % {count}", "0")
         others = each_region(sent(f"(tp.x + 2 + s) % {count}", "s + 1"), count - 2)

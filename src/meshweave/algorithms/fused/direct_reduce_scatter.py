@@ -36,7 +36,7 @@ class DirectReduceScatter(TiledProduct):
         first, owner = f"(tp.x + 1) % {count}", f"(tp.x + 2 + s) % {count}"
 
         def remote_map(to: str) -> str:
-            return f"remote_map(at({rank_of(problem, to)}, acc), a=a[{parts.range(f'({to})')}, :])"
+            return f"remote_map(at({rank_of(problem.a.mesh, to)}, acc), a=a[{parts.range(f'({to})')}, :])"
 
         return f"""{declarations(problem, "T3: a product whose parts go straight to their owners")}\
 acc = scratch(({parts.extent("tp.x")}, {problem.n}), "{problem.dtype}", on=tp)

@@ -110,15 +110,17 @@ class FusedProduct(AnyLayoutProduct[ConfigT]):
     def refusal(self, problem: UniversalProblem) -> str | None:
         """Return why a problem does not fit; None if it fits.
 
-        Reasons are layouts that are not `accepted`, a mesh of several axes or of one rank, and a dim of
-        `cut_dims` of which some rank would have no element.
+        Reasons are layouts that are not `accepted` or have folds, a mesh of several axes or of one rank, and a
+        dim of `cut_dims` of which some rank would have no element.
         """
         mesh = problem.a.mesh
         layouts = (problem.a, problem.b, problem.c)
-        on_ring = all(layout.mesh == mesh and len(layout.placements) == 1 for layout in layouts)
+        on_ring = all(
+            layout.mesh == mesh and len(layout.placements) == 1 and layout.folds is None for layout in layouts
+        )
         placements = tuple(layout.placements[0] for layout in layouts) if on_ring else ()
         if placements not in self.accepted or len(mesh.ranks) < 2:
-            return f"it takes {self.wants}, on a mesh of one axis and two ranks or more"
+            return f"it takes {self.wants}, without folds, on a mesh of one axis and two ranks or more"
         for dim in self.cut_dims:
             if Parts(problem.sizes[dim], len(mesh.ranks)).has_empty:
                 what = ("rows", "columns")[dim]
@@ -202,12 +204,11 @@ class UntiledProduct(FusedProduct[NoChoice]):
         yield NoChoice()
 
 
-def rank_of(problem: UniversalProblem, member: str) -> str:
-    """Return, as text, the global rank of a ring member; `member` is an expression from 0 to ranks - 1."""
-    ranks = problem.a.mesh.ranks
-    if ranks == tuple(range(len(ranks))):
+def rank_of(mesh: Mesh, member: str) -> str:
+    """Return, as text, the global rank of a member of a mesh; `member` is an expression from 0 to ranks - 1."""
+    if mesh.ranks == tuple(range(mesh.num_ranks)):
         return member
-    return f"{ranks}[{member}]"
+    return f"{mesh.ranks}[{member}]"
 
 
 def each_region(region: str, count: int) -> str:

@@ -44,7 +44,7 @@ class RingReduceScatter(TiledProduct):
                 "tp.x",
             )
         )
-        following = rank_of(problem, f"(tp.x + 1) % {count}")
+        following = rank_of(problem.a.mesh, f"(tp.x + 1) % {count}")
         dma_maps = each_region(
             f"dma_map(at({following}, acc[{passed}]), acc[{passed}], a=a[{passed}], lane=dma)", count - 2
         )

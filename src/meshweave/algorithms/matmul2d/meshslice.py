@@ -264,7 +264,7 @@ def slice_counts(problem: Matmul2dProblem, block: int = 8, most: int = 128) -> l
 
     Each divides the number of blocks of the sliced dim in a shard, along `row` and along `col`. Where the mesh
     axes do not divide the sliced dim into whole blocks, they are the powers of two up to the elements of the
-    sliced dim over the longest side of the mesh, 1 at least.
+    sliced dim over the longer of the two, 1 at least.
 
     Args:
         block: elements of a block.
@@ -275,7 +275,7 @@ def slice_counts(problem: Matmul2dProblem, block: int = 8, most: int = 128) -> l
     if all(size % (problem.axis_size(axis) * block) == 0 for axis in ("row", "col")):
         common = math.gcd(*local)
         return [count for count in range(1, min(most, common) + 1) if common % count == 0]
-    top = max(1, min(size // max(problem.mesh_shape), most))
+    top = max(1, min(size // max(problem.mesh_shape[:2]), most))
     return [1 << e for e in range(top.bit_length())]
 
 

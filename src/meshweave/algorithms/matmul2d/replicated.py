@@ -35,7 +35,14 @@ from meshweave.ir.work import Transfer, move_work
 
 
 def _placements(problem: Matmul2dProblem) -> Placements:
-    """Return placements of tokens over `row` and then `depth`, and of weights replicated over `depth`."""
+    """Return placements of tokens over `row` and then `depth`, and of weights replicated over `depth`.
+
+    Raises LayoutError for a mesh without a third axis.
+    """
+    if len(problem.mesh_shape) != 3:
+        raise LayoutError(
+            f"data parallelism beside MeshSlice needs a third axis, not mesh {problem.mesh_shape}"
+        )
     sharded, replicated = (Shard(0), Shard(1), Shard(0)), (Shard(0), Shard(1), Replicate())
     weights = "c" if problem.dataflow == "rs" else "b"
     return {operand: replicated if operand == weights else sharded for operand in "abc"}
@@ -141,10 +148,6 @@ class MeshSliceDataParallel(Matmul2d):
         Raises:
             LayoutError: the mesh has no third axis, or the slices do not fit.
         """
-        if len(problem.mesh_shape) != 3:
-            raise LayoutError(
-                f"data parallelism beside MeshSlice needs a third axis, not mesh {problem.mesh_shape}"
-            )
         layers = build(problem, slices_of(problem, config), self.name, _placements(problem))
         if not _sums_over_depth(problem):
             return layers

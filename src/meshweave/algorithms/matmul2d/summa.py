@@ -343,8 +343,10 @@ class Summa(Matmul2d):
         return (self.config_lower_bound(problem, Matmul2dConfig(packets=packets)) for packets in PACKETS)
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        # All panels that a rank does not own are what its shard lacks: each matrix crosses its axis once.
-        """Return the bytes that a rank communicates, by "mesh.axis"; the same for all steps and packets."""
+        """Return the bytes that a rank communicates, by "mesh.axis"; the same for all steps and packets.
+
+        All panels that a rank does not own are what its shard lacks: each matrix crosses its axis once.
+        """
         return problem.traffic_bytes(rank)
 
 

@@ -57,7 +57,8 @@ class GlobalAllGather:
         part_s = (times.inter_host_s if across_hosts else times.intra_host_s) / count
         latency_s = times.inter_host_latency_s if across_hosts else times.intra_host_latency_s
         from_source_s, at_target_s = packing_s(multicast.pieces, chunks * count, network)
-        scatter_s += (from_source_s + at_target_s) / len(multicast.senders)
+        senders = 1 if self.uses_one_sender(multicast) else min(nics, count)
+        scatter_s += (from_source_s + at_target_s) / senders
         gather_s = (count - 1) * (part_s + latency_s + 2 * at_target_s / count)
         return MulticastCost(scatter_s + gather_s) if across_hosts else MulticastCost(scatter_s, gather_s)
 

@@ -244,9 +244,10 @@ def _heads_and_tail(piece: TensorPiece, most: int) -> Iterator[TensorPiece]:
 
 
 def num_messages(pieces: Sequence[TensorPiece], count: int) -> int:
-    """Return the number of chunks that `in_chunks` yields if sizes divide evenly; else it may yield a few more."""
+    """Return the number of chunks that `in_chunks` yields."""
     share = _chunk_bytes(pieces, count)
-    return sum(-(-piece.num_bytes // share) for piece in pieces)
+    cuts = ((piece.shape, *_cuts(piece, share)) for piece in pieces)
+    return sum(math.prod(shape[:dim]) * max(parts, 1) for shape, dim, parts in cuts)
 
 
 def packing_s(pieces: Sequence[TensorPiece], count: int, network: HostTopology) -> tuple[float, float]:

@@ -87,7 +87,7 @@ def _whole_sums(layout: Layout) -> Layout:
 
 
 def _flip(order: tuple[int, int] | None) -> tuple[int, int] | None:
-    return (1, 0) if order is None else None
+    return None if order == (1, 0) else (1, 0)
 
 
 class Universal(AnyLayoutProduct[UniversalConfig]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshweave.algorithms.universal.issue_order import schedule_graph
 from meshweave.algorithms.universal.owners import BlockKey, owners
 from meshweave.algorithms.universal.panels import OwnedBlock, Span
 from meshweave.algorithms.universal.problem import Operand
@@ -65,12 +66,18 @@ def replicas_have_same_bits(slicing: Slicing) -> bool:
 
     Within a group one rank computes an element, and the others copy it. Of several groups each must add up the
     same products in the same order: products of equal panels, which also lie alike in memory
-    (`Slicing.product_key`), added by the rank itself or by another one. `ir.analysis.replicas` judges the same of
-    any program, and takes longer.
+    (`Slicing.product_key`), added by the rank itself or by another one. Schedules but "direct" order the products
+    of a rank by what it has to fetch, so that with C stationary their graphs must be equal, too; with A or B
+    stationary nothing is sure. `ir.analysis.replicas` judges the same of any program, and takes longer.
     """
+    config = slicing.config
     if not slicing.is_recomputed:
         return True
     sums = _sums_of_products(slicing)
+    if config.schedule != "direct":
+        if config.stationary != "c" or config.rates is None:
+            return False
+        sums = {rank: (sums[rank], schedule_graph(slicing, rank, config.rates)) for rank in sums}
     sums_of_block: dict[BlockKey, object] = {}
     for rank in slicing.problem.ranks:
         of_rank = [sums[replica] for replica in replicas_of(slicing, rank)]

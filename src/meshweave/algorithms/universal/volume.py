@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from meshweave.algorithms.universal.issue_order import needs_no_accumulate
 from meshweave.algorithms.universal.panels import OwnedBlock
 from meshweave.algorithms.universal.problem import OPERANDS
 from meshweave.algorithms.universal.reduction import partial_sums, replicas_of, share_to_sum
@@ -16,7 +17,8 @@ def volume(slicing: Slicing, num_slices: int | None = None) -> Volume:
     """Return the exact FLOPs, exchanged bytes and messages of each rank in the program of a slicing.
 
     They are by phase: sums of partial operands before the products, the products, sums of replicas of C after
-    them. `local_bytes` are those of elements added to the rank's memory; local copies of operands are left out.
+    them. `local_bytes` are those of elements added to the rank's memory; local copies, and results
+    that are stored and not added, are left out.
 
     Args:
         num_slices: the number of slices to count with; None for the config's.
@@ -28,6 +30,7 @@ def volume(slicing: Slicing, num_slices: int | None = None) -> Volume:
         return total
     element_bytes = dtype_bytes(problem.dtype)
     num_slices = slicing.config.num_slices if num_slices is None else num_slices
+    adds = not needs_no_accumulate(slicing)
     for rank in ranks:
         for operand in OPERANDS[:2]:
             for _, blocks in partial_sums(slicing, operand, rank):
@@ -45,7 +48,7 @@ def volume(slicing: Slicing, num_slices: int | None = None) -> Volume:
                 if operand != "c":
                     _fetch(total.during, rank, panel.blocks, element_bytes, count)
                 elif slicing.config.stationary != "c":  # a product that adds to C where it lies moves nothing
-                    _accumulate(total.during, rank, panel.blocks, element_bytes, count)
+                    _accumulate(total.during, rank, panel.blocks, element_bytes, count, adds)
         _merge_replicas(total.after, slicing, rank, element_bytes)
     return total
 
@@ -75,14 +78,19 @@ def _fetch(
 
 
 def _accumulate(
-    phase: PhaseVolume, rank: int, blocks: Iterable[OwnedBlock], element_bytes: int, messages: int
+    phase: PhaseVolume,
+    rank: int,
+    blocks: Iterable[OwnedBlock],
+    element_bytes: int,
+    messages: int,
+    adds: bool,
 ) -> None:
+    """Count the results of a product that go to their owners, which add them up or, without `adds`, store them."""
     for block in blocks:
         size = block.num_elements * element_bytes
+        phase[block.owner].local_bytes += size * adds
         if block.owner == rank:
-            phase[rank].local_bytes += size
             continue
         phase[rank].sent_bytes += size
         phase[rank].num_messages += messages
         phase[block.owner].received_bytes += size
-        phase[block.owner].local_bytes += size

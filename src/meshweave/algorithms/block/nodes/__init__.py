@@ -61,14 +61,19 @@ _RECORDS: tuple[NodeRecord[Any], ...] = (
 
 @cache
 def _table() -> dict[type[LayerNode], NodeRecord[Any]]:
-    return {record.node_type: record for record in (*_RECORDS, *installed(ENTRY_POINTS, NodeRecord))}
+    table: dict[type[LayerNode], NodeRecord[Any]] = {}
+    for record in (*_RECORDS, *installed(ENTRY_POINTS, NodeRecord)):
+        if table.setdefault(record.node_type, record) is not record:
+            raise UnsupportedError(f"two records are of {record.node_type.__name__}; only one may be")
+    return table
 
 
 def record_of(node: LayerNode) -> NodeRecord[Any]:
     """Return the record of a node's type.
 
     Raises:
-        UnsupportedError: there is no record of the type, also none of an installed package.
+        UnsupportedError: there is no record of the type, also none of an installed package, or two records are
+            of one type.
     """
     record = _table().get(type(node))
     if record is None:

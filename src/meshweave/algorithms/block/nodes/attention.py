@@ -23,7 +23,7 @@ from meshweave.algorithms.block.ring_equations import (
 )
 from meshweave.algorithms.block.roles import Roles, Side, Sides
 from meshweave.algorithms.block.writer import BlockWriter, SequenceWindow, Stored
-from meshweave.base.errors import UnsupportedError
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.model.head_norm import SinkAttention
 from meshweave.describe.model.nodes import Attention, Features
 from meshweave.ir.program import Tensor
@@ -246,7 +246,13 @@ class AttentionRecord(NodeRecord[Attention]):
             yield Kernel(work, part, sizes.ring(roles))
 
     def write(self, at: NodePlace[Attention], writer: NodeWriter) -> None:
-        """Write attention of the heads of a rank, or the ring over ranks that divide the sequence."""
+        """Write attention of the heads of a rank, or the ring over ranks that divide the sequence.
+
+        Raises:
+            LayoutError: there is a ring, and the layer has several attentions, whose keys would have one name.
+        """
+        if writer.roles.ring_axis is not None and len(at.layer.graph.attentions) > 1:
+            raise LayoutError("a layer with several attentions has no ring yet; give context=1")
         out, inner = writer.out(at), writer.edge(at)
         rows = writer.sides(Features("heads", at.node.groups, at.node.per_group))
         sums = writer.new(at.own(at.node.sums), rows, inner.dims, at.problem.statistics_dtype)

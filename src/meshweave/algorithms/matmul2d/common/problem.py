@@ -219,12 +219,20 @@ class Matmul2dConfig:
         block: neighbouring elements of the sliced dim that stay together in a slice.
         packets: pieces into which a broadcast or reduce is cut.
         overlap: the mesh axis along which Wang's algorithm hides communication; it hides no other.
+
+    Raises:
+        LayoutError: there are less than 1 packets, or `overlap` is neither "row" nor "col".
     """
 
     slices: tuple[int, ...] = (1,)
     block: int = 8
     packets: int = 1
     overlap: Literal["row", "col"] = "col"
+
+    def __post_init__(self) -> None:
+        if self.packets < 1:
+            raise LayoutError(f"packets is {self.packets}; give at least 1")
+        require_known(self.overlap, AXES[:2], "a product has no overlap along mesh axis", LayoutError)
 
     @property
     def slice_count(self) -> int:

@@ -117,7 +117,8 @@ def _residues(step: int, period: int, count: int) -> tuple[int, ...]:
 def slices_of(problem: Matmul2dProblem, config: Matmul2dConfig) -> Slices:
     """Return the slices of a problem's sliced dim.
 
-    The config's block is halved until a period fits into a shard of the longest mesh axis, or is 1 element.
+    The config's block is halved until a period fits into a shard of the longer of `row` and `col`, or is 1
+    element.
     Slices that would be empty on all shards are left out.
 
     Raises:
@@ -131,7 +132,7 @@ def slices_of(problem: Matmul2dProblem, config: Matmul2dConfig) -> Slices:
             f"{len(config.slices)} slices of a dim of {size} elements; at most {size} make sense"
         )
     block = config.block
-    while block > 1 and sum(config.slices) * block > -(-size // max(problem.mesh_shape)):
+    while block > 1 and sum(config.slices) * block > -(-size // max(problem.mesh_shape[:2])):
         block //= 2  # the period should fit into a shard, or some slices would be empty there
     widths, start = [], 0
     for width in config.slices:  # those that start beyond the end would be empty everywhere
