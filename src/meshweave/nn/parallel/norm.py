@@ -157,7 +157,10 @@ def _kind(norm: nn.Module, name: str) -> NormKind:
             f"{name}: {type(norm).__name__} has no eps; give an nn.LayerNorm or nn.RMSNorm"
         )
     is_layer_norm = isinstance(norm, nn.LayerNorm) or getattr(norm, "bias", None) is not None
-    eps = float(eps) if eps is not None else float(torch.finfo(weight.dtype).eps)
+    wide = torch.promote_types(
+        weight.dtype, torch.float32
+    )  # in which torch computes: it takes the epsilon of that
+    eps = float(eps) if eps is not None else float(torch.finfo(wide).eps)
     if weight.device.type != "meta":
         _try(norm, is_layer_norm, eps, name)
     return NormKind(is_layer_norm, eps)

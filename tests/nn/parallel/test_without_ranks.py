@@ -1,0 +1,68 @@
+"""Parts of parallelised models that need no ranks: kinds of norms, buckets, losses, shares of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+from torch import Tensor, nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from meshweave.nn.parallel import trial_memory  # noqa: E402
+from meshweave.nn.parallel.loss import VocabularyLoss  # noqa: E402
+from meshweave.nn.parallel.norm import _kind  # noqa: E402
+from meshweave.nn.parallel.uses import ParameterUse  # noqa: E402
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_norm_without_an_epsilon_has_that_of_the_type_in_which_torch_computes(dtype: Any) -> None:
+    norm = nn.RMSNorm(16, dtype=dtype)
+    x = (1e-3 * torch.randn(2, 16, generator=torch.Generator().manual_seed(0))).to(dtype)
+    wide = x if dtype == torch.float64 else x.float()
+    assert torch.equal(F.rms_norm(wide, (16,), eps=_kind(norm, "norm").eps).to(dtype), norm(x))
+
+
+def test_buckets_end_between_layers_also_of_parameters_that_no_layer_begins_with() -> None:
+    """As of weights whose gradients are summed along other axes than those of the norm before them."""
+
+    def layer() -> Any:
+        kept = {
+            name: SimpleNamespace(
+                gathered=(), summed=summed, max_kept_elements=4, compiled_move=None,
+                strategy=SimpleNamespace(device_mesh=None),
+            )
+            for name, summed in (("norm", (0, 1)), ("weight", (0,)), ("bias", (0,)))
+        }  # fmt: skip
+        return SimpleNamespace(kept=kept, opened={})
+
+    layers = [layer() for _ in range(3)]
+    use = ParameterUse([[(each, name) for name in each.kept] for each in layers], most_bytes=32)
+    divided = use._divided([(torch.float32, True)] * 9)
+    assert [places for places, _ in divided] == [[0, 3], [6], [1, 2], [4, 5], [7, 8]]
+
+
+def test_words_that_are_left_out_have_no_part_in_a_loss_that_ranks_share() -> None:
+    whole = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(0))
+    whole[..., 4:] = -torch.inf
+    targets, terms = torch.tensor([[0, 3, 1]]), list[Tensor]()
+    for first in (0, 4):  # what each of two ranks adds
+        loss: Any = object.__new__(VocabularyLoss)
+        loss.first, loss.end = first, first + 4
+        loss.greatest, loss.sums = lambda x, *_: whole.amax(-1), lambda each, *_: terms.append(each) or each
+        loss._shared(whole[..., first : first + 4], targets, (1, 3))
+    total = sum(terms)
+    made = (total[..., 0].log() - total[..., 1]).mean()
+    torch.testing.assert_close(made, F.cross_entropy(whole.flatten(0, 1), targets.flatten()))
+
+
+def test_memory_of_a_host_is_shared_by_its_own_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not by those of all hosts."""
+    told = tmp_path / "meminfo"
+    told.write_text("MemTotal: 4096 kB\nMemAvailable: 1000 kB\n")
+    monkeypatch.setattr(trial_memory, "_MEMORY", told)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert trial_memory.available_bytes() == 512_000
