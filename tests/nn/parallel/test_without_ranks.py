@@ -1,4 +1,4 @@
-"""Parts of parallelised models that need no ranks: kinds of norms, buckets, losses, shares of memory."""
+"""Parts of parallelised models that need no ranks: kinds of norms, buckets, losses, shares of memory, words."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 from plain_models import PlainLlama  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch import distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from meshweave.base.errors import UnsupportedError  # noqa: E402
 from meshweave.nn.parallel import trial_memory  # noqa: E402
 from meshweave.nn.parallel.features import ForwardArguments  # noqa: E402
 from meshweave.nn.parallel.known import PLAIN  # noqa: E402
 from meshweave.nn.parallel.loss import VocabularyLoss  # noqa: E402
+from meshweave.nn.parallel.model_words import configuration_words  # noqa: E402
 from meshweave.nn.parallel.norm import ParallelNorm, _kind  # noqa: E402
+from meshweave.nn.parallel.strategy import LayerStrategy  # noqa: E402
 from meshweave.nn.parallel.uses import ParameterUse  # noqa: E402
 from meshweave.nn.prove.reduced import kinds_of  # noqa: E402
 
@@ -106,3 +111,16 @@ def test_layers_with_equal_sets_are_of_one_kind() -> None:
     for layer, members in zip(model.model.layers, ([0, 8], [8, 0]), strict=True):
         layer.chosen = set(members)
     assert kinds_of(model, PLAIN["Llama"]) == [0, 0]
+    told = [SimpleNamespace(config=SimpleNamespace(kept={"chosen": layer.chosen})) for layer in model.model.layers]
+    assert configuration_words(told[0]) == configuration_words(told[1])
+
+
+def test_a_strategy_lies_on_the_mesh_that_it_is_given_also_after_another_process_group() -> None:
+    """Meshes of both are equal, and have groups of other names."""
+    for _ in range(2):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        try:
+            mesh = init_device_mesh("cpu", (2, 2))
+            assert LayerStrategy.of("atp", mesh).device_mesh is mesh
+        finally:
+            dist.destroy_process_group()
