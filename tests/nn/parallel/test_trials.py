@@ -49,6 +49,8 @@ def test_measured_times_correct_later_predictions_by_kind(tmp_path: Path) -> Non
     assert [trial.words for trial in listed[:2]] == ["data_parallel", "zero3"]
     assert [trial.expected_s for trial in listed] == [4.5, None, 2.0, 4.0]
     assert len(Trials(tokens, tokens, plans, most=3).candidates()) == 3
+    read_once: Any = zip(["megatron"], [1.0], strict=True)
+    assert [each.words for each in Trials(tokens, tokens, read_once).candidates()][2:] == ["megatron"]
     path.write_text("{", encoding="utf-8")
     with pytest.raises(LayoutError, match="no file of kept trials"):
         corrections_of(path)
@@ -148,3 +150,5 @@ def test_files_of_kept_trials_are_read_whole_or_refused(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="no file of kept trials"):
         corrections_of(tmp_path)
     assert corrections_of(tmp_path / "none.json") == {}
+    path.write_text('{"trials": [{"kind": "data", "measured_s": 1.0}]}')
+    assert corrections_of(path) == {}

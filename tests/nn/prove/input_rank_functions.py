@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from plain_models import PlainLlama
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from meshweave.execute.ranks.job import RankContext
+from meshweave.nn.parallel.parallelize import parallelize
 from meshweave.nn.prove.proof import prove
 
 _WORDS = 24
@@ -27,6 +31,25 @@ class Masked(nn.Module):  # type: ignore[misc]
         """Return logits."""
         logits: Tensor = self.head(self.table(tokens)) * self.factor
         return logits.masked_fill(torch.arange(_WORDS + 8) >= _WORDS, float("-inf"))
+
+
+def said_of_replicas(context: RankContext, payload: Mapping[str, Any]) -> dict[str, str]:
+    """Return what is said of pairs of ranks that share layers, beside others with rows of their own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    model = PlainLlama()
+    made = parallelize(copy.deepcopy(model), "megatron", mesh["tensor"], check=False)
+
+    def average(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            own: Any = parameter.grad
+            dist.all_reduce(own.to_local(), group=mesh["data"].get_group())
+            own.to_local().div_(2)
+
+    return {
+        "averaged": str(prove(model, made, data_mesh=mesh["data"], after_backward=average)),
+        "not averaged": str(prove(model, made, data_mesh=mesh["data"])),
+    }
 
 
 def said(context: RankContext, payload: Mapping[str, Any]) -> dict[str, str]:

@@ -271,16 +271,28 @@ def _said(make: Callable[[], nn.Module]) -> str:
     return "" if worst < 1e-9 else f"off by {worst}"
 
 
-def annealed(context: RankContext, payload: Mapping[str, Any]) -> str:
-    """What is said where a probability of dropout is set after `parallelize`."""
+def annealed(context: RankContext, payload: Mapping[str, Any]) -> dict[str, str]:
+    """What is said where dropout is set, or put into another mode, after `parallelize`."""
     torch.manual_seed(3)
     made = parallelize(Gpt(dropout=0.5).double(), "megatron", init_device_mesh("cpu", (2,)))
-    for child in made.module.modules():
-        if isinstance(child, nn.Dropout):
-            child.p = 0.25
+    own = made.module.transformer
+    layer: Any = own.h[1]
+    changes: dict[str, tuple[Any, str, Any]] = {
+        "after attention": (layer.attn.resid_dropout, "p", 0.25),
+        "of attention": (layer.attn, "attention_dropout", 0.0),
+        "of the embedding": (own.drop, "p", 0.0),
+        "mode of a layer's": (layer.mlp.dropout, "training", False),
+        "mode of the embedding's": (own.drop, "training", False),
+        "none": (layer, "training", True),
+    }
     tokens = torch.zeros(2, 8, dtype=torch.int64)
-    try:
-        made.loss(tokens, tokens)
-    except MeshweaveError as error:
-        return str(error)
-    return "nothing"
+    said = {}
+    for name, (owner, attribute, value) in changes.items():
+        before = getattr(owner, attribute)
+        setattr(owner, attribute, value)
+        try:
+            said[name] = str(made.loss(tokens, tokens).item() > 0)
+        except MeshweaveError as error:
+            said[name] = str(error)
+        setattr(owner, attribute, before)
+    return said

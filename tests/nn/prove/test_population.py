@@ -52,7 +52,18 @@ def test_models_are_exact_or_refused_for_what_they_do(names: tuple[str, ...]) ->
 @pytest.mark.gloo
 def test_dropout_that_is_set_later_is_refused() -> None:
     for said in launch("population:annealed", 2, {}, timeout_s=100, env=HERE):
-        assert "was set to 0.25 after parallelize, which has read 0.5" in said
+        assert "was set to 0.25 after parallelize, which has read 0.5" in said["after attention"]
+        assert said["of attention"].startswith(
+            "dropout of attention weights in transformer.h.1 was set to 0 "
+        )
+        assert said["of the embedding"].startswith("transformer.drop was set to 0 after parallelize")
+        assert said["mode of a layer's"].startswith(
+            "dropout in transformer.h.1 is off by train() or eval() of"
+        )
+        assert said["mode of the embedding's"].startswith(
+            "transformer.drop is off by train() or eval() of its own"
+        )
+        assert said["none"] == "True"
 
 
 def test_a_copy_in_single_precision_is_cast_as_the_model_does() -> None:

@@ -253,4 +253,11 @@ def test_a_resumption_on_more_ranks_and_a_value_of_some_ranks(tmp_path: Path) ->
     assert drawn[0] == drawn[1] != before
     assert [each["value"] for each in answers] == [3.0, 3.0]
     assert [each["again"] for each in answers] == [True, True]
+    assert [each["fused"] for each in answers] == [[True, True]] * 2
     assert checkpoints.latest() == 1
+
+
+def test_a_module_may_have_layouts_of_its_own(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.layouts = ["wide", "narrow"]
+    assert saved(state_of(model), tmp_path).latest() == 1

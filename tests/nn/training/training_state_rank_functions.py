@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import meshweave as mw
+from meshweave.nn.parallel.units import FeatureUnits
 
 
 def on_more_ranks(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,4 +35,23 @@ def on_more_ranks(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     state.save(checkpoints, 2)
     wanted = torch.rand(2)
     state.load(checkpoints, 2)
-    return {"drawn": drawn, "value": float(whole), "again": torch.equal(torch.rand(2), wanted)}
+    again = torch.equal(torch.rand(2), wanted)
+    return {"drawn": drawn, "value": float(whole), "again": again, "fused": _fused(context, checkpoints)}
+
+
+def _fused(context: Any, checkpoints: mw.Checkpoints) -> list[bool]:
+    """Whether a fused weight, and a state of it that is whole on all ranks, are saved as they are."""
+    mesh = init_device_mesh("cpu", (context.num_ranks,))
+    whole, units = nn.Linear(4, 24, bias=False), FeatureUnits(4, parts=3)
+    with torch.no_grad():
+        whole.weight.copy_(torch.arange(96.0).view(24, 4))
+    made = mw.nn.ParallelLinear(whole, "megatron", mesh, place="in", units=units, is_attention=True)
+    optimizer = torch.optim.SGD(made.parameters())
+    rows = torch.arange(24.0)[:, None]
+    optimizer.state[made.weight]["rows"] = distribute_tensor(rows, mesh, [Replicate()])
+    mw.nn.TrainingState([made], optimizer, rank=context.rank).save(checkpoints, 3)
+    names = {"model.weight": torch.zeros(24, 4), "optimizer.weight.rows": torch.zeros(24, 1)}
+    checkpoints.load(3, names, extra=True)
+    return [
+        torch.equal(own, wanted) for own, wanted in zip(names.values(), (whole.weight, rows), strict=True)
+    ]

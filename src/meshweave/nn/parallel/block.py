@@ -10,14 +10,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from meshweave.base.errors import UnsupportedError
 from meshweave.nn.parallel.attention import AttentionCore, Heads
 from meshweave.nn.parallel.dropout import ShardDropout
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.norm import ParallelNorm
 from meshweave.nn.parallel.parameters import fill, on_meta
 from meshweave.nn.parallel.strategy import LayerStrategy
-from meshweave.nn.parallel.structure import LayerMap, check_heads, check_layer, dropout_after
+from meshweave.nn.parallel.structure import (
+    LayerMap,
+    check_heads,
+    check_layer,
+    check_mode,
+    check_read,
+    dropout_after,
+    dropout_in_attention,
+)
 from meshweave.nn.parallel.units import FeatureUnits
 from meshweave.nn.parallel.uses import ParameterUse, entries_of, run_opened
 
@@ -60,6 +67,7 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
         for path in (names.attention_norm, names.feed_forward_norm):
             made[path] = ParallelNorm(layer.get_submodule(path), strategy, f"{where}.{path}")
         self.heads = _shared(heads, strategy)
+        self._reads_attention = dropout_in_attention(layer, names) == heads.dropout
         for path, options in _units(layer, names, self.heads, heads.keys).items():
             linear = on_meta(layer.get_submodule(path))
             made[path] = ParallelLinear(linear, strategy, name=f"{where}.{path}", **options)
@@ -96,19 +104,25 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
             fill(made, layer.get_submodule(path), f"{self.where}.{path}")
             _replace(self, path, made)
         self.training = layer.training
+        self._dropouts = [child for child in self.modules() if isinstance(child, nn.Dropout)]
         del self._made
 
     def check_dropout(self) -> None:
-        """Raise UnsupportedError where the probability of a dropout module was changed since it was read."""
-        for path, read in (
-            (self.names.out, self.after_attention),
-            (self.names.down, self.after_feed_forward),
-        ):
-            if (now := dropout_after(self, path)) != read.p:
-                raise UnsupportedError(
-                    f"dropout after {self.where}.{path} was set to {now:g} after parallelize, which has read "
-                    f"{read.p:g}: set it before"
-                )
+        """Raise UnsupportedError where dropout has another probability than was read, or another mode than the
+        layer.
+        """
+        names, where = self.names, self.where
+        check_read(
+            f"dropout after {where}.{names.out}", dropout_after(self, names.out), self.after_attention.p
+        )
+        check_read(
+            f"dropout after {where}.{names.down}", dropout_after(self, names.down), self.after_feed_forward.p
+        )
+        if self._reads_attention:
+            now = dropout_in_attention(self, names)
+            check_read(f"dropout of attention weights in {where}", now, self.core.dropout.p)
+        for child in self._dropouts:
+            check_mode(f"dropout in {where}", child, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; modules that are known under another name already are not registered once more."""

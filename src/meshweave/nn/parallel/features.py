@@ -374,7 +374,8 @@ class ForwardArguments:
         if name == "attention_mask" and isinstance(value, Tensor) and value.shape == tokens.shape:
             return _is_at_end(value.bool(), labels if targets is None else targets)
         if name == "position_ids" and isinstance(value, Tensor):
-            return bool((value == torch.arange(tokens.shape[1], device=value.device)).all())
+            fits = value.shape[-1:] == tokens.shape[1:]
+            return fits and bool((value == torch.arange(tokens.shape[1], device=value.device)).all())
         return not isinstance(value, Tensor) and value in _NOTHING.get(name, ())
 
 
@@ -382,5 +383,7 @@ def _is_at_end(mask: Tensor, targets: Tensor | None) -> bool:
     """Return whether a mask leaves out nothing, or tokens at the ends of rows that have no targets."""
     if bool(mask.all()):
         return True
+    if targets is None or targets.shape != mask.shape:
+        return False
     is_suffix = bool((mask[:, 1:] <= mask[:, :-1]).all())
-    return targets is not None and is_suffix and bool((targets[~mask] == IGNORED).all())
+    return is_suffix and bool((targets[~mask] == IGNORED).all())

@@ -90,7 +90,8 @@ class VocabularyLoss:
         places = ((here - self.first) * is_here)[..., None]
         shifted = logits - greatest
         target = shifted.gather(-1, places) if logits.shape[-1] else shifted.sum(-1, keepdim=True)
-        terms_of = torch.cat((shifted.exp().sum(-1, keepdim=True), target * is_here[..., None]), -1)
+        target = target.masked_fill(~is_here[..., None], 0.0)  # the logit of a word that is left out is -inf
+        terms_of = torch.cat((shifted.exp().sum(-1, keepdim=True), target), -1)
         sums = self.sums(terms_of, *sizes)
         losses = (sums[..., 0].log() - sums[..., 1]) * (here != IGNORED)
         return losses.sum()

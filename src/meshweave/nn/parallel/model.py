@@ -17,11 +17,7 @@ from meshweave.nn.parallel.block import ParallelBlock
 from meshweave.nn.parallel.call_facts import CallInputs, check_anomaly_mode, check_transforms
 from meshweave.nn.parallel.dropout import ShardDropout
 from meshweave.nn.parallel.embedding import ParallelEmbedding, ParallelPositions
-from meshweave.nn.parallel.features import (
-    AroundModule,
-    ForwardArguments,
-    PlacedModules,
-)
+from meshweave.nn.parallel.features import AroundModule, ForwardArguments, PlacedModules
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.loss import VocabularyLoss
 from meshweave.nn.parallel.norm import ParallelNorm
@@ -30,7 +26,15 @@ from meshweave.nn.parallel.reports import ModelSettings, ParallelReport
 from meshweave.nn.parallel.rotary import Rotary, UnfilledBuffers
 from meshweave.nn.parallel.step_agreement import StepAgreement
 from meshweave.nn.parallel.strategy import overlap_of
-from meshweave.nn.parallel.structure import ModelMap, check_modules, heads_of, uncovered
+from meshweave.nn.parallel.structure import (
+    ModelMap,
+    check_mode,
+    check_modules,
+    check_read,
+    dropout_of,
+    heads_of,
+    uncovered,
+)
 from meshweave.nn.parallel.tied import TiedWeight
 from meshweave.nn.parallel.tokens import TokenLimits
 from meshweave.nn.parallel.trials import TrialTable
@@ -295,13 +299,20 @@ class ParallelModel(AroundModule):
         try:
             inputs = self._arguments.inputs(input_ids, args, given, targets)
             self._placed.check()
-            for block in self.blocks:
-                if isinstance(block, ParallelBlock):
-                    block.check_dropout()
+            if isinstance(self.names, ModelMap):  # else the model's own code drops
+                self._check_dropout(self.names.dropout)
             check_anomaly_mode()
         except MeshweaveError as error:  # on this rank: others hear of it
             return tokens, CallInputs(), error
         return tokens, inputs, None
+
+    def _check_dropout(self, path: str) -> None:
+        """Raise UnsupportedError where dropout, that after the embedding at `path`, is other than was read."""
+        if path:
+            check_read(path, dropout_of(self.module, path), self.dropout.p)
+            check_mode(path, self.module.get_submodule(path), self.module)
+        for block in self.blocks:
+            block.check_dropout()
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="ranks compare what they give a call outside of graphs: compile the blocks, or without fullgraph"
@@ -386,8 +397,3 @@ def is_compiled(layer: nn.Module) -> bool:
     """Return whether a layer runs compiled, by `compile()` or in a wrapper, also inside a checkpoint wrapper."""
     layer = layer._modules.get("_checkpoint_wrapped_module", layer)
     return vars(layer).get("_compiled_call_impl") is not None or "_orig_mod" in layer._modules
-
-
-def dropout_of(module: nn.Module, path: str) -> float:
-    """Return the probability of the dropout module at `path`; 0.0 for ""."""
-    return float(module.get_submodule(path).p) if path else 0.0

@@ -26,11 +26,24 @@ def argument_words(arguments: Mapping[str, Any]) -> dict[str, str]:
     """
     words = {}
     for name, value in arguments.items():
-        words[name] = without_addresses(repr(value))
+        words[name] = _text(value)
         if name == "plan" and str(value).endswith(".json") and Path(str(value)).is_file():
             words["plan file"] = hashlib.sha256(Path(str(value)).read_bytes()).hexdigest()[:12]
             words.pop(name)  # each host may have it elsewhere
     return words
+
+
+def _text(value: Any) -> str:
+    """Return the `repr` of a value, without memory addresses, and of sets in an order that all processes have."""
+    return without_addresses(repr(_ordered(value)))
+
+
+def _ordered(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _ordered(each) for key, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(_ordered, value), key=repr)
+    return list(map(_ordered, value)) if isinstance(value, list | tuple) else value
 
 
 def version_words() -> dict[str, str]:
@@ -89,7 +102,7 @@ def configuration_words(module: nn.Module) -> dict[str, str]:
     to_dict = getattr(config, "to_dict", None)
     values = to_dict() if callable(to_dict) else getattr(config, "__dict__", {})
     return {
-        str(key): without_addresses(repr(value))
+        str(key): _text(value)
         for key, value in values.items()
         if not str(key).startswith("_") and "path" not in str(key) and key != "transformers_version"
     }

@@ -129,8 +129,11 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
             squares = x.square().sum(-1, keepdim=True)
             mean_square = self.sum_rows(squares, batch, sequence) / self.features
             return x * torch.rsqrt(mean_square + self.eps) * factor
-        variance, mean = (each.double() for each in torch.var_mean(x, -1, correction=0, keepdim=True))
-        own = torch.cat((mean, variance + mean * mean), -1) * x.shape[-1]
+        if x.shape[-1]:
+            variance, mean = (each.double() for each in torch.var_mean(x, -1, correction=0, keepdim=True))
+            own = torch.cat((mean, variance + mean * mean), -1) * x.shape[-1]
+        else:  # a rank without features has 0 to add, and gradients to move as others do
+            own = x.double().sum(-1, keepdim=True).expand(*x.shape[:-1], 2)
         sums = self.sum_rows(own, batch, sequence) / self.features
         mean, mean_square = sums[..., :1], sums[..., 1:]
         scale = torch.rsqrt((mean_square - mean * mean).clamp_min(0.0) + self.eps)
@@ -157,7 +160,10 @@ def _kind(norm: nn.Module, name: str) -> NormKind:
             f"{name}: {type(norm).__name__} has no eps; give an nn.LayerNorm or nn.RMSNorm"
         )
     is_layer_norm = isinstance(norm, nn.LayerNorm) or getattr(norm, "bias", None) is not None
-    eps = float(eps) if eps is not None else float(torch.finfo(weight.dtype).eps)
+    wide = torch.promote_types(
+        weight.dtype, torch.float32
+    )  # in which torch computes: it takes the epsilon of that
+    eps = float(eps) if eps is not None else float(torch.finfo(wide).eps)
     if weight.device.type != "meta":
         _try(norm, is_layer_norm, eps, name)
     return NormKind(is_layer_norm, eps)

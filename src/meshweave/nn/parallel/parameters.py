@@ -143,6 +143,19 @@ def fill(made: Any, whole: nn.Module, name: str) -> None:
         setattr(made, key, layout.distribute(f"{name} ({key})", getattr(whole, key), made.layer_strategy))
 
 
+def ranges_of(module: nn.Module) -> dict[str, list[list[tuple[int, int]]]]:
+    """Return {name: for each dim the (start, stop) ranges of this rank's shard}.
+
+    It has the parameters of this library's layers; fused ones have several ranges along a dim.
+    """
+    return {
+        f"{path}.{name}" if path else name: layout.ranges(child.layer_strategy)
+        for path, child in module.named_modules()
+        if hasattr(child, "layer_strategy")  # others may have layouts of their own
+        for name, layout in getattr(child, "layouts", {}).items()
+    }
+
+
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     strides = [1] if shape else []
     for size in reversed(list(shape)[1:]):

@@ -179,7 +179,7 @@ def heads_of(module: nn.Module, number: int, model_map: ModelMap) -> Heads:
         width,
         float(scale) if scale is not None else float(width) ** -0.5,
         None if window is None else int(window),
-        _probability(attention, "attention_dropout", "attn_dropout"),
+        dropout_in_attention(layer, names),
     )
 
 
@@ -226,6 +226,40 @@ def dropout_after(module: nn.Module, path: str) -> float:
     """
     beside = module.get_submodule(path.rpartition(".")[0])
     return _probability(beside, "resid_dropout", "residual_dropout", "dropout")
+
+
+def dropout_of(module: nn.Module, path: str) -> float:
+    """Return the probability of the dropout module at `path`; 0.0 for ""."""
+    return float(module.get_submodule(path).p) if path else 0.0
+
+
+def dropout_in_attention(layer: nn.Module, names: LayerMap) -> float:
+    """Return the probability with which a layer drops weights of attention; 0.0 where it says none.
+
+    It is the `attention_dropout` or `attn_dropout`, a module or a number, of the module with the layer `out`.
+    """
+    return _probability(
+        layer.get_submodule(names.out.rpartition(".")[0]), "attention_dropout", "attn_dropout"
+    )
+
+
+def check_read(what: str, now: float, read: float) -> None:
+    """Raise UnsupportedError, whose text begins with `what`, where a probability of dropout was changed."""
+    if now != read:
+        raise UnsupportedError(
+            f"{what} was set to {now:g} after parallelize, which has read {read:g}: set it before"
+        )
+
+
+def check_mode(what: str, dropout: nn.Module, owner: nn.Module) -> None:
+    """Raise UnsupportedError, whose text begins with `what`, where a dropout that drops some elements is in
+    training mode and its `owner` is not, or the other way round.
+    """
+    if dropout.training != owner.training and dropout.p:
+        raise UnsupportedError(
+            f"{what} is {'on' if dropout.training else 'off'} by train() or eval() of its own, and follows the "
+            f"mode of all {type(owner).__name__}: set its p before parallelize, and call train() or eval() of that"
+        )
 
 
 def _probability(module: nn.Module, *names: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -18,14 +19,16 @@ _MEMORY = Path("/proc/meminfo")
 def available_bytes() -> float:
     """Return the free bytes of memory for a rank: of its GPU, or its equal share of the host's.
 
-    The host's are divided by the ranks of the world; infinity where the host does not say.
+    The host's are divided by `LOCAL_WORLD_SIZE`, or the ranks of the world where that is not set; infinity where
+    the host does not say.
     """
     if device_type_here() == "cuda":
         return float(torch.cuda.mem_get_info()[0])
     if not _MEMORY.exists():
         return math.inf
     fields = dict(line.split(":", 1) for line in _MEMORY.read_text("utf-8").splitlines())
-    return 1024 * float(fields["MemAvailable"].split()[0]) / int(dist.get_world_size())
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
+    return 1024 * float(fields["MemAvailable"].split()[0]) / ranks
 
 
 def needed_bytes_of(module: nn.Module) -> int:

@@ -69,7 +69,7 @@ def corrections_of(path: str | Path | None) -> dict[str, float]:
     """
     ratios: dict[str, list[float]] = {}
     for row in _kept(path) if path is not None else []:
-        if row["predicted_s"]:
+        if row.get("predicted_s"):
             ratios.setdefault(row["kind"], []).append(row["measured_s"] / row["predicted_s"])
     return {kind: statistics.median(values) for kind, values in ratios.items()}
 

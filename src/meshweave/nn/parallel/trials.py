@@ -157,6 +157,8 @@ class Trials:
         if isinstance(self.most, bool) or not isinstance(self.most, int) or self.most < 1:
             raise LayoutError(f"trials are at least 1, not most={printable(self.most)}")
         check_numbers(self.steps, self.seconds, self.within)
+        if self.plans is not None:
+            object.__setattr__(self, "plans", tuple(self.plans))  # of a zip, which is read once
         for each in self.plans or ():
             is_pair = isinstance(each, tuple | list) and len(each) == 2
             if not is_pair or not (each[1] is None or is_number(each[1], least=1e-12)):

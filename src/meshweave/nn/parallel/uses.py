@@ -8,7 +8,6 @@ them by itself.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, contains, getitem
 from typing import Any, Protocol
@@ -72,7 +71,7 @@ class ParameterUse:
         self._meshes = [
             module.kept[n].strategy.device_mesh if n in module.kept else None for module, n in self.entries
         ]
-        self._begins = set(itertools.accumulate((len(unit) for unit in units), initial=0))
+        self._units = [number for number, unit in enumerate(units) for _ in unit]
         self._most_bytes = most_bytes
         self._buckets: dict[Any, list[_Divided]] = {}
         self._last_kinds: Any = None
@@ -186,7 +185,8 @@ class ParameterUse:
             moves = each.gathered or (each.summed and is_trained)
             key = (each.gathered, each.summed, dtype) if moves else ((), (), is_trained)
             own = lists.setdefault(key, [[]])
-            if at in self._begins and self._most_bytes is not None and sizes.get(key, 0) >= self._most_bytes:
+            begins = own[-1] and self._units[own[-1][-1]] != self._units[at]
+            if begins and self._most_bytes is not None and sizes[key] >= self._most_bytes:
                 own.append([])
                 sizes[key] = 0
             own[-1].append(at)
@@ -210,7 +210,7 @@ class ThroughoutUse(ParameterUse):
 
     def __init__(self, units: Sequence[Sequence[Entry]], most_bytes: int | None = None) -> None:
         super().__init__(units, most_bytes)
-        self._moments = [len(units) - 2 - number for number, unit in enumerate(units) for _ in unit]
+        self._moments = [len(units) - 2 - number for number in self._units]
         self._ordered: tuple[list[_Divided], list[_Later]] | None = None
         self._later: list[_Later] = []
         self._given: Sequence[Tensor] = ()

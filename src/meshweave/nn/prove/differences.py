@@ -324,6 +324,7 @@ class ProofRanks:
             return Difference(item.what, rank, answers[rank][-3], math.nan, 0.0, lacking)
         error, allowed = errors[rank]
         cause = likely_cause(samples, sorted(errors), self.lines, item.hint, max(1e-3, 4 * allowed))
+        cause = self.say(cause)[rank]  # others may have other meshes
         return Difference(item.what, rank, answers[rank][-3], error, allowed, cause)
 
 

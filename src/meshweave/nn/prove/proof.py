@@ -18,11 +18,12 @@ from meshweave.base.errors import LayoutError, ProofError, RankLostError, Unsupp
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch.call_order import require_process_group
 from meshweave.execute.torch.compat_fsdp import fsdp_ranks
+from meshweave.nn.parallel.parameters import ranges_of
 from meshweave.nn.prove.differences import Compared, Difference, ProofRanks, filled_from_text
 from meshweave.nn.prove.given import Given, LossOf, generated, loss_of, outputs_of, without_ignored
 from meshweave.nn.prove.rounding import EXACT, Rounding
 from meshweave.nn.prove.runs import ModelRun, context_for, free_bytes, narrowest_seen, settled_gradient
-from meshweave.nn.prove.shards import LocalTensor, local_of, ranges_of, rank_groups, ranks_of
+from meshweave.nn.prove.shards import LocalTensor, local_of, rank_groups, ranks_of
 from meshweave.nn.prove.state import WIDE, has_external_sync, parameters_of, plain_name, prepared, takes
 from meshweave.nn.prove.trail import first_module
 
@@ -154,10 +155,15 @@ class ModelPair:
         self.own, self.original = parameters_of(self.module), parameters_of(model)
         tensors = [*self.own.values(), *self.module.buffers()]
         data = _data_ranks(self.module, data_mesh)
-        ranks = tuple(sorted({*ranks_of(tensors), *data})) or tuple(range(dist.get_world_size()))
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         context = context_for(getattr(parallelised, "strategy", None), self.device)
-        self.ranks = ProofRanks(ranks, dist.get_rank(), context, rank_groups(tensors) or [list(ranks)])
+        own, lines = ranks_of(tensors), rank_groups(tensors)
+        if len(data) > 1:  # each may be in a mesh of its own
+            lines.append(data)
+            said = ProofRanks(tuple(sorted(data)), dist.get_rank(), context).say(own)
+            own = tuple({rank for ranks in said.values() for rank in ranks} | {*data})
+        ranks = tuple(sorted(own)) or tuple(range(dist.get_world_size()))
+        self.ranks = ProofRanks(ranks, dist.get_rank(), context, lines or [list(ranks)])
         self.ranges = ranges_of(self.module)
         part = data.index(dist.get_rank()) if len(data) > 1 else 0
         for name, parameter in self.original.items():

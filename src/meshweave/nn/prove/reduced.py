@@ -63,7 +63,8 @@ def _told(value: Any, path: str, shared: set[int], depth: int = 0) -> Iterator[t
     elif isinstance(value, _PLAIN):
         yield path, repr(value)
     elif isinstance(value, list | tuple | set | frozenset):
-        for number, each in enumerate(value):
+        ordered = value if isinstance(value, list | tuple) else sorted(value, key=repr)
+        for number, each in enumerate(ordered):
             yield from _told(each, f"{path}.{number}", shared, depth + 1)
     elif isinstance(value, dict):
         for key, each in value.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshweave.base.errors import LayoutError
@@ -88,18 +88,6 @@ def local_of(tensor: Tensor, rank: int, ranges: Any = None) -> LocalTensor:
     except LayoutError:  # terms of sums, and uneven strided shards: torch gathers what it can
         return LocalTensor(tensor.detach().full_tensor())
     return LocalTensor(values, tuple(tuple(map(int, own)) for own in indices))
-
-
-def ranges_of(module: nn.Module) -> dict[str, Any]:
-    """Return {name: for each dim the (start, stop) ranges of this rank's shard}.
-
-    It has the parameters of this library's layers; fused ones have several ranges along a dim.
-    """
-    ranges: dict[str, Any] = {}
-    for path, child in module.named_modules():
-        for name, layout in getattr(child, "layouts", {}).items():
-            ranges[f"{path}.{name}" if path else name] = layout.ranges(child.layer_strategy)
-    return ranges
 
 
 def ranks_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshweave.base.errors import MeshweaveError, ProofError, UnsupportedError
 from meshweave.nn.parallel.seeds import keep_generators
-from meshweave.nn.parallel.structure import ModelMap, dropout_after, heads_of
+from meshweave.nn.parallel.structure import ModelMap, dropout_after, dropout_of, heads_of
 from meshweave.nn.prove.given import arguments_of, generated, loss_of, outputs_of
 from meshweave.nn.prove.state import WIDE, prepared, without_dropout
 
@@ -349,7 +349,7 @@ def _bits(value: Any) -> object:
 
 def _dropout_of(module: nn.Module, names: ModelMap) -> list[float]:
     """Return the probabilities of dropout of what replaces the layers of a model, in order, without 0."""
-    drops = [float(module.get_submodule(names.dropout).p)] if names.dropout else []
+    drops = [dropout_of(module, names.dropout)]
     for number, layer in enumerate(module.get_submodule(names.layers)):
         heads = names.heads or heads_of(module, number, names)
         drops += [

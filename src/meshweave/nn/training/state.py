@@ -22,9 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshweave.base.errors import LayoutError
+from meshweave.execute.torch import compat
+from meshweave.nn.parallel.parameters import ranges_of
 from meshweave.nn.training.checkpoints import Checkpoints
 from meshweave.nn.training.manifest import Manifest, checked_notes
 from meshweave.nn.training.pieces import Ranges, Saved, ShardPieces
+from meshweave.nn.weights.blocks import sizes_of
 from meshweave.nn.weights.slots import plain_name
 
 
@@ -70,7 +73,9 @@ class TrainingState:
             self._names |= {
                 parameter: plain_name(tied.get(name, name)) for name, parameter in module.named_parameters()
             }
-            self._ranges |= _fused_ranges(module)
+            self._ranges |= {
+                plain_name(name): own for name, own in ranges_of(module).items() if _is_fused(own)
+            }
 
     def save(self, checkpoints: Checkpoints, step: int, notes: Mapping[str, Any] | None = None) -> None:
         """Save the state after `step` steps in the background, with `notes`, which are JSON values. Collective.
@@ -234,8 +239,10 @@ class TrainingState:
     def _saved(self, name: str, value: Tensor) -> Saved:
         """Return a tensor that lies as the parameter `name`, as checkpoints take it."""
         value = value.detach()
-        is_fused = name in self._ranges and isinstance(value, DTensor)
-        return ShardPieces.of(value, self._ranges[name]) if is_fused else value
+        ranges = self._ranges.get(name)
+        if isinstance(value, DTensor) and ranges and sizes_of(ranges) == compat.local_tensor(value).shape:
+            return ShardPieces.of(value, ranges)  # else it lies otherwise, as a state may
+        return value
 
     def _of_devices(self) -> dict[str, Tensor]:
         """Return the states of the generators of devices other than the CPU that parameters are on."""
@@ -374,17 +381,11 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
+def _is_fused(ranges: Ranges) -> bool:
+    return any(len(runs) > 1 for runs in ranges)
+
+
 def _is_setting(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_setting, value))
     return isinstance(value, bool | int | float | str | None)
-
-
-def _fused_ranges(module: nn.Module) -> dict[str, Ranges]:
-    """Return the ranges of positions that this rank has of each fused parameter of a parallelised module."""
-    ranges: dict[str, Ranges] = {}
-    for path, child in module.named_modules():
-        for name, layout in getattr(child, "layouts", {}).items():
-            if layout.parts > 1:
-                ranges[plain_name(f"{path}.{name}" if path else name)] = layout.ranges(child.layer_strategy)
-    return ranges

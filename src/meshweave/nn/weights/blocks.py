@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,6 @@ def boxes_of(block: Block) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...
         yield tuple(local for local, _ in box), tuple(whole for _, whole in box)
 
 
-def sizes_of(block: Block) -> tuple[int, ...]:
+def sizes_of(block: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, ...]:
     """Return the shape of this rank's shard, of which `block` gives the ranges."""
     return tuple(sum(stop - start for start, stop in runs) for runs in block)
