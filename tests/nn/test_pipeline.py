@@ -15,7 +15,7 @@ from sections import launched
 
 from meshweave.base.errors import RankLostError
 from meshweave.execute.ranks.launch import launch
-from meshweave.nn.pipelining.gradients import LossSum, num_loss_elements
+from meshweave.nn.pipelining.gradients import LossSum, StageGradients, num_loss_elements
 from shared_launch import SharedLaunch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -99,6 +99,11 @@ def test_losses_that_are_not_finite_stay_so(value: float) -> None:
     elements = torch.zeros(num_loss_elements(torch.bfloat16, 2), dtype=torch.bfloat16)
     LossSum(elements, 1).add(torch.tensor(value))
     assert str(float(LossSum(elements, 0).total())) == str(value)
+
+
+def test_losses_of_a_stage_that_trains_nothing_are_where_the_ranks_compute() -> None:
+    gradients = StageGradients.of(torch.nn.Module(), ranks=2, index=0, number=1, device=torch.device("meta"))
+    assert gradients.vector is not None and gradients.vector.is_meta
 
 
 @pytest.mark.gloo

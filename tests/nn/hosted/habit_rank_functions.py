@@ -176,6 +176,7 @@ def differing(kind: str, strategy: str, folder: Path) -> dict[str, str]:
         "options": lambda: module.generate(tokens, max_new_tokens=2 + is_last),
         "prompts": lambda: module.generate((tokens + is_last) % 48, max_new_tokens=2),
         "time": lambda: module.generate(tokens, max_time=1.0),
+        "time by place": lambda: module.generate(tokens, type(module.generation_config)(max_time=1.0)),
         "beams": lambda: module.generate(tokens, num_beams=2, max_new_tokens=2),
         "static": lambda: module.generate(tokens, cache_implementation="static", max_new_tokens=2),
         "one row": lambda: module(tokens[0], targets=targets[0]),

@@ -59,6 +59,7 @@ SAID = {
     "options": "max_new_tokens: 3, and 2 on the others",
     "prompts": "rank 1 has other arguments of a call than rank 0",
     "time": "give max_new_tokens",
+    "time by place": "give max_new_tokens",
     "beams": "generate with the weights under megatron or atp",
     "static": "give cache_implementation='dynamic'",
     "one row": "tokens are of shape (16,); give (batch, sequence)",
