@@ -198,7 +198,7 @@ def saved(kind: str, strategy: str, folder: Path) -> dict[str, Any]:
     """Return what is wrong with files that ranks write: beside the model's own, read by transformers, by ranks."""
     whole, own = small_models.make_model(kind), folder / f"{kind} {strategy}"
     made = parallelize(copy.deepcopy(whole), strategy, mesh_of(strategy), check=False)
-    made.module.save_pretrained(own / "ours", max_shard_size="30KB")
+    made.module.save_pretrained(own / "ours", max_shard_size="30KB", safe_serialization=True)
     other = "megatron" if strategy == "zero3" else "zero3"
     again = parallelize(small_models.make_model(kind, seed=5), other, mesh_of(other), check=False)
     load_weights(again.module, own / "ours")
