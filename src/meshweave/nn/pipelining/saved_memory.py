@@ -25,7 +25,8 @@ class PipelineMemory:
     """Activation memory of this rank: the most that its stages keep at once between their parts.
 
     Attributes:
-        predicted_bytes: of the program, from lifetimes and the profiles of stages.
+        predicted_bytes: of the program, from lifetimes and the profiles of stages; a stage whose `outputs` were
+            given counts 0, for it is not profiled.
         counted_bytes: of the last step; None unless `count_memory` was given.
     """
 
