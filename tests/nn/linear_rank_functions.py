@@ -278,7 +278,7 @@ def refusals(check: Check) -> None:
             "limits",
             "LayoutError",
             "it must be a meshweave.algorithms.StageLimits",
-            call(a, b, limits=(1, 2, 1)),
+            call(a, b, limits=[1, 2, 1]),
         ),
     ):
         check.refused(case, kind, words, attempt)

@@ -57,6 +57,8 @@ def test_groups_of_rows_are_multiplied_by_matrices_of_their_own():
         assert torch.equal(grouped_product(rows[:, :0], weights[:, :0], [4, 0, 6, 0]), rows.new_zeros(10, n))
         no_groups = grouped_product(rows[:0], weights[:0], [])
         assert no_groups.shape == (0, n) and no_groups.dtype == dtype and no_groups.requires_grad
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # by one kernel or by many
+            assert grouped_product(rows, weights, [4, 0, 6, 0]).dtype == dtype
 
 
 @pytest.mark.gloo

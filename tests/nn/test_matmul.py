@@ -14,6 +14,8 @@ from sections import launched
 from meshweave.base.errors import RankLostError
 from meshweave.execute.memory.shared import why_unavailable
 from meshweave.execute.ranks.launch import launch
+from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.matmul_plans import MatmulOptions
 from shared_launch import SharedLaunch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -33,6 +35,15 @@ def every_pair(mesh: tuple[int, int], kinds: int, transport: str, step: int, tim
 @pytest.mark.gloo
 def test_pairs_of_placements_with_partial_sums_on_four_ranks() -> None:
     every_pair((2, 2), 4, "messages", 101, 200)
+
+
+def test_plans_for_clusters_of_equal_rates_are_kept_apart() -> None:
+    """Fused products are simulated on the cluster, of which the rates do not say all."""
+    few, many = (
+        MatmulOptions.of("cpu", "auto", "messages", cluster, TorchContext())
+        for cluster in ("dgx-h100:16", "dgx-h100:32")
+    )
+    assert few.rates == many.rates and few != many
 
 
 @pytest.mark.slow

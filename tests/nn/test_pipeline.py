@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,8 +18,10 @@ from sections import launched
 from meshweave.base.errors import LayoutError, RankLostError
 from meshweave.execute.ranks.launch import launch
 from meshweave.nn.parallel.tokens import TokenLimits
-from meshweave.nn.pipelining.gradients import LossSum, num_loss_elements
+from meshweave.nn.pipelining.gradients import LossSum, StageGradients, num_loss_elements
 from meshweave.nn.pipelining.parallel_stage import ParallelStage
+from meshweave.nn.pipelining.pipeline import Pipeline
+from meshweave.nn.pipelining.stage_functions import StageStep
 from shared_launch import SharedLaunch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -102,6 +105,20 @@ def test_losses_that_are_not_finite_stay_so(value: float) -> None:
     elements = torch.zeros(num_loss_elements(torch.bfloat16, 2), dtype=torch.bfloat16)
     LossSum(elements, 1).add(torch.tensor(value))
     assert str(float(LossSum(elements, 0).total())) == str(value)
+
+
+def test_losses_of_a_stage_that_trains_nothing_are_where_the_ranks_compute() -> None:
+    gradients = StageGradients.of(torch.nn.Module(), ranks=2, index=0, number=1, device=torch.device("meta"))
+    assert gradients.vector is not None and gradients.vector.is_meta
+
+
+def test_a_number_that_the_last_stage_returns_is_told_for_each_micro_batch() -> None:
+    last: Any = SimpleNamespace(places=SimpleNamespace(num_stages=1), _is_last=True)
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    assert Pipeline._outputs(last, {0: StageStep(outputs={1: two, 0: one})}).tolist() == [1, 2]
+    pairs = StageStep(outputs={0: (torch.ones(2, 3), one), 1: (torch.ones(1, 3), two)})
+    rows, numbers = Pipeline._outputs(last, {0: pairs})
+    assert rows.shape == (3, 3) and numbers.tolist() == [1, 2]
 
 
 @pytest.mark.gloo

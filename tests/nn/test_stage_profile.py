@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import gc
+import json
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from meshweave.base.errors import LayoutError, RankLostError  # noqa: E402
+from meshweave.describe.layout.mesh import Mesh  # noqa: E402
+from meshweave.nn.pipelining import stage_problem  # noqa: E402
 from meshweave.nn.pipelining.profile import StageProfile, profile_stage  # noqa: E402
 from meshweave.nn.pipelining.saved_memory import SavedMemory  # noqa: E402
 from meshweave.nn.pipelining.stage_functions import StageFunctions, StageShape, TensorKind  # noqa: E402
+from meshweave.nn.pipelining.stage_problem import PipelineData, StagePlaces, profile_all  # noqa: E402
 
 KIND = TensorKind((4, 8), torch.float64)
 
@@ -54,6 +63,49 @@ def test_flops_are_those_of_the_products() -> None:
     assert profile_stage(layers(), 1, [KIND], [0], [2]).flops == (forward, forward, forward)
     # The first stage makes no gradient of its inputs: the first product has one gradient, the second two.
     assert profile_stage(layers(), 0, [KIND], [], [1]).flops == (forward, 0, forward + forward // 2)
+
+
+class Split(nn.Module):
+    """Two products of a feed-forward part whose inner features four ranks share, by DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mesh = init_device_mesh("cpu", (4,))
+        self.up = nn.Parameter(distribute_tensor(torch.randn(64, 32), self.mesh, [Shard(0)]))
+        self.down = nn.Parameter(distribute_tensor(torch.randn(32, 64), self.mesh, [Shard(1)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        made = nn.functional.linear(nn.functional.linear(own, self.up).relu(), self.down)
+        return made.redistribute(self.mesh, [Replicate()]).to_local()
+
+
+def test_of_dtensors_the_part_of_a_rank_is_counted() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        kind = TensorKind((8, 32), torch.float32)
+        profile = profile_stage(Split(), 1, [kind], [0], [2])
+    finally:
+        dist.destroy_process_group()
+    whole, inner, weights = 8 * 32 * 4, 8 * 16 * 4, 2 * 16 * 32 * 4
+    assert profile.bytes == weights + 2 * whole  # and input and result
+    assert profile.kept_bytes[0] == whole + inner + whole
+
+
+def test_ranks_with_uneven_shards_have_one_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exchange(context: Any, ranks: Any, words: str, what: str, topic: str) -> dict[int, str]:
+        more = json.loads(words)
+        more["kept_bytes"][1] += 8
+        return {0: words, 1: json.dumps(more)}
+
+    monkeypatch.setattr(stage_problem, "exchange", exchange)
+    places = StagePlaces((Mesh("pair", (2,), ("tp",), (0, 1)),), ("dp",), ())
+    data = PipelineData((KIND,), KIND)
+    (profile,), rows = profile_all(
+        None, places, {0: layers()}, data, nn.functional.mse_loss, trains=True, outputs={}
+    )
+    own = profile_stage(layers(), 0, [KIND], [], [], nn.functional.mse_loss, KIND)
+    assert rows == 4 and profile.kept_bytes == (own.kept_bytes[0], own.kept_bytes[1] + 8)
 
 
 def test_a_profile_comes_back_from_json() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,12 @@ def test_slower_links_are_those_that_were_measured() -> None:
     assert [level_under(cluster, chips) for chips in ((0, 7), (8, 15), (0, 8), (3, 4, 12))] == [1, 1, 0, 0]
     assert level_under(mw.load_cluster("dgx-h100:8"), (0, 1)) == 0
     assert level_under(mw.load_cluster("tpu-v4-pod:64"), (0, 1)) == 0
+
+
+@pytest.mark.parametrize("given", [{"every": 0}, {"steps": 0}, {"every": 1.5}])
+def test_steps_are_counted_from_one(given: dict[str, Any]) -> None:
+    with pytest.raises(DescriptionError, match=f"{next(iter(given))} is .*; give a whole number of steps"):
+        mw.StepWatch("h100-node", context=TorchContext(), **given)
 
 
 def test_a_new_plan_needs_a_recorded_step() -> None:

@@ -207,6 +207,16 @@ def test_two_tensors_under_one_name_are_refused_and_empty_ones_are_kept(tmp_path
     assert torch.equal(again.weight, module.weight)
 
 
+def test_a_function_that_knows_no_name_leaves_the_own_one(tmp_path: Path) -> None:
+    layer, again = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    save_weights(layer, tmp_path, mapping={"weight": "w"}.get)
+    assert load_weights(again, tmp_path, mapping={"weight": "w"}.get).loaded == {
+        "weight": "w",
+        "bias": "bias",
+    }
+    assert torch.equal(again.weight, layer.weight) and torch.equal(again.bias, layer.bias)
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_layers_that_torch_wraps_are_saved_and_loaded_under_their_names(
     tmp_path: Path, is_compiled: bool

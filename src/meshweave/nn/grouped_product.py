@@ -15,7 +15,8 @@ def grouped_product(rows: Tensor, weights: Tensor, rows_per_group: Sequence[int]
     """Return the product of each group of rows with a matrix of its own, (rows, n), one group after another.
 
     It is one kernel where torch has one (`torch.nn.functional.grouped_mm`: floats of at most 32 bits, matrices
-    whose rows are multiples of 16 bytes), else a product for each group.
+    whose rows are multiples of 16 bytes), else a product for each group. The result has the dtype of the rows:
+    `torch.autocast` casts nothing.
 
     Args:
         rows: (rows, k).
@@ -33,10 +34,11 @@ def grouped_product(rows: Tensor, weights: Tensor, rows_per_group: Sequence[int]
         if product.requires_grad:  # its gradient reads no expanded tensor
             product.register_hook(Tensor.contiguous)
         return product
-    if not len(rows_per_group):
-        return rows @ rows.new_zeros(k, n)
-    parts = zip(rows.split(list(rows_per_group)), weights, strict=True)
-    return torch.cat([part @ matrix for part, matrix in parts])
+    with torch.autocast(rows.device.type, enabled=False):
+        if not len(rows_per_group):
+            return rows @ rows.new_zeros(k, n)
+        parts = zip(rows.split(list(rows_per_group)), weights, strict=True)
+        return torch.cat([part @ matrix for part, matrix in parts])
 
 
 def _check_groups(rows: Tensor, weights: Tensor, rows_per_group: Sequence[int]) -> None:

@@ -135,7 +135,8 @@ def matmul(
     require_member(a.device_mesh, "matmul")
     device_type = a.device_mesh.device_type
     context = context or TorchContext.default(device_type)
-    key = _key(a, b, out, (stationary, transport, cluster, schedule, limits, overlap))
+    settings = stationary, transport, cluster, schedule, limits, overlap
+    key = _key(a, b, out, settings) if isinstance(limits, StageLimits) else None
     if key is not None:
         plan = context.cache(Calls).get(key)
         if plan is not None:

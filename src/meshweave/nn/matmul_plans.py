@@ -68,7 +68,7 @@ class MatmulOptions:
     limits: StageLimits = STAGE_LIMITS
     overlap: Overlap = "auto"
     is_lenient: bool = False
-    cluster: Cluster | None = field(default=None, compare=False)
+    cluster: Cluster | None = None
 
     @classmethod
     def of(

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshweave.algorithms.step import Step
-from meshweave.base.errors import DescriptionError
+from meshweave.base.errors import DescriptionError, printable
 from meshweave.describe.machine.cluster import Cluster, described
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch.context import TorchContext
@@ -148,6 +148,8 @@ class StepWatch:
         share: the share of the prediction by which a measured time must exceed it to be behind.
         steps: in how many consecutive recorded steps something must be behind before a warning is given.
         context: whose programs are recorded; by default those of the default process group.
+
+    Raises DescriptionError where there is no such cluster, or `every` or `steps` is no whole number from 1 on.
     """
 
     def __init__(
@@ -159,6 +161,11 @@ class StepWatch:
         steps: int = 3,
         context: TorchContext | None = None,
     ) -> None:
+        for name, given in (("every", every), ("steps", steps)):
+            if not isinstance(given, int) or given < 1:
+                raise DescriptionError(
+                    f"{name} is {printable(given)}; give a whole number of steps from 1 on"
+                )
         self.cluster = described(cluster)
         self.every, self.share, self.steps = every, share, steps
         self.context = context or TorchContext.default()

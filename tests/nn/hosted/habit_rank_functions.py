@@ -177,6 +177,7 @@ def differing(kind: str, strategy: str, folder: Path) -> dict[str, str]:
         "prompts": lambda: module.generate((tokens + is_last) % 48, max_new_tokens=2),
         "time": lambda: module.generate(tokens, max_time=1.0),
         "early exit": lambda: module.generate(tokens[:1], assistant_early_exit=1, max_new_tokens=2),
+        "time by place": lambda: module.generate(tokens, type(module.generation_config)(max_time=1.0)),
         "beams": lambda: module.generate(tokens, num_beams=2, max_new_tokens=2),
         "static": lambda: module.generate(tokens, cache_implementation="static", max_new_tokens=2),
         "one row": lambda: module(tokens[0], targets=targets[0]),
@@ -198,7 +199,7 @@ def saved(kind: str, strategy: str, folder: Path) -> dict[str, Any]:
     """Return what is wrong with files that ranks write: beside the model's own, read by transformers, by ranks."""
     whole, own = small_models.make_model(kind), folder / f"{kind} {strategy}"
     made = parallelize(copy.deepcopy(whole), strategy, mesh_of(strategy), check=False)
-    made.module.save_pretrained(own / "ours", max_shard_size="30KB")
+    made.module.save_pretrained(own / "ours", max_shard_size="30KB", safe_serialization=True)
     other = "megatron" if strategy == "zero3" else "zero3"
     again = parallelize(small_models.make_model(kind, seed=5), other, mesh_of(other), check=False)
     load_weights(again.module, own / "ours")

@@ -60,6 +60,7 @@ SAID = {
     "prompts": "rank 1 has other arguments of a call than rank 0",
     "time": "give max_new_tokens",
     "early exit": "not drafted by the first layers",
+    "time by place": "give max_new_tokens",
     "beams": "generate with the weights under megatron or atp",
     "static": "give cache_implementation='dynamic'",
     "one row": "tokens are of shape (16,); give (batch, sequence)",

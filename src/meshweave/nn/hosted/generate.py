@@ -55,9 +55,10 @@ class RankGenerate:
             LayoutError: ranks give other arguments, have torch's generator in another state, or get other tokens.
         """
         module = self._module
-        self._check(given)
-        words = {"arguments of a call": _words({str(at): each for at, each in enumerate(args)} | given)}
-        if self._option("do_sample", given):
+        named = dict(zip(self.__signature__.parameters, args, strict=False)) | given
+        self._check(named)
+        words = {"arguments of a call": _words(named)}
+        if self._option("do_sample", named):
             words["generator"] = {"state": _state(module)}
         self._agreement.compare(words, _WHAT)
         out = type(module).generate(module, *args, **given)

@@ -104,7 +104,7 @@ def bind_stages(
     shapes = {number: stage_shape(places, number, profiles, rows) for number in stages}
     counted = memory if trains else None
     functions, gradients = _stage_functions(
-        stages, places, options, shapes, schedule, counted, trains=trains, rank=rank
+        stages, places, options, shapes, schedule, counted, context.device, trains=trains, rank=rank
     )
     calls: dict[str, Any] = {"marker": lambda *_: None}
     for each in functions.values():
@@ -123,6 +123,7 @@ def _stage_functions(
     shapes: Mapping[int, StageShape],
     schedule: Schedule,
     memory: SavedMemory | None,
+    device: torch.device,
     *,
     trains: bool,
     rank: int,
@@ -134,7 +135,7 @@ def _stage_functions(
         trained = stages[number] if trains else nn.Module()
         ranks, index = places.data_parallelism(number), places.data_index(number, rank)
         gradients[number] = StageGradients.of(
-            trained, ranks=ranks, index=index, number=number, others=gradients.values()
+            trained, ranks=ranks, index=index, number=number, device=device, others=gradients.values()
         )
     for number, module in stages.items():
         functions[number] = StageFunctions(

@@ -88,6 +88,7 @@ class StageGradients:
         ranks: int,
         index: int,
         number: int,
+        device: torch.device,
         others: Iterable[StageGradients] = (),
     ) -> StageGradients:
         """Return the gradients of a module, none so far; `number` is its stage, for errors.
@@ -95,6 +96,7 @@ class StageGradients:
         Args:
             ranks: how many data-parallel ranks add them up, 1 for none; if several, they lie in one vector.
             index: which of these this rank is, from 0.
+            device: where the vector is of a module that trains nothing.
             others: those of stages of this rank whose backwards end later. A parameter that the module shares
                 with one of these is left to it.
 
@@ -115,7 +117,7 @@ class StageGradients:
                 f"stage {number} has parameters {what}: on several data-parallel ranks they must be plain tensors "
                 "or DTensors of one dtype"
             )
-        dtype, device = next(iter(kinds), (torch.float64, torch.device("cpu")))
+        dtype, device = next(iter(kinds), (torch.float64, device))
         size, more = sum(map(num_local_elements, parameters)), num_loss_elements(dtype, ranks)
         vector = torch.zeros(size + more, dtype=dtype, device=device)
         return cls(own, parameters, vector, LossSum(vector[size:], index))

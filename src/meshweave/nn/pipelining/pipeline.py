@@ -185,10 +185,10 @@ class Pipeline:
     def evaluate(self, batch: Batch = None, target: Tensor | None = None) -> tuple[Any, Tensor | None]:
         """Run forwards alone; return (outputs, loss) on ranks of the last stage, else (None, None). Collective.
 
-        Outputs, a tensor or a tuple as the stage returns, are of this rank's rows of all micro-batches. Batch,
-        target and loss are those of `step`; without a target or a `loss_fn` the loss is None. Raises LayoutError
-        if a batch is missing or has other rows than the first, or a stage other outputs; UnsupportedError if a
-        step runs already; BindError, RankLostError or DeadlineError if others refuse, are missing or late.
+        Outputs, a tensor or tuple as the stage returns, are of this rank's rows of all micro-batches, of a number
+        one for each. Batch, target and loss are those of `step`; without a target or a `loss_fn` the loss is None.
+        Raises LayoutError if a batch is missing or has other rows than the first, or a stage other outputs;
+        UnsupportedError if a step runs already; BindError, RankLostError or DeadlineError as `step`.
         """
         loss, outputs = self._run(batch, target, trains=False, wants_outputs=True)
         return outputs, loss
@@ -304,8 +304,8 @@ class Pipeline:
             return None
         values = [made[micro_batch] for micro_batch in sorted(made)]
         if isinstance(values[0], tuple):
-            return tuple(torch.cat(each) for each in zip(*values, strict=True))
-        return torch.cat(values)
+            return tuple(torch.cat(torch.atleast_1d(each)) for each in zip(*values, strict=True))
+        return torch.cat(torch.atleast_1d(values))
 
     # --- the program -----------------------------------------------------------------------------------------
 

@@ -33,10 +33,12 @@ class StageProfile:
 
     Attributes:
         outs: what it passes on, one for each stage after it that reads something.
-        flops: (of the forward, of the input gradient, of the weight gradient).
+        flops: (of the forward, of the input gradient, of the weight gradient); of DTensors those of all ranks of
+            their mesh together.
         bytes: of parameters, inputs and outputs together, which each of these three parts is taken to read and
-            write.
-        kept_bytes: (after the forward, after the input gradient): what is then kept for the parts that follow.
+            write; of a DTensor those of its largest shard.
+        kept_bytes: (after the forward, after the input gradient): what is then kept for the parts that follow; of
+            a DTensor this rank's part.
         recomputed_bytes: what the forward keeps if the stage recomputes: its inputs; 0 at the first stage.
         num_parameters: elements of the parameters that require gradients; of a DTensor those of its largest
             shard.
@@ -135,7 +137,7 @@ def profile_stage(
     return StageProfile(
         kinds if targets else (),
         flops,
-        sum(tensor.numel() * tensor.element_size() for tensor in moved),
+        sum(num_local_elements(tensor) * tensor.element_size() for tensor in moved),
         kept,
         sum(value.numel() * value.element_size() for value in batch) if sources else 0,
         sum(map(num_local_elements, trained)),

@@ -1,7 +1,8 @@
 """Counts the bytes that stages keep between their parts: what autograd saves, what arrived, what was made.
 
 A storage counts once, however many tensors share it, and not at all where it belongs to the module's
-parameters or buffers, or to the batch. A saved tensor counts until the autograd node that saved it is freed.
+parameters or buffers, or to the batch. Of a DTensor it is that of this rank's part. A saved tensor counts until
+the autograd node that saved it is freed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshweave.execute.torch import compat
 from meshweave.execute.torch.compat_pipelining import storage_key
 
 
@@ -23,7 +25,8 @@ class PipelineMemory:
     """Activation memory of this rank: the most that its stages keep at once between their parts.
 
     Attributes:
-        predicted_bytes: of the program, from lifetimes and the profiles of stages.
+        predicted_bytes: of the program, from lifetimes and the profiles of stages; a stage whose `outputs` were
+            given counts 0, for it is not profiled.
         counted_bytes: of the last step; None unless `count_memory` was given.
     """
 
@@ -48,11 +51,11 @@ class SavedMemory:
 
     def exclude(self, module: nn.Module) -> None:
         """Count no parameter and no buffer of a module from now on."""
-        self._excluded.update(map(storage_key, (*module.parameters(), *module.buffers())))
+        self._excluded.update(key for key, _ in _storages((*module.parameters(), *module.buffers())))
 
     def exclude_batch(self, tensors: Iterable[Tensor]) -> None:
         """Count none of the tensors that the caller gives to this step; those of earlier steps are forgotten."""
-        self._of_batch = set(map(storage_key, tensors))
+        self._of_batch = {key for key, _ in _storages(tensors)}
 
     def reset_peak(self) -> None:
         """Set `peak_bytes` to the bytes kept now."""
@@ -72,8 +75,8 @@ class SavedMemory:
 
     def _pack(self, tensor: Tensor) -> _SavedTensor:
         saved = _SavedTensor(tensor.detach())  # with its graph it would keep the node that keeps it
-        key, size = storage_key(tensor), tensor.untyped_storage().nbytes()
-        if self._belongs_to_stage(key):
+        ((key, size),) = _storages([tensor])
+        if self.counts(key):
             self.add(key, size)
             weakref.finalize(saved, self.drop, key, size).atexit = False
         return saved
@@ -91,11 +94,8 @@ class SavedMemory:
             del self._uses[key]
             self.bytes -= num_bytes
 
-    def counts(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is counted: its storage is of no excluded module, and not of the batch."""
-        return self._belongs_to_stage(storage_key(tensor))
-
-    def _belongs_to_stage(self, key: int) -> bool:
+    def counts(self, key: int) -> bool:
+        """Return whether the storage `key` is counted: it is of no excluded module, and not of the batch."""
         return key not in self._excluded and key not in self._of_batch
 
 
@@ -104,11 +104,7 @@ class KeptTensors:
 
     def __init__(self, memory: SavedMemory, tensors: Iterable[Tensor]) -> None:
         self._memory = memory
-        self._uses = [
-            (storage_key(tensor), tensor.untyped_storage().nbytes())
-            for tensor in tensors
-            if memory.counts(tensor)
-        ]
+        self._uses = [use for use in _storages(tensors) if memory.counts(use[0])]
         for use in self._uses:
             memory.add(*use)
 
@@ -126,6 +122,11 @@ class _SavedTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Return (`storage_key`, bytes) of the storage of each tensor, of a DTensor that of this rank's part."""
+    return [(storage_key(one), one.untyped_storage().nbytes()) for one in compat.local_tensors(tensors)]
 
 
 def _unpack(saved: _SavedTensor) -> Tensor:

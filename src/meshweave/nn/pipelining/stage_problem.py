@@ -207,16 +207,17 @@ def profile_all(
         said = exchange(
             context, places.ranks, words, f"the ranks of stage {stage} to run it on shapes", topic=_TOPIC
         )
-        own = {rank: said[rank] for rank in places.meshes[stage].ranks}
-        different = [rank for rank, text in own.items() if text != own[places.meshes[stage].ranks[0]]]
+        own = {rank: json.loads(said[rank]) for rank in places.meshes[stage].ranks}
+        kept = [answer.pop("kept_bytes") for answer in own.values()]  # of uneven shards some ranks keep more
+        first, answer = next(iter(own.items()))
+        different = [rank for rank, each in own.items() if each != answer]
         if different:
             raise BindError(
-                f"stage {stage} is another on {ranks_text(different)} than on rank "
-                f"{places.meshes[stage].ranks[0]}: shapes or dtypes of the module or the batch differ"
+                f"stage {stage} is another on {ranks_text(different)} than on rank {first}: shapes or dtypes of "
+                "the module or the batch differ"
             )
-        answer = json.loads(next(iter(own.values())))
         rows = answer.pop("rows")
-        profiles.append(StageProfile.from_json(answer))
+        profiles.append(StageProfile.from_json(answer | {"kept_bytes": map(max, *kept, kept[0])}))
         parts = places.data_parallelism(stage)
         for target, kind in zip(places.targets(stage), profiles[-1].outs, strict=True):
             if not kind.shape or kind.shape[0] * parts != rows:

@@ -25,7 +25,7 @@ _UNITS = {
     "MIB": 1 << 20,
     "GIB": 1 << 30,
 }
-_IGNORED = ("is_main_process", "token", "save_peft_format", "distributed_checkpoint")
+_IGNORED = ("is_main_process", "token", "save_peft_format", "distributed_checkpoint", "safe_serialization")
 """Arguments of transformers' method that change nothing here."""
 
 

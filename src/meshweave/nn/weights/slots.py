@@ -26,20 +26,20 @@ class StoredTensor:
     is_transposed: bool = False
 
 
-Mapped = Mapping[str, str | StoredTensor] | Callable[[str], str | StoredTensor] | None
-"""From the name of a tensor of a module to where it is stored; None, or no entry, is its own name."""
+Mapped = Mapping[str, str | StoredTensor] | Callable[[str], str | StoredTensor | None] | None
+"""From the name of a tensor of a module to where it is stored; None, returned too, or no entry: its own name."""
 
 
 def stored_as(mapping: Mapped, name: str) -> StoredTensor:
     """Return under which name, and whether transposed, tensor `name` of a module is in a checkpoint.
 
     `mapping` is a dict or function from names in the module to names in the checkpoint, or to a `StoredTensor`.
-    None, and a dict without an entry, mean the tensor's own name.
+    None, a dict without an entry, and a function that returns None mean the tensor's own name.
     """
-    mapped: str | StoredTensor = name
+    mapped: str | StoredTensor | None = None
     if mapping is not None:
-        mapped = mapping(name) if callable(mapping) else mapping.get(name, name)
-    return mapped if isinstance(mapped, StoredTensor) else StoredTensor(mapped)
+        mapped = mapping(name) if callable(mapping) else mapping.get(name)
+    return mapped if isinstance(mapped, StoredTensor) else StoredTensor(name if mapped is None else mapped)
 
 
 @dataclass(frozen=True)
