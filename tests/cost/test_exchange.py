@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 
 from meshweave.base.errors import UnsupportedError
-from meshweave.cost.exchange import bytes_s, elements_after_dispatch, exchange_bytes, library_of, share_with
+from meshweave.cost.exchange import (
+    as_all_to_all,
+    bytes_s,
+    elements_after_dispatch,
+    exchange_bytes,
+    library_of,
+    share_with,
+)
 from meshweave.ir.work import CopyExchange
 
 
@@ -75,3 +82,12 @@ def test_deepep_between_hosts_is_as_fast_as_it_documents(
     assert moved.between * 4 / 3 / seconds == pytest.approx(documented, rel=0.1)
     one_host = bytes_s(constants, replace(moved, hosts=1), 200e9, 50e9, library.multiprocessors)
     assert seconds - one_host == pytest.approx(4 * constants.host_s)
+
+
+@pytest.mark.parametrize("library", ["all_to_all", "deepep", "trtllm_one_sided"])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 16])
+def test_an_all_to_all_in_place_of_an_exchange_leaves_out_what_a_rank_keeps(library: str, ranks: int) -> None:
+    work = exchange(library, ranks)
+    copies = 8 if library == "all_to_all" else ranks * share_with(ranks, 256, 8, 1, 1)
+    received = (ranks - 1) * as_all_to_all(work).part_bytes
+    assert received == pytest.approx(4096 * 14336 * copies * (ranks - 1) / ranks, abs=ranks)

@@ -8,8 +8,13 @@ from importlib.resources import files
 import numpy as np
 import pytest
 
+from meshweave.cost.calls import with_counts
+from meshweave.cost.compute import shape_s
 from meshweave.cost.grouped import even_rows, grouped_constants, grouped_s, grouped_seconds
+from meshweave.cost.products import product_s
 from meshweave.describe.files import parse_table
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.ir.work import Compute
 
 SHAPE = (32768, 7168, 2048, 8, 2)
 
@@ -88,3 +93,17 @@ def test_the_catalog_has_libraries_that_ten_constants_describe() -> None:
         for entry in of.values():
             assert len(entry["constants"]) == 2 + 10
             assert entry["held_out_error"] <= 0.15
+
+
+@pytest.mark.parametrize(("rows", "each", "active"), [(1600, 200, 8), (1593, 200, 8), (5, 1, 5)])
+def test_without_constants_all_rows_are_multiplied_expert_by_expert(
+    rows: int, each: int, active: int
+) -> None:
+    chip = load_cluster("tpu-v5e:4").chip
+    assert chip.kernels is not None
+    of = chip.kernels.product("bfloat16")
+    assert of is not None
+    call = Compute("call", 0, 1, dtype="bfloat16", call="experts", shape=(rows, 4096, 1024, 8, 2))
+    sizes = ((2048, 4096), (4096, 1024))
+    expected = sum(product_s(of, each, n, k, 2, active) for n, k in sizes)
+    assert shape_s(with_counts(call), chip) == pytest.approx(expected)

@@ -205,3 +205,14 @@ def test_a_group_with_one_member_in_a_host_keeps_the_constants_of_its_axis() -> 
     assert machine.host_span("all.row") is None and machine.lies("all.row") is not None
     assert sized_price(machine, "all.row", "all_gather", 9, 2**30, shared=True) is None
     assert sized_price(machine, "all.row", "all_gather", 9, 2**30) is None
+
+
+@pytest.mark.parametrize(
+    "ranks", [(0, 1, 8, 9), (2, 3, 4, 5, 10, 11, 12, 13), (0, 1, 2, 8, 9, 10, 16, 17, 18)]
+)
+def test_a_group_of_some_chips_of_its_hosts_has_their_nics_alone(ranks: tuple[int, ...]) -> None:
+    machine = Machine(PLAIN, (Mesh("some", (len(ranks),), ("x",), ranks),))
+    part, own = 1 << 28, machine.lies("some.x")
+    assert own is not None and own.groups_per_host == 1
+    took_s = price(Transfer("all_gather", "some.x", len(ranks), part), machine).total_ps / 1e12
+    assert took_s == pytest.approx((len(ranks) - 1) * part / (own.per_host * 50e9), rel=0.01)

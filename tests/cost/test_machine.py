@@ -205,7 +205,7 @@ def test_other_networks_carry_any_mesh(network: Network, shape: tuple[int, ...])
 
 @pytest.mark.parametrize(
     "network",
-    [TREE, HostsNetwork(2, 6, FAST, 2, SLOW), FullMeshNetwork(2, 6, FAST, SLOW), RingNetwork(FAST, 12)],
+    [TREE, HostsNetwork(2, 6, FAST, 2, SLOW), FullMeshNetwork(2, 6, FAST, SLOW)],
 )
 @pytest.mark.parametrize("shape", [(12, 1), (2, 6), (2, 3, 2), (6, 2)])
 @pytest.mark.parametrize("inner", [False, True])

@@ -11,7 +11,7 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.links import NetworkAxis
-from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, Network
+from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, Network, RingNetwork
 from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 from meshweave.estimate import estimate
 from meshweave.ir.program import Program
@@ -26,13 +26,14 @@ PAIRS = TreeNetwork((TreeLevel(2, FAST, 1, BRIDGE), TreeLevel(4, SLOW, 3)))
 QUADS = TreeNetwork((TreeLevel(4, FAST, 1, BRIDGE), TreeLevel(2, SLOW)))
 HOSTS, TWO_NICS = HostsNetwork(2, 4, FAST, 1, SLOW), HostsNetwork(2, 4, FAST, 2, SLOW)
 THREE_HOSTS = HostsNetwork(3, 4, FAST, 1, SLOW)
+WAYS: tuple[Literal[1, 2], ...] = (1, 2)
 NUM_BYTES = 64_002
 
 
-def all_reduces(shape: tuple[int, int], axis: str) -> Program:
+def all_reduces(shape: tuple[int, int], axis: str, first: int = 0) -> Program:
     return parse(f"""
 program("all groups of an axis at once")
-tp = mesh({shape}, ("row", "col"))
+tp = mesh({shape}, ("row", "col"), first={first})
 s = scratch(({NUM_BYTES},), "int8", on=tp)
 x = lane()
 with tp:
@@ -72,6 +73,27 @@ def test_each_ring_has_its_share(
     assert alone == pytest.approx(expected, rel=1e-3)
     for contended in (reference.simulate(program, machine), simulate(program, machine)):
         assert contended.duration_s == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("network", "shape", "first", "axis"),
+    [
+        *((RingNetwork(NetworkAxis("ring", 1e6, 0.0, ways), 8), shape, 0, axis) for ways in WAYS
+          for shape in ((2, 4), (4, 2), (8, 1), (2, 2)) for axis in ("row", "col")),
+        (replace(HOSTS, num_hosts=3), (2, 3), 2, "row"),  # ranks 2, 5 and 3, 6 and 4, 7
+        (replace(HOSTS, num_hosts=3), (3, 3), 1, "row"),
+        (TreeNetwork((TreeLevel(2, FAST), TreeLevel(3, SLOW))), (2, 2), 0, "row"),
+        (TreeNetwork((TreeLevel(2, FAST), TreeLevel(3, SLOW))), (2, 3), 0, "col"),  # over the edge of a pair
+        (FullMeshNetwork(3, 2, SLOW, SLOW), (2, 2), 1, "row"),
+    ],
+)  # fmt: skip
+def test_rings_of_some_chips_and_of_several_hops_have_their_share(
+    network: Network, shape: tuple[int, int], first: int, axis: str
+) -> None:
+    program = all_reduces(shape, axis, first)
+    machine = Machine.of(Cluster("box", CHIP, network, "a test"), program)
+    simulated = simulate(program, machine).duration_s
+    assert estimate(program, machine).total_s == pytest.approx(simulated, rel=1e-3)
 
 
 def test_paths_take_direct_links() -> None:

@@ -99,6 +99,28 @@ def test_memory_that_others_reach_lives_throughout() -> None:
     assert set(lifetimes(golden("universal_b"), 3)) == {("a_in", 0), ("a_in", 1), ("part", 0), ("part", 1)}
 
 
+def test_a_slot_that_is_not_read_begins_anew_beside_another_that_is() -> None:
+    """Between the lives of the first slot another buffer is there alone."""
+    program = parse("""
+program("two slots")
+one = mesh((1,), ("x",))
+b = scratch((4,), "float32", on=one, slots=2)
+c = scratch((8,), "float32", on=one)
+d = scratch((1,), "float32", on=one)
+l = lane()
+with one:
+    zero(b(0), lane=l)
+    copy(d, b(0)[0:1], lane=l)
+    zero(c, lane=l)
+    copy(d, c[0:1], lane=l)
+    zero(b(1), lane=l)
+    copy(b(0), b(1), lane=l)
+    copy(d, b(0)[0:1], lane=l)
+""")
+    assert lifetimes(program, 0)["b", 0] == [(0, 1), (5, 6)]
+    assert peak_bytes(program, 0) == 4 + 32
+
+
 def test_overlap_is_left_open() -> None:
     """The first product of the second chunk need not wait for the all-reduce of the first."""
     flow = validate(golden("chunked_atp")).flow

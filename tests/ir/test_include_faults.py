@@ -206,6 +206,7 @@ def test_replicas_must_agree() -> None:
     ("old", "new", "message"),
     [
         ("a=x", "q=x", "'step' has no 'q' to be given"),
+        ("a=x", "a=x, a=x", "'step' is given 'a' twice"),
         ("a=x, ", "", "step: is given nothing for buffer 'a'"),
         ("step,", "stop,", "'stop' is no program that is defined above (did you mean 'step'?)"),
         ("a=x", "a=q", "'q' is no buffer"),

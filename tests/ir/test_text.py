@@ -210,6 +210,15 @@ l = lane()
         ("zero(a, lane=l", "not in the text form"),
         ("__import__('os')", "there is no op '__import__'"),
         ("computes(A, product(A))", "a tensor computes product"),
+        ("computes(A, product(A, A, transpose_a=True, transpose_a=False))", "a tensor computes product"),
+        ('computes(A, call("f", A, output=0, output=1))', 'expected call("fn"'),
+        ("zero(a[blocked(0, 1, 2, start=1), :], lane=l)", "a selector is start:stop or blocked("),
+        ("b = input(A, tp[R, S(0, dim=1)])", "a placement is S(dim), R, P, P(op)"),
+        ("zero(a(0, slot=1), lane=l)", "'a(0, slot=1)' is no buffer"),
+        ("get(a, at(1, a, slot=1), lane=l)", "'at(1, a, slot=1)' is no buffer"),
+        ("with ranks(0, rank=1):\n    zero(a, lane=l)", "expected an op, 'with mesh:'"),
+        ("for i in range(2, stop=3):\n    zero(a, lane=l)", "expected an op, 'with mesh:'"),
+        ('program("another")', "there is no op 'program'"),
     ],
 )
 def test_refusals_say_where_and_what(line: str, message: str) -> None:

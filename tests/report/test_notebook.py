@@ -12,6 +12,7 @@ import pytest
 
 import meshweave as mw
 from meshweave import notebook
+from meshweave.report.program_picture import draw_program
 
 VOID = {"br", "hr", "img", "input", "meta"}
 
@@ -140,3 +141,21 @@ def test_a_terminal_has_a_line_for_what_a_notebook_draws() -> None:
     assert str(titan) == titan.text and re.fullmatch(
         r"<Export to torchtitan: \d+ lines, \d+ left out>", repr(titan)
     )
+
+
+def test_a_program_shows_what_it_sends_and_puts() -> None:
+    program = mw.parse("""
+program("three ways")
+pair = mesh((2,), ("x",))
+a = scratch((4,), "float32", on=pair)
+b = scratch((4,), "float32", on=pair)
+net = lane()
+with ranks(0):
+    send(a, peer=1, lane=net)
+    put(at(1, b), a, lane=net)
+with ranks(1):
+    recv(a, peer=0, lane=net)
+""")
+    text = draw_program(program, 0)
+    assert "1 x send with rank 1, 16 B in all" in text and "1 x put with rank 1, 16 B in all" in text
+    assert "1 x recv with rank 0, writes a, 16 B in all" in draw_program(program, 1)

@@ -26,6 +26,9 @@ _DTYPE_BYTES = {
 
 DTYPES = tuple(_DTYPE_BYTES)
 
+_ROUNDED = 0.9995
+"""A unit from which three digits show one of the next: 999.6 ms are `1 s`."""
+
 
 def dtype_bytes(dtype: str) -> int:
     """Return the size of one element in bytes. Raises KeyError for a dtype that is not in `DTYPES`."""
@@ -50,7 +53,7 @@ def work_ps(amount: int, rate_per_s: int) -> int:
 def format_s(seconds: float) -> str:
     """Format a duration for people: `12.3 ms`."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= scale:
+        if seconds >= _ROUNDED * scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns"
 
@@ -58,6 +61,6 @@ def format_s(seconds: float) -> str:
 def format_bytes(count: float) -> str:
     """Format a number of bytes for people in decimal units, as links are rated: `1.5 GB`."""
     for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= scale:
+        if count >= _ROUNDED * scale:
             return f"{count / scale:.3g} {unit}"
     return f"{count:.0f} B"

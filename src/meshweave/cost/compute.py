@@ -115,9 +115,9 @@ def _experts_s(kernels: ChipKernels, work: Compute) -> float | None:
     constants = kernels.product(work.dtype)
     if constants is None:
         return None
-    each, item = max(rows // experts, 1), item_bytes(work.dtype)
+    active, item = min(experts, max(rows, 1)), item_bytes(work.dtype)
     sizes = ((columns * inner, hidden), (hidden, inner))
-    return sum(product_s(constants, each, n, k, item, experts) for n, k in sizes)
+    return sum(product_s(constants, -(-rows // active), n, k, item, active) for n, k in sizes)
 
 
 def _product_s(

@@ -219,5 +219,6 @@ def as_all_to_all(work: CopyExchange) -> Transfer:
         UnsupportedError: the catalog has no library of that name.
     """
     moved = exchange_bytes(work, work.num_ranks, 1)
-    part = math.ceil(moved.arriving / max(work.num_ranks - 1, 1))
+    keeps = library_of(work.library).sends != "copies"  # what the rank keeps is among what arrives
+    part = math.ceil(moved.arriving / max(work.num_ranks - 1 + keeps, 1))
     return Transfer("all_to_all", work.axis, work.num_ranks, part)

@@ -178,8 +178,8 @@ def _across_hosts(
     ring_kind = "reduce_scatter" if kind == "all_reduce" else kind
     rails = network.nics_per_host / span.groups_per_host
     rails = rails if shared else max(rails, 1.0)
-    if span.fewest:
-        rails = min(rails, max(span.fewest * network.nics_per_host / network.chips_per_host, 1.0))
+    own = (span.fewest or span.per_host) * network.nics_per_host / network.chips_per_host
+    rails = min(rails, max(own, 1.0))
     nics = rails * min(network.nic.comm(ring_kind).bytes_per_s, network.nic.link_bytes_per_s)
     inside = min(network.intra.comm(ring_kind).bytes_per_s, network.intra.link_bytes_per_s)
     measured = None if kernels is None else kernels.collective(ring_kind)

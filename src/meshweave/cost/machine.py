@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +19,13 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.machine.links import ONE_DIRECTION, CommConstants, NetworkAxis, slowest_axis
-from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, SwitchNetwork, TorusNetwork
+from meshweave.describe.machine.network import (
+    FullMeshNetwork,
+    HostsNetwork,
+    RingNetwork,
+    SwitchNetwork,
+    TorusNetwork,
+)
 from meshweave.describe.machine.tree import TreeNetwork
 from meshweave.ir.program import Program
 
@@ -53,7 +60,7 @@ class Machine(PlacedMeshes):
 
     A mesh that a torus does not carry with neighbours next to each other is an error, unless it is `logical`: its
     messages then take the real links of several hops, and its axes have the constants of the slowest axis of the
-    network. Closed forms know how many messages of an axis pass each link (`flows`).
+    network. Closed forms know how many messages of an axis pass each link, as on a `RingNetwork` (`flows`).
 
     `placement` is the chip of each global rank, a permutation of all chips. Paths, links between two ranks and
     the hosts of groups follow it; the network axis of a mesh axis does not.
@@ -138,7 +145,7 @@ class Machine(PlacedMeshes):
         """Return the links under groups of ranks, shape (groups, members), on networks of levels; else None.
 
         Where groups of one stride are in blocks of chips that all lie alike, others may run in all other blocks.
-        Else these alone run, at the pace of the slowest links between neighbours.
+        Else these alone run, at the pace of the slowest links between neighbours, of which each has its share.
         """
         network, (count, size) = self.cluster.network, groups.shape
         if not isinstance(network, HostsNetwork | FullMeshNetwork | TreeNetwork):
@@ -147,12 +154,19 @@ class Machine(PlacedMeshes):
         block, chips = size * stride, self.cluster.num_chips
         is_even = stride > 0 and chips % block == 0 and bool((np.diff(groups) == stride).all())
         if is_even and bool((groups[:, 0] % block < stride).all()):
-            levels = level_sizes(network) or ()
-            if count * size == chips or all(level % block == 0 or block % level == 0 for level in levels):
+            is_known = count * size == chips and not isinstance(network, TreeNetwork)
+            if is_known or all(each % block == 0 or block % each == 0 for each in level_sizes(network) or ()):
                 return self._network_axes(1, 3, (chips // block, size, stride))
-        pairs = np.stack([groups, np.roll(groups, -1, axis=1)], axis=-1).reshape(-1, 2)
-        slowest = slowest_axis(list({_between(network, src, dst): None for src, dst in pairs.tolist()}))
-        return slowest, slowest
+        pairs = np.stack([groups, np.roll(groups, -1, axis=1)], axis=-1).reshape(-1, 2).tolist()
+        slowest = slowest_axis(list({_between(network, src, dst): None for src, dst in pairs}))
+        sent = pairs + [[dst, src] for src, dst in pairs] * (slowest.num_directions - 1)
+        unplaced = replace(self, placement=None)
+        counts = Counter(link for src, dst in sent for link in unplaced.path(src, dst))
+        rates = (
+            self.weighted_link_rate(link) / self.link_weight(link) / each for link, each in counts.items()
+        )
+        rate = max(min(rates, default=math.inf), 1.0)
+        return slowest, replace(slowest, link_bytes_per_s=min(rate, slowest.link_bytes_per_s))
 
     def _network_axes(
         self, i: int, num_dims: int, shape: tuple[int, ...] | None
@@ -173,9 +187,9 @@ class Machine(PlacedMeshes):
     def _with_hops(
         self, axes: tuple[NetworkAxis, NetworkAxis], groups: NDArray[np.int64]
     ) -> tuple[NetworkAxis, NetworkAxis, NetworkAxis]:
-        """Return the axes as `_axes` does: with the share of a message of the busiest link of a logical torus."""
+        """Return the axes as `_axes` does: with a message's share of the busiest link of a ring or torus."""
         own, shared = axes
-        if not isinstance(self.cluster.network, TorusNetwork):
+        if not isinstance(self.cluster.network, TorusNetwork | RingNetwork):
             return own, shared, shared
 
         def limited(one_way: bool) -> NetworkAxis:
@@ -189,8 +203,8 @@ class Machine(PlacedMeshes):
         return own, limited(own.num_directions == 1), limited(True)
 
     def _hops(self, groups: NDArray[np.int64], one_way: bool) -> Flows:
-        """Return the flows of rings of groups of ranks, shape (groups, members), on a logical torus; else {}."""
-        if not self.logical or not isinstance(self.cluster.network, TorusNetwork) or groups.shape[1] == 1:
+        """Return the flows of rings of groups of ranks, (groups, members), on a ring or logical torus; else {}."""
+        if groups.shape[1] == 1 or not (self.logical or isinstance(self.cluster.network, RingNetwork)):
             return {}
         chips = groups if self.placement is None else np.array(self.placement)[groups]
         counts = torus_flows(self._torus_shape, np.ascontiguousarray(chips), one_way)
@@ -200,9 +214,9 @@ class Machine(PlacedMeshes):
     def flows(self, name: str, one_way: bool = False) -> Flows:
         """Return how many messages of a mesh axis ("tp.row") or mesh ("tp") pass each link while all groups send.
 
-        Links are those of a logical torus, by axis; the port of a chip into a switch or a host; and all NICs of a
-        host together. {} on other networks, where closed forms know of no sharing. With `one_way` all go forwards,
-        as they do where rings have one direction.
+        Links are those of a ring or a logical torus, by axis; the port of a chip into a switch or a host; and all
+        NICs of a host together. {} on other networks, where closed forms know of no sharing. With `one_way` all go
+        forwards, as they do where rings have one direction.
         """
         one_way = one_way or self.axis(name).num_directions == 1
         if (name, one_way) not in self._flows:
@@ -227,7 +241,7 @@ class Machine(PlacedMeshes):
         network = self.cluster.network
         if isinstance(network, SwitchNetwork):
             return {"port": (network.link.link_bytes_per_s, _ONE)}
-        if isinstance(network, TorusNetwork):
+        if isinstance(network, TorusNetwork | RingNetwork):
             return self._hops(self.groups(name), one_way)
         span = self.lies(name)
         if span is None or not isinstance(network, HostsNetwork):

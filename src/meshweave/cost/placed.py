@@ -18,7 +18,13 @@ from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.links import NetworkAxis
-from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, SwitchNetwork, TorusNetwork
+from meshweave.describe.machine.network import (
+    FullMeshNetwork,
+    HostsNetwork,
+    RingNetwork,
+    SwitchNetwork,
+    TorusNetwork,
+)
 from meshweave.describe.machine.tree import TreeNetwork
 
 Link = tuple[str, int, int, int]
@@ -232,8 +238,10 @@ class PlacedMeshes:
 
     @cached_property
     def _torus_axes(self) -> tuple[NetworkAxis, ...]:
-        """Return the links along each axis of the torus, in the order of its current shape."""
+        """Return the links along each axis of the torus, in the order of its current shape; of a ring its own."""
         network, shape = self.cluster.network, self._torus_shape
+        if isinstance(network, RingNetwork):
+            return (network.link,)
         assert isinstance(network, TorusNetwork)
         return tuple(network.axis(i, len(shape), shape) for i in range(len(shape)))
 

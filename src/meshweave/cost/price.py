@@ -152,8 +152,8 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
             rate = _one_direction_rate(rate, machine.axis(work.axis, shared, one_way=True))
     elif work.kind == "all_to_all":
         steps, amount = count - 1, _all_to_all_bytes(work, machine, shared)
-        if isinstance(machine.cluster.network, HostsNetwork):
-            rate = machine.rate(work.axis, kind)  # the bytes say already who shares a NIC
+        if isinstance(machine.cluster.network, HostsNetwork | FullMeshNetwork):
+            rate = machine.rate(work.axis, kind)  # the bytes say already who shares a NIC or a link
     elif work.kind == "fence":
         steps, amount = count - 1, 0
     else:

@@ -57,8 +57,8 @@ class Transfer:
         axis: the mesh axis ("tp.row") or whole mesh ("tp"), "" where the group is none of these.
         num_ranks: number of members of the group; 2 for a message and a one-sided access.
         part_bytes: bytes of the largest part that a member contributes (all_gather) or receives (reduce_scatter),
-            or that this one sends to another (all_to_all); of a fence 0, of other kinds all that is sent or
-            reduced.
+            or into which this one cuts its src (all_to_all), the part that it keeps among them; of a fence 0, of
+            other kinds all that is sent or reduced.
         packets: the pipelined parts of a broadcast or reduce.
         step: which step of a lowered collective this is, or None.
         hops: the ring distance of a permute in the shorter direction. Since every member sends that far, each

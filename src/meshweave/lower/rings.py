@@ -342,8 +342,8 @@ class _RingLowering:
         if known is not None:  # collectives of one buffer that differ in the cut dim alone share an inbox
             name, shape[op.dim] = known.name, maximum(known.shape[op.dim], shape[op.dim])
         else:
-            made = (*self.new_lanes.values(), *self.new_buffers.values())
-            taken = self.program.names | {other.name for other in made}
+            taken = self.program.names | {lane.name for lane in self.new_lanes.values()}
+            taken |= {other.name for other in self.new_buffers.values()}
             name = fresh_name(f"{op.src.buffer}_ring{'' if part.shift == 1 else BACK}", taken)
         order = (op.dim, *(d for d in range(len(shape)) if d != op.dim))
         buffer = Buffer(

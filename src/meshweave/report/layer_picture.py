@@ -228,7 +228,7 @@ def _weight(weight: NodeWeight, shards: Shards | None) -> str:
 
 def count_text(parameters: int) -> str:
     """Return a number of parameters as text in millions or billions: `124 M`, `1.3 B`."""
-    return f"{parameters / 1e6:.3g} M" if parameters < 1e9 else f"{parameters / 1e9:.3g} B"
+    return f"{parameters / 1e6:.3g} M" if parameters < 999.5e6 else f"{parameters / 1e9:.3g} B"
 
 
 def _features(features: Features) -> str:

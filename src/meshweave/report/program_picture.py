@@ -28,7 +28,7 @@ class _DrawnOp:
     activity: str
     text: str
     moved: tuple[str, int]
-    """Its description without its number ("put with rank 3"), and the bytes that it writes on its own rank."""
+    """Its description without its number ("put with rank 3"), and the bytes of `_words`."""
 
 
 def draw_program(program: Program, rank: int | None = None) -> str:
@@ -148,14 +148,19 @@ def _ops(program: Program, rank: int) -> Iterator[_DrawnOp]:
 
 
 def _words(program: Program, op: Op, rank: int) -> tuple[str, int]:
-    """Return an op in words (name and kind, with whom, what it writes), and the bytes it writes on this rank."""
+    """Return an op in words (name and kind, with whom, what it writes), and the bytes it writes on this rank.
+
+    Of a send, put or accumulate, which write elsewhere, they are the bytes that leave.
+    """
     text = op.name if op.name and op.name != op.kind else op.kind
     text += f" ({op.kind})" if text != op.kind else ""
     if isinstance(op, Collective):
         text += f" among ranks {_ranks(list(program.group(op.over, rank)))}"
-    elif isinstance(peer := getattr(op, "peer", None), int):
+    far = next((view.rank for _, view in op.accesses() if view.rank is not None), None)
+    if isinstance(peer := getattr(op, "peer", far), int):
         text += f" with rank {peer}"
     written = [view for view in op.writes if view.rank is None]
     if written:
         text += f", writes {', '.join(dict.fromkeys(view.buffer for view in written))}"
-    return text, sum(program.view_bytes(view) for view in written)
+    moved = op.reads if op.kind in ("send", "put", "accumulate") else written
+    return text, sum(program.view_bytes(view) for view in moved)

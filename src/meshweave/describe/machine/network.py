@@ -208,7 +208,7 @@ class _OneLinkNetwork(AnyShapeNetwork):
     ) -> NetworkAxis:
         """Return the links that mesh axis `i` of `num_dims` runs over: the same for all axes.
 
-        `shared` changes nothing: the groups of an axis do not slow each other down here.
+        `shared` changes nothing: groups share no port of a switch, and `cost.machine` counts who meets on a ring.
 
         Raises:
             LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.

@@ -67,14 +67,14 @@ def _lifetimes(
     lies_in: dict[Slot, list[Slot]] = {}
     for index, (op, env) in enumerate(ops):
         call = op if isinstance(op, Call) else None
-        own = [(mode, view) for mode, view in op.accesses() if view.rank is None]
-        kept = {view.buffer for mode, view in own if mode != WRITE}
+        local_views = ((mode, view) for mode, view in op.accesses() if view.rank is None)
+        own = [(mode, view, (view.buffer, evaluate(view.slot, env))) for mode, view in local_views]
+        kept = {key for mode, _, key in own if mode != WRITE}
         if call is not None and call.part == "in_place":
-            _lay_in(lies_in, own, env)
-        for mode, view in own:
-            key = view.buffer, evaluate(view.slot, env)
+            _lay_in(lies_in, [(mode, key) for mode, _, key in own])
+        for mode, view, key in own:
             shape = shapes.get(view.buffer)
-            is_new = mode == WRITE and view.buffer not in kept
+            is_new = mode == WRITE and key not in kept
             begins = is_new and _is_whole(view, shape)
             if is_new and not begins and shape is not None and len(shape) == 1 and key not in lies_in:
                 begins = lives_of.setdefault(key, _Lives()).completes(_run(view, shape[0], env), shape[0])
@@ -82,7 +82,7 @@ def _lifetimes(
                 if place[0] not in local:
                     continue
                 lives = lives_of.setdefault(place, _Lives())
-                is_read = mode != WRITE or view.buffer in kept or place != key
+                is_read = mode != WRITE or key in kept or place != key
                 lives.access(index, is_read=is_read, begins=begins and place == key)
                 lives.is_ended |= call is not None and call.part == "free"
     return {key: lives.spans for key, lives in lives_of.items()}
@@ -139,11 +139,8 @@ class _Lives:
             self.unread = index
 
 
-def _lay_in(
-    lies_in: dict[Slot, list[Slot]], accesses: Sequence[tuple[str, View]], env: Mapping[str, int]
-) -> None:
-    """Note that the slots which a call writes lie in those that it reads."""
-    slots = [(mode, (view.buffer, evaluate(view.slot, env))) for mode, view in accesses]
+def _lay_in(lies_in: dict[Slot, list[Slot]], slots: Sequence[tuple[str, Slot]]) -> None:
+    """Note that the slots which a call writes lie in those that it reads; `slots` are (mode, slot) of each."""
     ins = [place for mode, key in slots if mode != WRITE for place in lies_in.get(key, [key])]
     for mode, key in slots:
         if mode == WRITE:

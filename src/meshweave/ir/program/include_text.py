@@ -85,9 +85,12 @@ def read_include(call: ast.Call, reader: ProgramReader) -> Include:
         "lane": program.lane_of,
     }
     known = {name for table in formals.values() for name in table}
-    for name, value in given.items():
+    for item in call.keywords:
+        name = item.arg or "**"
         if name not in known and name not in RESERVED:
-            raise fault_at(value, f"'{part}' has no '{name}' to be given{did_you_mean(name, known)}")
+            raise fault_at(item.value, f"'{part}' has no '{name}' to be given{did_you_mean(name, known)}")
+        if given[name] is not item.value:
+            raise fault_at(item.value, f"'{part}' is given '{name}' twice")
     nodes = {
         kind: {name: given[name] for name in table if name in given and name not in RESERVED}
         for kind, table in formals.items()

@@ -56,13 +56,13 @@ def read_placement(node: ast.expr) -> Placement:
             return Replicate()
         case ast.Name(id="P"):
             return Partial()
-        case ast.Call(func=ast.Name(id="P"), args=[op]):
+        case ast.Call(func=ast.Name(id="P"), args=[op], keywords=[]):
             return Partial(read_string(op))
-        case ast.Call(func=ast.Name(id="S"), args=[dim]):
+        case ast.Call(func=ast.Name(id="S"), args=[dim], keywords=[]):
             return Shard(read_int(dim))
-        case ast.Call(func=ast.Name(id="T"), args=[dim, size, offset]):
+        case ast.Call(func=ast.Name(id="T"), args=[dim, size, offset], keywords=[]):
             return Tile(read_int(dim), read_int(size), read_int(offset))
-        case ast.Call(func=ast.Name(id="SS"), args=[dim, split_factor]):
+        case ast.Call(func=ast.Name(id="SS"), args=[dim, split_factor], keywords=[]):
             return StridedShard(read_int(dim), read_int(split_factor))
     raise fault_at(
         node, "a placement is S(dim), R, P, P(op) or T(dim, size, offset), or SS(dim, split_factor)"
@@ -177,6 +177,6 @@ def read_selector(node: ast.expr) -> Selector:
     match node:
         case ast.Slice(lower=lower, upper=upper, step=None):
             return Range(0 if lower is None else from_ast(lower), None if upper is None else from_ast(upper))
-        case ast.Call(func=ast.Name(id="blocked"), args=args) if 3 <= len(args) <= 5:
+        case ast.Call(func=ast.Name(id="blocked"), args=args, keywords=[]) if 3 <= len(args) <= 5:
             return Blocked(*map(from_ast, args))
     raise fault_at(node, "a selector is start:stop or blocked(first, block, stride, start, stop)")

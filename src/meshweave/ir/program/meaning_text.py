@@ -29,8 +29,9 @@ def read_meaning(out: ast.expr, call: ast.Call, tensors: dict[str, Tensor]) -> M
         raise fault_at(out, "only what a call makes is declared by parts: computes(Y[i, :], call(...))")
     names = [read_name(item, tensors, "tensor") for item in call.args]
     flags = {item.arg: read_flag(item.value) for item in call.keywords}
+    are_known = set(flags) <= {"transpose_a", "transpose_b"} and len(flags) == len(call.keywords)
     match call.func:
-        case ast.Name(id="product") if len(names) == 2 and set(flags) <= {"transpose_a", "transpose_b"}:
+        case ast.Name(id="product") if len(names) == 2 and are_known:
             return Product(out.id, names[0], names[1], **flags)  # type: ignore[arg-type]
         case ast.Name(id="same") if len(names) == 1 and not flags:
             return Same(out.id, names[0])
@@ -45,7 +46,8 @@ def read_meaning(out: ast.expr, call: ast.Call, tensors: dict[str, Tensor]) -> M
 
 def _function(out: ast.expr, call: ast.Call, tensors: dict[str, Tensor]) -> Function:
     values = {item.arg: item.value for item in call.keywords}
-    if not call.args or not set(values) <= {"stash", "reduce", "output"}:
+    is_known = set(values) <= {"stash", "reduce", "output"} and len(values) == len(call.keywords)
+    if not call.args or not is_known:
         raise fault_at(call, 'expected call("fn", A[i, :], ..., stash=, reduce=, output=)')
     part = partial(_tensor_part, tensors)
     stash = read_items(values["stash"]) if "stash" in values else []

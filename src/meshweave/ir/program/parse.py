@@ -121,8 +121,10 @@ class _Reader:
         """Add a declaration, sub-program or statement at the top level of the text to what has been read."""
         match node:
             case ast.Expr(
-                value=ast.Call(func=ast.Name(id="program"), args=[ast.Constant(value=str() as name)])
-            ):
+                value=ast.Call(
+                    func=ast.Name(id="program"), args=[ast.Constant(value=str() as name)], keywords=[]
+                )
+            ) if self.name is None:
                 self.name = name
             case ast.Expr(
                 value=ast.Call(func=ast.Name(id="computes"), args=[out, ast.Call() as call], keywords=[])
@@ -243,12 +245,15 @@ class _Reader:
                     raise fault_at(node, f"'{mesh}' is no mesh{did_you_mean(mesh, self.meshes)}")
                 return On(mesh, self._block(body))
             case ast.With(
-                items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="ranks"), args=args))], body=body
+                items=[
+                    ast.withitem(context_expr=ast.Call(func=ast.Name(id="ranks"), args=args, keywords=[]))
+                ],
+                body=body,
             ):
                 return On(tuple(map(read_int, args)), self._block(body))
             case ast.For(
                 target=ast.Name(id=var),
-                iter=ast.Call(func=ast.Name(id="range"), args=[count]),
+                iter=ast.Call(func=ast.Name(id="range"), args=[count], keywords=[]),
                 body=body,
                 orelse=[],
             ):
@@ -312,12 +317,12 @@ class _Reader:
         """Return the view that a syntax node describes: `x`, `x(slot)[0:4, :]` or `at(rank, x)`."""
         rank: Index | None = None
         match node:
-            case ast.Call(func=ast.Name(id="at"), args=[owner, inner]):
+            case ast.Call(func=ast.Name(id="at"), args=[owner, inner], keywords=[]):
                 rank, node = from_ast(owner), inner
         node, chosen = read_subscript(node)
         slot: Index = 0
         match node:
-            case ast.Call(func=ast.Name() as head, args=[number]):
+            case ast.Call(func=ast.Name() as head, args=[number], keywords=[]):
                 node, slot = head, from_ast(number)
         name = read_name(node, self.buffers, "buffer")
         dims = self.buffers[name].num_dims(self.tensors)
