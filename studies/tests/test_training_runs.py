@@ -514,7 +514,9 @@ def test_recipes_say_how_tokens_travel_and_what_is_captured() -> None:
     assert (dispatcher, stack.captured, stack.overlaps_exchanges) == ("hybridep", 0.3, False)
     stack, _ = routed_stack(source="Megatron-Bridge 26.08 NeMo Container")
     assert (stack.captured, stack.overlaps_exchanges) == (1.0, True)
-    assert stack.biased_experts == SoftwareStack().biased_experts != load_stack("megatron-core").biased_experts
+    assert (
+        stack.biased_experts == SoftwareStack().biased_experts != load_stack("megatron-core").biased_experts
+    )
     _, dispatcher = routed_stack(model="Qwen3_235B_a22B", chips="8 DGX-B200")
     assert dispatcher == "all_to_all"
 

@@ -227,16 +227,6 @@ class Machine(PlacedMeshes):
     def _flows(self) -> dict[tuple[str, bool], Flows]:
         return {}
 
-    def groups(self, name: str) -> NDArray[np.int64]:
-        """Return the ranks of each group of a mesh axis ("tp.row"), or of a mesh ("tp"), (groups, members)."""
-        mesh_name, _, axis = name.partition(".")
-        mesh = next(mesh for mesh in self.meshes if mesh.name == mesh_name)
-        ranks = np.array(mesh.ranks).reshape(mesh.shape)
-        if not axis:
-            return ranks.reshape(1, -1)
-        i = mesh.axes.index(axis)
-        return np.moveaxis(ranks, i, -1).reshape(-1, mesh.shape[i])
-
     def _flows_of(self, name: str, one_way: bool) -> Flows:
         network = self.cluster.network
         if isinstance(network, SwitchNetwork):

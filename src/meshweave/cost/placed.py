@@ -77,6 +77,16 @@ class PlacedMeshes:
                 f"{highest + 1} ranks do not fit the {self.cluster.num_chips} chips of {self.cluster.name}"
             )
 
+    def groups(self, name: str) -> NDArray[np.int64]:
+        """Return the ranks of each group of a mesh axis ("tp.row"), or of a mesh ("tp"), (groups, members)."""
+        mesh_name, _, axis = name.partition(".")
+        mesh = next(mesh for mesh in self.meshes if mesh.name == mesh_name)
+        ranks = np.array(mesh.ranks).reshape(mesh.shape)
+        if not axis:
+            return ranks.reshape(1, -1)
+        i = mesh.axes.index(axis)
+        return np.moveaxis(ranks, i, -1).reshape(-1, mesh.shape[i])
+
     def host_span(self, axis: str) -> HostSpan | None:
         """Return how the groups of a mesh axis ("tp.row"), or the ranks of a mesh ("tp"), lie on hosts.
 

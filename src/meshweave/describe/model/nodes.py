@@ -6,8 +6,8 @@ feed-forward part), "vocabulary"; and whole on a rank that has the token: "laten
 (the experts of a token), "copies" (a token for each of its experts). A node reads edges by name and makes one.
 
 What is kept follows Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (MLSys '23),
-section 4: the operands of products, the inputs of norms, attention and activation, and one byte an element for the
-masks of dropout.
+section 4: the operands of products, inputs of norms, attention and activation, and a byte an element of dropout's
+masks.
 """
 
 from __future__ import annotations
