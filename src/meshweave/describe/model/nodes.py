@@ -5,9 +5,8 @@ dim: "hidden" (the residual), "heads" (groups of heads that share a head of keys
 feed-forward part), "vocabulary"; and whole on a rank that has the token: "latent" (of latent attention), "choices"
 (the experts of a token), "copies" (a token for each of its experts). A node reads edges by name and makes one.
 
-What is kept follows Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (MLSys '23),
-section 4: the operands of products, inputs of norms, attention and activation, and a byte an element of dropout's
-masks.
+What is kept follows Korthikanti et al., Reducing Activation Recomputation (MLSys '23), section 4: the operands of
+products, the inputs of norms, attention and activation, and one byte an element for the masks of dropout.
 """
 
 from __future__ import annotations
