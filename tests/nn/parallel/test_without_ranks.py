@@ -111,7 +111,9 @@ def test_layers_with_equal_sets_are_of_one_kind() -> None:
     for layer, members in zip(model.model.layers, ([0, 8], [8, 0]), strict=True):
         layer.chosen = set(members)
     assert kinds_of(model, PLAIN["Llama"]) == [0, 0]
-    told = [SimpleNamespace(config=SimpleNamespace(kept={"chosen": layer.chosen})) for layer in model.model.layers]
+    told = [
+        SimpleNamespace(config=SimpleNamespace(kept={"chosen": layer.chosen})) for layer in model.model.layers
+    ]
     assert configuration_words(told[0]) == configuration_words(told[1])
 
 
