@@ -11,10 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 from plain_models import PlainLlama  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from torch import distributed as dist  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from meshweave.base.errors import UnsupportedError  # noqa: E402
 from meshweave.nn.parallel import trial_memory  # noqa: E402
@@ -23,7 +20,6 @@ from meshweave.nn.parallel.known import PLAIN  # noqa: E402
 from meshweave.nn.parallel.loss import VocabularyLoss  # noqa: E402
 from meshweave.nn.parallel.model_words import configuration_words  # noqa: E402
 from meshweave.nn.parallel.norm import ParallelNorm, _kind  # noqa: E402
-from meshweave.nn.parallel.strategy import LayerStrategy  # noqa: E402
 from meshweave.nn.parallel.uses import ParameterUse  # noqa: E402
 from meshweave.nn.prove.reduced import kinds_of  # noqa: E402
 
@@ -115,14 +111,3 @@ def test_layers_with_equal_sets_are_of_one_kind() -> None:
         SimpleNamespace(config=SimpleNamespace(kept={"chosen": layer.chosen})) for layer in model.model.layers
     ]
     assert configuration_words(told[0]) == configuration_words(told[1])
-
-
-def test_a_strategy_lies_on_the_mesh_that_it_is_given_also_after_another_process_group() -> None:
-    """Meshes of both are equal, and have groups of other names."""
-    for _ in range(2):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-        try:
-            mesh = init_device_mesh("cpu", (2, 2))
-            assert LayerStrategy.of("atp", mesh).device_mesh is mesh
-        finally:
-            dist.destroy_process_group()

@@ -158,12 +158,10 @@ class CountsPerWorld:
 
     def __init__(self) -> None:
         self._world: Any = None
-        self._counts: dict[Any, Any] = {}
+        self._counts: dict[Any, int] = {}
 
-    def counts(self) -> dict[Any, Any]:
-        """Return a dict of counts, or other values, for the caller to change: {} with each new default process
-        group.
-        """
+    def counts(self) -> dict[Any, int]:
+        """Return a dict of counts, for the caller to change: {} with each new default process group."""
         world = dist.group.WORLD
         if self._world is not world:
             self._world, self._counts = world, {}

@@ -160,9 +160,8 @@ def _kind(norm: nn.Module, name: str) -> NormKind:
             f"{name}: {type(norm).__name__} has no eps; give an nn.LayerNorm or nn.RMSNorm"
         )
     is_layer_norm = isinstance(norm, nn.LayerNorm) or getattr(norm, "bias", None) is not None
-    wide = torch.promote_types(
-        weight.dtype, torch.float32
-    )  # in which torch computes: it takes the epsilon of that
+    # torch computes in single precision or wider, and takes the epsilon of that.
+    wide = torch.promote_types(weight.dtype, torch.float32)
     eps = float(eps) if eps is not None else float(torch.finfo(wide).eps)
     if weight.device.type != "meta":
         _try(norm, is_layer_norm, eps, name)

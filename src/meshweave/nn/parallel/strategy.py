@@ -19,14 +19,13 @@ from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.groups import CountsPerWorld
 from meshweave.nn.dtensor import mesh_of
 from meshweave.nn.in_graphs import context_of
 
 
 @dataclass(frozen=True, eq=False)
 class LayerStrategy:
-    """A strategy on the ranks of a device mesh; one object for equal ones of a default process group.
+    """A strategy on the ranks of a device mesh; one object for equal ones.
 
     Attributes:
         name: that of the strategy.
@@ -92,11 +91,9 @@ class LayerStrategy:
         mesh = Mesh(MESH, shape, AXES[-len(shape) :], ranks)
         number = -1 if context is None else context.number
         key = (entry.name, roles, mesh, config or BlockConfig(), rank, device_mesh, number)
-        known = _known.counts()
-        if key not in known:
-            known[key] = cls(*key)
-        strategy: LayerStrategy = known[key]
-        return strategy
+        if key not in _KNOWN:
+            _KNOWN[key] = cls(*key)
+        return _KNOWN[key]
 
     @cached_property
     def coordinates(self) -> tuple[int, ...]:
@@ -152,8 +149,7 @@ class LayerStrategy:
         return Side("batch", batch), Side("sequence", sequence)
 
 
-_known = CountsPerWorld()
-"""Strategies by their attributes. Meshes of an earlier default process group equal those of the present one."""
+_KNOWN: dict[Any, LayerStrategy] = {}
 
 
 def device_mesh_for(

@@ -157,11 +157,11 @@ class ModelPair:
         data = _data_ranks(self.module, data_mesh)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         context = context_for(getattr(parallelised, "strategy", None), self.device)
-        own, lines = ranks_of(tensors), rank_groups(tensors)
+        own, lines = {*ranks_of(tensors), *data}, rank_groups(tensors)
         if len(data) > 1:  # each may be in a mesh of its own
             lines.append(data)
-            said = ProofRanks(tuple(sorted(data)), dist.get_rank(), context).say(own)
-            own = tuple({rank for ranks in said.values() for rank in ranks} | {*data})
+            said = ProofRanks(tuple(sorted(data)), dist.get_rank(), context).say(sorted(own))
+            own = {rank for ranks in said.values() for rank in ranks}
         ranks = tuple(sorted(own)) or tuple(range(dist.get_world_size()))
         self.ranks = ProofRanks(ranks, dist.get_rank(), context, lines or [list(ranks)])
         self.ranges = ranges_of(self.module)
