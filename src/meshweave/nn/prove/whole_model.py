@@ -167,7 +167,7 @@ class _WatchedCopy:
             before = trained.get(name, out)
             if before.shape == out.shape and not _are_close(before.detach(), out.detach()):
                 self.refuse(
-                    f"in evaluation its {name} has other values than in training without dropout, and what "
+                    f"in evaluation it has other {name} than in training without dropout, and what "
                     "replaces its layers computes the same in both; do what differs outside of the model"
                 )
 
