@@ -166,6 +166,7 @@ def test_what_the_torus_carries_keeps_its_constants_when_logical() -> None:
     # The torus is not turned with it: ranks lie on its chips in the order of its own rows.
     assert turned.path(0, 2) == (("link", 0, 1, 1), ("link", 1, 1, 1))
     assert on(torus, 4, 2).path(0, 2) == (("link", 0, 0, 1),)
+    assert on(torus, 4, 2, 1).path(0, 2) == (("link", 0, 0, 1),), "an axis of one rank changes nothing"
     assert [turned.weighted_link_rate(("link", 0, axis, 1)) for axis in (0, 1)] == [10**10, 10**9]
 
 

@@ -143,7 +143,8 @@ class PlacedMeshes:
             return (num_chips,)
         whole = next((mesh.shape for mesh in self.meshes if mesh.num_ranks == num_chips), None)
         if network.shape is not None:
-            if whole is None or self.logical or sorted(whole) != sorted(network.shape):
+            sizes = [sorted(size for size in shape if size > 1) for shape in (whole or (), network.shape)]
+            if whole is None or self.logical or sizes[0] != sizes[1]:
                 return network.shape
             return whole  # a torus may be turned to fit the mesh
         if self.logical and (whole is None or len(whole) > len(network.axes)):
