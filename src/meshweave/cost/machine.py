@@ -247,13 +247,14 @@ class Machine(PlacedMeshes):
     def axis(self, name: str, shared: bool = False, one_way: bool = False) -> NetworkAxis:
         """Return the network axis that a mesh axis runs over.
 
-        With `shared` its links have the rate that one group of the mesh axis gets of them while all groups
-        communicate at once, with `one_way` in one direction. Closed forms ask with `shared`; simulation with
-        contention shares links itself.
+        Closed forms ask with `shared`; simulation with contention shares links itself.
 
         Args:
-            name: a mesh axis, as "tp.row"; a mesh, as "tp", for the group of all its ranks; or "" for the axis
-                with the slowest links.
+            name: a mesh axis, as "tp.row"; a mesh, as "tp", for the group of all its ranks; or ""
+                for the axis with the slowest links, always as without `shared`.
+            shared: whether links have the rate that one group of the mesh axis gets of them while
+                all its groups communicate at once, instead of their own.
+            one_way: with `shared`, whether all messages go the same way round; without it ignored.
 
         Raises:
             LayoutError: a mesh does not fit the cluster's network, or none has an axis of the name.

@@ -102,15 +102,18 @@ def interpolation(table: ProductTable, constants: ProductModel | None, dtype: st
 def table_s(
     table: ProductTable, constants: ProductModel | None, dtype: str, m: int, n: int, k: int, outside: str
 ) -> float | None:
-    """Return the seconds of a product by a table, from `interpolation`.
+    """Return the seconds of a product (m, k) by (k, n), interpolated between those of a table.
 
     Args:
-        dtype: of the operands.
-        outside: what a product outside the ranges of the table gives: with "model" None, where `constants` may
-            price it instead; with "error" an error.
+        constants: a model of products, whose ratio to the measured times is interpolated; None for
+            the best rates in the table in its place.
+        dtype: of the operands; the table was measured in it.
+        outside: for a product outside the table's ranges of m, n and k: "model" returns None, so
+            that the caller prices it with `constants`; "error" raises.
 
     Raises:
-        UnsupportedError: the product is outside the ranges, and `outside` is "error" or `constants` is None.
+        UnsupportedError: the product is outside the ranges, and `outside` is "error" or `constants`
+            is None.
     """
     known = interpolation(table, constants, dtype)
     if not known.covers(m, n, k):

@@ -164,11 +164,13 @@ def slowed(seconds: Array, slowdown: float) -> Array:
 def product_s(
     constants: ProductModel, m: int, n: int, k: int, item_bytes: int, num_products: int = 1
 ) -> float:
-    """Return the seconds of `num_products` equal products (m, k) by (k, n) in one kernel.
+    """Return the seconds of `num_products` equal products of (m, k) by (k, n) in one kernel.
 
-    If one of the four numbers is 0, these are the seconds of its launch.
+    If m, n, k or `num_products` is 0, these are the seconds of its launch.
 
-    Elements of A and B have `item_bytes` bytes, those of C as many, but at least 2.
+    Args:
+        item_bytes: bytes of an element of A or B. One of C has as many, but at least 2 except with
+            constants of a CPU.
     """
     if not m * n * k * num_products:
         return constants.launch_s

@@ -36,14 +36,15 @@ class _CellError(Exception):
 
 
 def schedule_from_csv(text: str, name: str = "schedule") -> Schedule:
-    """Return the schedule in a CSV as torch writes it. Which rank holds which stage follows from its actions.
+    """Return the schedule in a CSV as torch writes it: a row for each pipeline rank, a cell for each action.
 
-    `name` is the file that errors name.
+    Which rank holds which stage, and the number of micro-batches, follow from the actions. Empty cells,
+    and empty rows at the end, are left out. `name` is the file that errors name.
 
     Raises:
-        DescriptionError: the text is no CSV or has no actions, a cell is no action, a row is empty, a stage is
-            on two ranks, or numbers of stages have gaps. That the schedule is complete and ends is not checked:
-            see `prove_progress`.
+        DescriptionError: the text is no CSV or has no actions, a cell is no action, a row before the last
+            one with actions is empty, a stage is on two ranks, or numbers of stages have gaps. That the
+            schedule is complete and ends is not checked: see `prove_progress`.
     """
     rows = _rows(text, name)
     holders: dict[int, tuple[int, int]] = {}

@@ -223,9 +223,15 @@ class StageBuckets(BucketViews):
             yield When(equal(at, self.last), ops)
 
     def reductions_each(self, unit: Unit, layer: Index) -> Iterator[Op]:
-        """Yield the reductions of a layer's gradients: the share that what follows waits for, then the other.
+        """Yield the ops that reduce a layer's gradients after one micro-batch, and add them to this rank's part.
 
-        There are some only where each micro-batch reduces its gradients (`reduces_each`).
+        Buckets whose gradients are reduced once a step (`reduces_each` is False) yield nothing. Of the others
+        the exposed share of the elements is reduced first, then the share that overlaps with layers
+        (`runs_of`). Where there are both, a last call in the compute lane waits for the exposed share.
+
+        Args:
+            unit: the kind of layer; the buckets of its experts are reduced too.
+            layer: its number among the layers of the unit in this stage.
         """
         for each in unit.buckets:
             settings = self.settings_of(each)

@@ -96,7 +96,15 @@ APART = Sharing()
 
 
 def mean_sharing(of: Sequence[Sharing], seconds: Sequence[float]) -> Sharing:
-    """Return the mean sharing of collectives that take so many seconds each."""
+    """Return the mean sharing of collectives that run one after the other beside a part.
+
+    `flowing` is weighted by the time of each collective, `added_s` and `lost_s` by the part of that
+    time in which its bytes flow. `APART` if there is no such time.
+
+    Args:
+        of: the sharing of each collective.
+        seconds: its time, in any unit that is the same for all.
+    """
     total = sum(seconds)
     if not total or all(each == APART for each in of):
         return APART

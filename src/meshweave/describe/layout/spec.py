@@ -16,10 +16,15 @@ _DIM = re.compile(r"R|S\^?\{?([0-9]+)\}?")
 
 
 def layout_of_spec(spec: str, mesh: Mesh) -> Layout:
-    """Return the layout that a spec string such as "S0R" names on `mesh`; axes of one dim cut it in their order.
+    """Return the layout on `mesh` that a spec string names, such as "S0R" or "S01R".
+
+    The string has one entry for each dim of the tensor: R for replicated, or S and the numbers of the
+    mesh axes (one digit each) that shard the dim, the lower one first and outermost. Mesh axes that no
+    entry names replicate. Across dims axes come in any order: "S1S0" is a spec.
 
     Raises:
-        LayoutError: the string is no spec, or names an axis twice, out of order, or one that the mesh lacks.
+        LayoutError: the string is no spec, names an axis twice or one that the mesh lacks, or lists the
+            axes of one dim out of order.
     """
     compact = "".join(spec.split())
     dims = list(_DIM.finditer(compact))

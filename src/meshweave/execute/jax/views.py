@@ -117,9 +117,15 @@ class Views:
             held.pieces = {}
 
     def variable(self, access: ViewUse) -> str:
-        """Return the text of the array that has a view: a slot of its buffer, or the part that the view is.
+        """Return the Python text of the array that a view lies in; the view itself is still to be cut from it.
 
-        Raises UnsupportedError for memory of another rank, or a slot that depends on coordinates.
+        It is the variable of the view's buffer, as `x`, or of its slot where there are several, as `x[1]`.
+        Of a buffer that is a list of parts (`HeldBuffer.parts`) it is the part that the view selects, as
+        `x[2]`; where the view is none of them, the first part.
+
+        Raises:
+            UnsupportedError: the view is memory of another rank, its slot depends on coordinates or on the
+                index of a rolled loop, or its part on that index.
         """
         if access.view.rank is not None:
             raise UnsupportedError(f"{access.view} is memory of another rank, which jax does not address")

@@ -9,8 +9,7 @@ numbered as they are bound. Two mechanisms rest on these numbers.
 - A rank that waits for long publishes its call, and compares it (`call_watch`). So an order that differs ends in
   an error that names the ranks and their calls, at once and not at the deadline.
 
-Neither adds a message or a wait to a call. What cannot be told apart: two calls of one bound program with other
-operands. No rank knows what another meant to multiply.
+Neither adds a message or a wait to a call. Two calls of one bound program with other operands cannot be told apart.
 """
 
 from __future__ import annotations
@@ -317,7 +316,10 @@ class CallOrder(ContextCalls):
             self.title = before
 
     def watch(self) -> None:
-        """Watch the calls from here on. The first call of `sequence` does it, too."""
+        """Let the process's `CallWatch` thread compare this context's calls with other ranks', until `unwatch`.
+
+        Where calls differ, waits of this rank end with an error. The first call of `sequence` does this too.
+        """
         self._watch = CallWatch.of_world(self.world)
         self._watch.add(self._watched)
 

@@ -37,7 +37,11 @@ class HostedLinear(ParallelLinear):
         self._lands = roles.core(self.site.is_attention) if self.site.is_first else roles.residual
 
     def join(self, group: HostedGroup) -> None:
-        """Set the group of layers, this one among them, whose joint product calls compute."""
+        """Set the group of layers with one operand that this layer belongs to.
+
+        The first call of a layer of the group on an operand computes the results of all of them, as one
+        product. To be called before `forward`, except for a layer that is local.
+        """
         object.__setattr__(self, "group", group)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]

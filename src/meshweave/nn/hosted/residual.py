@@ -163,7 +163,12 @@ class Tokens:
         return x[:, -self.last :], (batch, self.last)
 
     def told(self, x: Tensor) -> Tensor:
-        """Return x, this rank's part of the residual, with the shape that the model's code is to see."""
+        """Return this rank's part x of the residual as a `ResidualPart`, without a copy.
+
+        x is (batch, sequence, features). The result has the same elements, but its `shape` says
+        (batch * ratio[0], sequence * ratio[1], features), as many tokens as the rank has in attention.
+        With ratio (1, 1) it is x itself. `as_plain` undoes it.
+        """
         return x if self.ratio == (1, 1) else x.as_subclass(_part_class(self.ratio))
 
     def uncompiled(self, run: Callable[..., Any]) -> Callable[..., Any]:

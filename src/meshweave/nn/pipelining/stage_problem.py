@@ -153,7 +153,10 @@ class PipelineData:
 
     @property
     def num_rows(self) -> int:
-        """Return the rows of a micro-batch, over all ranks of a stage. Only for ranks of the first stage."""
+        """Return the samples of a micro-batch, over all ranks of a stage: dim 0 of the first batch tensor.
+
+        Only for ranks of the first stage; others have no batch tensors.
+        """
         return self.batch[0].shape[0]
 
 

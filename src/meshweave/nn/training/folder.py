@@ -179,13 +179,17 @@ def remove(path: Path) -> None:
 
 
 def make_whole(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest into a checkpoint's `.part` folder, and rename that to the name of a whole checkpoint.
+    """Write the manifest into the `.part` folder of its step, and rename that to `step-N`.
 
     An earlier checkpoint of the same step is removed after that.
 
+    Args:
+        folder: the folder of all checkpoints, in which the `.part` folder is.
+        manifest: of the checkpoint; its step names both folders.
+
     Raises:
-        CheckpointError: the folder has other files than the manifest lists, or one of another size; or the
-            manifest could not be read again.
+        CheckpointError: the `.part` folder lacks a file of the manifest, has another one, or one of
+            another size; or the manifest could not be read again.
         OSError: it cannot be written.
     """
     part, final = folder / part_name(manifest.step), folder / folder_name(manifest.step)

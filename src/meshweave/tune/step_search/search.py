@@ -150,7 +150,11 @@ class StepSearch(BestFirst):
         return self._tree.fits_or_counts(config, memory_of(self._tree.space.problem, config).total)
 
     def is_preferred(self, part: StepPart) -> bool:
-        """Return whether configurations of a part have a strategy of published runs, or one tensor rank."""
+        """Return whether all configurations of a part have a strategy of published runs, or one tensor rank.
+
+        A part is a configuration, or a set of them that the search divides further. False for a part with
+        many layouts (`LayoutsPart`), whatever their strategies. `margin` says what being preferred does.
+        """
         match part:
             case LayoutPart():
                 return is_published(part.layout)

@@ -264,7 +264,7 @@ class IntegerNorm(NormFunctions):
     """Functions of small integers in place of those of a norm, so that results compare with `==`."""
 
     def statistics(self, x: Values) -> Values:
-        """Return small integers in place of the sums of a norm."""
+        """Return sums of small integers over the features, (..., `rows`), in place of a norm's."""
         kept = small(x)
         return array_module(x).stack([row.sum(-1) for row in (kept, kept * kept)[: self.rows]], -1)
 
@@ -274,7 +274,7 @@ class IntegerNorm(NormFunctions):
         return small(scaled if self.rows == 1 else scaled + gain[1])
 
     def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
-        """Return small integers in place of the sums that the gradient of a norm needs."""
+        """Return sums of small integers over the given features, (..., `rows`), in place of a norm's."""
         sums = small(dy * gain[0] + x), small(dy - x + statistics[..., :1])
         return array_module(x).stack([row.sum(-1) for row in sums[: self.rows]], -1)
 
