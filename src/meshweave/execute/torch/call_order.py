@@ -9,7 +9,7 @@ numbered as they are bound. Two mechanisms rest on these numbers.
 - A rank that waits for long publishes its call, and compares it (`call_watch`). So an order that differs ends in
   an error that names the ranks and their calls, at once and not at the deadline.
 
-Neither adds a message or a wait to a call. Two calls of one bound program with other operands cannot be told apart.
+Neither adds a message or a wait to a call. Two calls of one bound program with other operands look alike.
 """
 
 from __future__ import annotations
@@ -316,10 +316,7 @@ class CallOrder(ContextCalls):
             self.title = before
 
     def watch(self) -> None:
-        """Let the process's `CallWatch` thread compare this context's calls with other ranks', until `unwatch`.
-
-        Where calls differ, waits of this rank end with an error. The first call of `sequence` does this too.
-        """
+        """Have the `CallWatch` thread end waits with an error where calls of ranks differ, until `unwatch`."""
         self._watch = CallWatch.of_world(self.world)
         self._watch.add(self._watched)
 
