@@ -28,18 +28,18 @@ def test_forward_and_backward_equal_dense_autograd(mesh: tuple[int, int]) -> Non
 
 @pytest.mark.gloo
 def test_replicas_with_meshes_of_their_own_do_not_wait_for_each_other() -> None:
-    assert launch("nn_rank_functions:separate_meshes", 4, {}, timeout_s=60, env=HERE) == [0.0] * 4
+    assert launch("nn_rank_functions:separate_meshes", 4, {}, timeout_s=180, env=HERE) == [0.0] * 4
 
 
 @pytest.mark.gloo
 def test_a_mesh_of_some_ranks_before_one_of_all() -> None:
-    results = launch("nn_rank_functions:sub_mesh_then_whole", 4, {}, timeout_s=60, env=HERE)
+    results = launch("nn_rank_functions:sub_mesh_then_whole", 4, {}, timeout_s=180, env=HERE)
     assert results == [[0.0, 0.0], [0.0, 0.0], [0.0], [0.0]]
 
 
 @pytest.mark.gloo
 def test_a_second_derivative_is_refused() -> None:
-    (told,) = launch("nn_rank_functions:second_derivative", 1, {}, timeout_s=60, env=HERE)
+    (told,) = launch("nn_rank_functions:second_derivative", 1, {}, timeout_s=180, env=HERE)
     assert "a 2D product is differentiable once" in told
 
 

@@ -124,7 +124,7 @@ def test_a_number_that_the_last_stage_returns_is_told_for_each_micro_batch() -> 
 @pytest.mark.gloo
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_error_of_one_stage_in_a_step_ends_the_waits_of_all(where: str) -> None:
-    answers = launch(f"{RANKS}:fails", 3, {"where": where}, timeout_s=60, env=HERE)
+    answers = launch(f"{RANKS}:fails", 3, {"where": where}, timeout_s=180, env=HERE)
     for rank, (said, took) in enumerate(answers):
         assert took < 20, "at the deadline"
         told = r"BindError: rank 1 failed in .* \(call \d+\): ValueError: no more of this"
@@ -134,7 +134,7 @@ def test_an_error_of_one_stage_in_a_step_ends_the_waits_of_all(where: str) -> No
 @pytest.mark.gloo
 def test_a_stage_that_is_killed_is_named_by_all() -> None:
     with pytest.raises(RankLostError, match=r"^rank 2 was killed by SIGKILL$") as caught:
-        launch(f"{RANKS}:dies", 3, {}, timeout_s=60, env=HERE, stale_s=1.0)
+        launch(f"{RANKS}:dies", 3, {}, timeout_s=180, env=HERE, stale_s=1.0)
     assert caught.value.missing == (2,)
     for rank in (0, 1):
         said = caught.value.reports[rank]

@@ -24,7 +24,7 @@ HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 
 @pytest.mark.gloo
 def test_a_late_rank_and_slow_links_are_named_after_several_steps() -> None:
-    results = launch("step_watch_rank_functions:late_steps", 2, {}, timeout_s=60, env=HERE)
+    results = launch("step_watch_rank_functions:late_steps", 2, {}, timeout_s=180, env=HERE)
     first, second = results
     assert first["warned_at"] == second["warned_at"] == [4]
     assert first["words"] == second["words"] and first["rows"] == second["rows"]
@@ -46,7 +46,7 @@ def test_a_late_rank_and_slow_links_are_named_after_several_steps() -> None:
 def test_a_rank_that_is_lost_before_it_tells_its_times_is_named(tmp_path: Path, name: str) -> None:
     payload = {"signal": name, "deadline_s": 4.0, "folder": str(tmp_path)}
     with pytest.raises(RankLostError, match="rank 1"):
-        launch("step_watch_rank_functions:lost_in_exchange", 3, payload, timeout_s=60, env=HERE)
+        launch("step_watch_rank_functions:lost_in_exchange", 3, payload, timeout_s=180, env=HERE)
     for rank in (0, 2):
         error, missing, seconds, text = json.loads((tmp_path / f"{rank}.json").read_text())
         assert (error, missing) == ("RankLostError", [1]) and "times of all ranks in step 1" in text

@@ -46,7 +46,7 @@ def test_each_rank_reads_its_part_and_together_they_write_the_same(tmp_path: Pat
     weight_map = {name: file for file, group in files.items() for name in group}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     results = launch(
-        "weights_rank_functions:load_and_save", 4, {"folder": str(tmp_path)}, timeout_s=60, env=HERE
+        "weights_rank_functions:load_and_save", 4, {"folder": str(tmp_path)}, timeout_s=180, env=HERE
     )
     assert [wrong for wrong, _ in results] == [[]] * 4
     assert len({rank for rank, (_, written) in enumerate(results) if written}) > 1  # files, by turns
@@ -187,7 +187,7 @@ def test_hugging_face_reads_what_was_saved_and_is_read(
 def test_a_rank_that_is_lost_while_weights_are_saved_is_named(tmp_path: Path, how: str) -> None:
     payload = {"how": how, "deadline_s": 5.0, "folder": str(tmp_path)}
     with pytest.raises((RankLostError, RankError, BindError), match="rank 1"):
-        launch("weights_rank_functions:save_with_a_lost_rank", 3, payload, timeout_s=60, env=HERE)
+        launch("weights_rank_functions:save_with_a_lost_rank", 3, payload, timeout_s=180, env=HERE)
     for rank in (0, 2):
         error, missing, text, seconds = json.loads((tmp_path / f"{rank}.json").read_text())
         assert (error, missing) == ("RankLostError", [1]) or (how == "raise" and "rank 1" in text), text
@@ -324,7 +324,7 @@ def test_ranks_outside_of_a_mesh_have_nothing_of_its_tensors(tmp_path: Path) -> 
         {"scale": torch.tensor(3.0), "weight": torch.arange(6.0).view(3, 2)}, tmp_path / "model.safetensors"
     )
     results = launch(
-        "weights_rank_functions:outside_of_a_mesh", 2, {"folder": str(tmp_path)}, timeout_s=60, env=HERE
+        "weights_rank_functions:outside_of_a_mesh", 2, {"folder": str(tmp_path)}, timeout_s=180, env=HERE
     )
     assert results == [[3.0, 15.0]] * 2
 

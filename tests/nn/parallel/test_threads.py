@@ -17,6 +17,6 @@ HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 def test_a_product_that_is_refused_in_another_thread_does_not_touch_the_operands_of_the_one_under_way() -> (
     None
 ):
-    for *errors, said in launch("thread_rank_functions:used_meanwhile", 2, {}, timeout_s=60, env=HERE):
+    for *errors, said in launch("thread_rank_functions:used_meanwhile", 2, {}, timeout_s=180, env=HERE):
         assert max(errors) < 1e-12
         assert "a program already runs in this context" in said

@@ -128,7 +128,7 @@ def killed_and_resumed(folder: Path, layout: dict[str, Any], num_ranks: int, dra
             "training_rank_functions:trains",
             num_ranks,
             {"cases": [{**case, "until": FAR, "kill": kill}]},
-            timeout_s=60,
+            timeout_s=180,
             deadline_s=DEADLINE_S,
             interval_s=0.1,
             stale_s=1.0,

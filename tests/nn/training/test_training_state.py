@@ -247,7 +247,7 @@ def test_a_resumption_on_more_ranks_and_a_value_of_some_ranks(tmp_path: Path) ->
     checkpoints = saved(state_of(nn.Linear(2, 2), places=1), tmp_path / "one")
     before = torch.rand(1).item()
     answers = launch(
-        "training_state_rank_functions:on_more_ranks", 2, {"folder": str(tmp_path)}, timeout_s=60, env=HERE
+        "training_state_rank_functions:on_more_ranks", 2, {"folder": str(tmp_path)}, timeout_s=180, env=HERE
     )
     drawn = [each["drawn"] for each in answers]
     assert drawn[0] == drawn[1] != before
