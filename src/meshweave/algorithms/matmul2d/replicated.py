@@ -35,17 +35,19 @@ from meshweave.ir.work import Transfer, move_work
 
 
 def _placements(problem: Matmul2dProblem) -> Placements:
-    """Return placements of tokens over `row` and then `depth`, and of weights replicated over `depth`.
+    """Return placements of tokens over `row` and then `depth`, and of weights replicated over `depth`."""
+    sharded, replicated = (Shard(0), Shard(1), Shard(0)), (Shard(0), Shard(1), Replicate())
+    weights = "c" if problem.dataflow == "rs" else "b"
+    return {operand: replicated if operand == weights else sharded for operand in "abc"}
 
-    Raises LayoutError for a mesh without a third axis.
-    """
+
+def _placements_here(problem: Matmul2dProblem) -> Placements:
+    """Return `_placements`. Raises LayoutError where the problem's mesh has no third axis."""
     if len(problem.mesh_shape) != 3:
         raise LayoutError(
             f"data parallelism beside MeshSlice needs a third axis, not mesh {problem.mesh_shape}"
         )
-    sharded, replicated = (Shard(0), Shard(1), Shard(0)), (Shard(0), Shard(1), Replicate())
-    weights = "c" if problem.dataflow == "rs" else "b"
-    return {operand: replicated if operand == weights else sharded for operand in "abc"}
+    return _placements(problem)
 
 
 def _sums_over_depth(problem: Matmul2dProblem) -> bool:
@@ -148,7 +150,7 @@ class MeshSliceDataParallel(Matmul2d):
         Raises:
             LayoutError: the mesh has no third axis, or the slices do not fit.
         """
-        layers = build(problem, slices_of(problem, config), self.name, _placements(problem))
+        layers = build(problem, slices_of(problem, config), self.name, _placements_here(problem))
         if not _sums_over_depth(problem):
             return layers
         gradient = full_matrix("c")
@@ -161,7 +163,7 @@ class MeshSliceDataParallel(Matmul2d):
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
         """Return the tasks of the rank with the largest shards, the all-reduce over `depth` included."""
         slices = slices_of(problem, config)
-        counted_steps = task_runs(problem, slices, _placements(problem))
+        counted_steps = task_runs(problem, slices, _placements_here(problem))
         if not _sums_over_depth(problem):
             return Skeleton.of_runs(counted_steps)
         steps = [tasks for count, tasks in counted_steps for _ in range(count)]
@@ -171,7 +173,7 @@ class MeshSliceDataParallel(Matmul2d):
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
         """Yield one skeleton that takes no longer than any candidate, the all-reduce over `depth` included."""
-        tasks = lower_bound_tasks(problem, _placements(problem))
+        tasks = lower_bound_tasks(problem, _placements_here(problem))
         if _sums_over_depth(problem):
             tasks = (*tasks, _sum_task(problem, -(-problem.m // problem.mesh_shape[0])))
         yield Skeleton((Phase(1, tasks),))
@@ -182,7 +184,7 @@ class MeshSliceDataParallel(Matmul2d):
         Each moving matrix crosses its axis once: (P - 1) / P of the gathered or reduced block on P ranks. The
         gradient of the weights crosses `depth` twice, to be reduced and gathered.
         """
-        placed = _placements(problem)
+        placed = _placements_here(problem)
         traffic = problem.traffic_bytes(rank, placed)
         if _sums_over_depth(problem):
             rows, columns = Layout(problem.mesh, placed["c"]).local_shape((problem.m, problem.n), rank)
