@@ -116,7 +116,9 @@ def test_ranks_that_ask_for_different_products_are_all_told() -> None:
 @pytest.mark.parametrize("transport", ["messages", SHARED])
 def test_a_rank_that_is_killed_among_products_is_named_by_all_and_leaves_nothing(transport: str) -> None:
     with pytest.raises(RankLostError, match=r"^rank 2 was killed by SIGKILL$") as caught:
-        launch("linear_rank_functions:dies", 4, {"transport": transport}, timeout_s=180, env=HERE, stale_s=1.0)
+        launch(
+            "linear_rank_functions:dies", 4, {"transport": transport}, timeout_s=180, env=HERE, stale_s=1.0
+        )
     assert caught.value.missing == (2,)
     for rank in (0, 1, 3):
         said = caught.value.reports[rank]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
+from numbers import Integral
 
 # `re` and `difflib` are imported where a message needs them: they would be most of `import meshweave`.
 MAX_QUOTED = 160
@@ -145,10 +146,10 @@ class DeadlineError(MeshweaveError, TimeoutError):
 def nearest_word(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that is spelt most like `word`, or None if none is near.
 
-    None as well for a word of over 64 characters, and no known word that is longer is compared. Of the known
-    words the first 200 count.
+    None as well for what is no text, and for a word of over 64 characters; no known word that is longer is
+    compared. Of the known words the first 200 count.
     """
-    if len(word) > _SPELT:
+    if not isinstance(word, str) or len(word) > _SPELT:
         return None
     import difflib
 
@@ -160,6 +161,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the known word nearest to `word`, or the empty string."""
     nearest = nearest_word(word, known)
     return f" (did you mean '{nearest}'?)" if nearest else ""
+
+
+def require_count(value: object, what: str, kind: type[MeshweaveError]) -> None:
+    """Raise an error of class `kind` where `value` is no whole number of at least 1; `what` begins the message."""
+    if not isinstance(value, Integral):
+        raise kind(f"{what} is {printable(repr(value))}; give a whole number")
+    if value < 1:
+        raise kind(f"{what} is {value}; give at least 1")
 
 
 def require_known(

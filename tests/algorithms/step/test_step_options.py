@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from meshweave.algorithms.step import Parallelism, StepProblem
 from meshweave.algorithms.step.options import PlanOptions, ProblemOptions, StepOptions
 from meshweave.algorithms.step.space import SpaceOptions, StepSpace
 from meshweave.algorithms.step.user_names import SHORT_NAMES
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, MeshweaveError
 
 
 def test_every_attribute_has_its_keyword() -> None:
@@ -41,3 +42,23 @@ def test_a_mesh_of_one_column_is_the_number_of_its_rows() -> None:
     problem = StepProblem(mw.load_model("llama-2-7b"), mw.load_cluster("dgx-a100:8"), 16, 512)
     space = StepSpace(problem, SpaceOptions(tensor=((4, 1),), strategies=("megatron_sp",)))
     assert list(space.tensors(4)) == [("megatron_sp", 4)]
+
+
+@pytest.mark.parametrize("ask", [mw.step, mw.plan])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tp": "2"}, "tensor is '2'; give a whole number"),
+        ({"tp": (2, 2, 2)}, r"tensor is \(2, 2, 2\); give a number of ranks or a mesh"),
+        ({"tp": (2, -2)}, "tensor is -2; give at least 1"),
+        ({"pp": 2.0}, "pipeline is 2.0; give a whole number"),
+        ({"micro_batch": "2"}, "'2'; give a whole number"),
+        ({"strategy": 3}, "'3'; there are"),
+        ({"schedule": 3}, "'3'; there are"),
+        ({"stack": 3}, "no stack '3'"),
+    ],
+    ids=str,
+)
+def test_values_of_another_type_are_refused_in_words(ask: Any, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(MeshweaveError, match=words):
+        ask("llama-2-7b", "dgx-a100:8", batch=8, sequence=512, **given)

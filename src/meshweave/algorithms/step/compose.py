@@ -27,6 +27,7 @@ from meshweave.algorithms.step.options import ProblemOptions, StepOptions
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.quantizing import cast_weight_bytes
 from meshweave.algorithms.step.result import Step
+from meshweave.algorithms.step.software_stack import SoftwareStack
 from meshweave.algorithms.step.stack_checks import check_parallelism, check_problem
 from meshweave.algorithms.step.stacks import default_stack, load_stack
 from meshweave.algorithms.step.stage_layers import layer_costs, rank_layers
@@ -124,7 +125,7 @@ def step(
             degrees[name] = value
     model = model if isinstance(model, Transformer) else load_model(model)
     stack = of_problem.setdefault("stack", default_stack(model))
-    of_problem["stack"] = load_stack(stack) if isinstance(stack, str) else stack
+    of_problem["stack"] = stack if isinstance(stack, SoftwareStack) else load_stack(stack)
     problem = StepProblem(
         model,
         described(cluster),

@@ -16,9 +16,10 @@ from meshweave.algorithms.pipeline.one_f_one_b import OneForwardOneBackward
 from meshweave.algorithms.step.precision import Precision, ProductDtypes, precision_named
 from meshweave.algorithms.step.rates import attention_reading, with_rates, without_casts
 from meshweave.algorithms.step.software_stack import AttentionKind, LossKind, SoftwareStack
+from meshweave.algorithms.step.user_names import require_tensor
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.deprecated import renamed_field
-from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
+from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean, require_count
 from meshweave.base.units import DTYPES, dtype_bytes, format_bytes
 from meshweave.cost.exchange import library_of
 from meshweave.describe.machine.cluster import Cluster
@@ -90,10 +91,8 @@ class Parallelism:
             "expert",
             "expert_tensor",
         ]:
-            if getattr(self, name) < 1:
-                raise LayoutError(f"parallelism: {name} is {getattr(self, name)}; give at least 1")
-        if min(self.tensor_mesh) < 1:
-            raise LayoutError(f"parallelism: tensor is {self.tensor}; give at least 1")
+            require_count(getattr(self, name), f"parallelism: {name}", LayoutError)
+        require_tensor(self.tensor, "parallelism: tensor", LayoutError)
         if self.zero not in range(4):
             raise LayoutError(f"parallelism: zero is {self.zero}; give 0, 1, 2 or 3")
         if self.recompute not in RECOMPUTES:

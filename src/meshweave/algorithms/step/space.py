@@ -27,8 +27,9 @@ from meshweave.algorithms.step.software_stack import SoftwareStack
 from meshweave.algorithms.step.stack_checks import check_runs, schedule_run
 from meshweave.algorithms.step.stack_runs import ZERO_LEVELS
 from meshweave.algorithms.step.strategies import refusal_in_step
+from meshweave.algorithms.step.user_names import require_tensor
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
-from meshweave.base.errors import DescriptionError, UnsupportedError, did_you_mean, listed
+from meshweave.base.errors import DescriptionError, UnsupportedError, did_you_mean, listed, require_count
 from meshweave.describe.layout.shapes import divisors_of
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
 
@@ -90,11 +91,9 @@ class SpaceOptions:
         named = "data", "pipeline", "context", "virtual_stages", "micro_batches", "expert", "expert_tensor"
         for name in named:
             for number in getattr(self, name) or ():
-                if number < 1:
-                    raise DescriptionError(f"{name} is {number}; give at least 1")
+                require_count(number, name, DescriptionError)
         for tensor in self.tensor or ():
-            if ranks_of(tensor) < 1:
-                raise DescriptionError(f"tensor is {tensor}; give at least 1")
+            require_tensor(tensor, "tensor", DescriptionError)
         for level in self.zero:
             if level not in ZERO_LEVELS:
                 raise DescriptionError(f"zero is {level}; give a level from 0 to 3")

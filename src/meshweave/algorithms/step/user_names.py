@@ -1,11 +1,11 @@
-"""What users call the fields of a configuration, in options and reports."""
+"""What users call the fields of a configuration, in options and reports, and how they give tensor ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, MeshweaveError, require_count
 
 SHORT_NAMES = {
     "tp": "tensor",
@@ -38,3 +38,15 @@ def by_field(options: Mapping[str, Any], names: Mapping[str, str] = SHORT_NAMES)
         if other != name:
             raise LayoutError(f"{other} and {name} are the same option; give one of them")
     return {field: options[name] for field, name in fields.items()}
+
+
+def require_tensor(tensor: object, what: str, kind: type[MeshweaveError]) -> None:
+    """Raise an error of class `kind` where `tensor` is neither a number of ranks nor a mesh (d1, d2) of them.
+
+    `what` begins the message.
+    """
+    sizes = tensor if isinstance(tensor, tuple) else (tensor,)
+    if len(sizes) != (2 if isinstance(tensor, tuple) else 1):
+        raise kind(f"{what} is {tensor}; give a number of ranks or a mesh (d1, d2)")
+    for size in sizes:
+        require_count(size, what, kind)

@@ -97,7 +97,7 @@ def plan(
     }
     model = model if isinstance(model, Transformer) else load_model(model)
     stack = of_problem.setdefault("stack", default_stack(model))
-    of_problem["stack"] = load_stack(stack) if isinstance(stack, str) else stack
+    of_problem["stack"] = stack if isinstance(stack, SoftwareStack) else load_stack(stack)
     problem = StepProblem(
         model,
         cluster if isinstance(cluster, Cluster) else load_cluster(cluster),
