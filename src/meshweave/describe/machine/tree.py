@@ -147,7 +147,8 @@ class TreeNetwork(AnyShapeNetwork):
                 pairs = (here * level.fanout + dst // below % level.fanout)[apart & meet]
                 taken.append((pairs, level.direct.link_bytes_per_s))
             for links, bytes_per_s in taken:
-                fullest_s = max(fullest_s, float(np.bincount(links).max(initial=0)) / bytes_per_s)
+                most = np.unique(links, return_counts=True)[1].max(initial=0)
+                fullest_s = max(fullest_s, float(most) / bytes_per_s)
         return fullest_s
 
     def _has_neighbours(self, number: int, stride: int, size: int) -> bool:
