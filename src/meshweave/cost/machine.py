@@ -113,18 +113,18 @@ class Machine(PlacedMeshes):
         """
         out = {}
         for mesh in self.meshes:
-            ranks = np.array(mesh.ranks).reshape(mesh.shape)
             is_whole = mesh.num_ranks == self.cluster.num_chips
             for i, axis in enumerate(mesh.axes):
-                rows = np.moveaxis(ranks, i, -1).reshape(-1, mesh.shape[i])
+                rows = self.groups(f"{mesh.name}.{axis}")
                 self._require_neighbours(mesh, axis, rows)
                 axes = self._under(rows) or self._network_axes(
                     i, len(mesh.shape), mesh.shape if is_whole else None
                 )
                 out[f"{mesh.name}.{axis}"] = self._with_hops(axes, rows)
-            of_all = None if is_whole else self._under(ranks.reshape(1, -1))
+            ranks = self.groups(mesh.name)
+            of_all = None if is_whole else self._under(ranks)
             of_all = of_all or self._network_axes(0, len(mesh.shape), None)
-            out[mesh.name] = self._with_hops(of_all, ranks.reshape(1, -1))
+            out[mesh.name] = self._with_hops(of_all, ranks)
         return out
 
     def _require_neighbours(self, mesh: Mesh, axis: str, groups: NDArray[np.int64]) -> None:
