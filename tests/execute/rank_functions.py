@@ -1,5 +1,6 @@
 """What the ranks of test_launch.py run."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -85,6 +86,10 @@ def heard_before_it_is_said(context, payload):
     error = BindError("rank 1 failed in ring (call 1): KeyError: 'colour'")
     error.is_echo = True
     raise error
+
+
+def read_nothing(context, payload):
+    ctypes.string_at(0)
 
 
 def unprintable(context, payload):

@@ -65,6 +65,19 @@ def test_all_survivors_name_the_killed_rank_and_no_other():
     }
 
 
+@pytest.mark.parametrize("starts_anew", [False, True])
+def test_a_rank_that_a_fault_ends_says_where_it_was(monkeypatch, starts_anew):
+    monkeypatch.delenv("PYTHONFAULTHANDLER", raising=False)
+    if starts_anew:
+        monkeypatch.setattr(launcher, "rank_starter", None)
+    with pytest.raises(
+        RankLostError, match=r"^rank 0 was killed by SIGSEGV\nrank 0: Fatal Python error"
+    ) as caught:
+        run("read_nothing", 1)
+    (note,) = caught.value.__notes__
+    assert "in read_nothing" in note and "numpy" not in note
+
+
 def test_a_mistake_in_a_rank_is_raised_as_the_same_kind():
     with pytest.raises(BindError, match=r"^rank 0: the result of .* is not JSON") as caught:
         run("unprintable", 1)

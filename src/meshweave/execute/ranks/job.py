@@ -97,6 +97,11 @@ def report_path(folder: Path, rank: int) -> Path:
     return folder / f"report-{rank}.json"
 
 
+def stacks_path(folder: Path, rank: int) -> Path:
+    """Return the file into which a rank that a fault ends, such as SIGSEGV, writes where its threads were."""
+    return folder / f"stacks-{rank}.txt"
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON, all of it or nothing: the writer may be killed at any moment."""
     part = path.with_suffix(".part")

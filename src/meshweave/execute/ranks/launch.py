@@ -23,7 +23,7 @@ from meshweave.base import errors
 from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, RankLostError
 from meshweave.base.owner import temporary_folder
 from meshweave.execute.ranks.blame import ranks_text
-from meshweave.execute.ranks.job import STOPPED, LaunchJob, Report, result_path
+from meshweave.execute.ranks.job import STOPPED, LaunchJob, Report, result_path, stacks_path
 from meshweave.execute.ranks.signing import TOKEN_VARIABLE, new_token
 
 _POLL_S = 0.02
@@ -75,7 +75,8 @@ def launch(
 
     Needs torch. The ranks inherit stdout, stderr and the environment. No rank outlives the call or this process.
     An error that comes from the ranks has an attribute `reports`, a dict from each rank without a result to its
-    error in one line.
+    error in one line. Where a fault (SIGSEGV, SIGABRT) ended a rank, a note of the error says where its threads
+    were.
 
     Args:
         target: "package.module:function", importable in a new interpreter (see `env`). It is given a
@@ -294,6 +295,12 @@ class _LaunchedRanks:
         vars(error)["reports"] = reports  # whatever its class
         return error
 
+    def _stacks(self, rank: int) -> str:
+        """Return where the threads of a rank were when a fault ended it; "" for any other end."""
+        path = stacks_path(self.folder, rank)
+        text = path.read_text(errors="replace").partition("\nExtension modules")[0] if path.exists() else ""
+        return f"rank {rank}: {text}" if text else ""
+
     def _root(self, said: dict[int, Report | None], timeout_s: float) -> Exception:
         unasked = {rank: report for rank, report in said.items() if rank not in self.ended_by_us}
         dead = [rank for rank, report in unasked.items() if report is None or report.kind == STOPPED]
@@ -302,7 +309,10 @@ class _LaunchedRanks:
         for rank, report in unasked.items():  # in the order of their ends
             if rank in dead:
                 causes = ", ".join(f"rank {r} {_cause(self.ended[r])}" for r in sorted(dead))
-                return RankLostError(causes, sorted(dead))
+                lost_ranks = RankLostError(causes, sorted(dead))
+                for stacks in filter(None, map(self._stacks, sorted(dead))):
+                    lost_ranks.add_note(stacks)
+                return lost_ranks
             if report is not None and report.kind not in victims and not report.is_echo:
                 return _revive(rank, report)
         for rank, report in unasked.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import importlib
 import os
 import signal
@@ -26,6 +27,7 @@ from meshweave.execute.ranks.job import (
     Report,
     report_path,
     result_path,
+    stacks_path,
     write_json,
 )
 from meshweave.execute.ranks.last_words import is_transport
@@ -84,6 +86,8 @@ def run_rank(folder: Path, rank: int, parent_pid: int) -> None:
     """
     job = LaunchJob.read(folder)
     die_with_parent(parent_pid)
+    if not faulthandler.is_enabled():  # by PYTHONFAULTHANDLER, then on stderr
+        faulthandler.enable(stacks_path(folder, rank).open("w"))
     # Ctrl-C reaches the whole foreground group; the parent decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
