@@ -1,6 +1,7 @@
 """Ranks forked from processes that have imported torch: as good as new ones, and none outlives its server."""
 
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ pytest.importorskip("torch")
 from meshweave.base.errors import RankLostError
 from meshweave.execute.ranks import launch as launcher
 from meshweave.execute.ranks.launch import launch
-from meshweave_lab.fork_server import fork_servers
+from meshweave_lab.fork_server import fork_servers, start_server
 from meshweave_lab.shared_fork_servers import shared_fork_servers
 
 pytestmark = [
@@ -88,6 +89,12 @@ def test_owners_of_a_shared_server_have_forks_of_their_own_which_end_with_the_co
         assert not any(Path(f"/proc/{parent}").exists() for parent in parents)
     assert len(set(parents)) == 2 and os.getpid() not in parents
     assert not any(Path(path).exists() for path in paths)
+
+
+def test_a_shared_server_whose_owner_has_gone_while_it_started_ends():
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        server = start_server("meshweave_lab.shared_fork_servers", listener, [str(os.getppid())])
+    assert server.wait(60.0) == 1
 
 
 def test_launching_from_several_threads_keeps_the_ranks_apart():

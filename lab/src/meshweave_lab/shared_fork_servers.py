@@ -41,7 +41,7 @@ def shared_fork_servers(preload: Sequence[str] = PRELOADED, num_servers: int = 2
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
                     listener.bind(paths[-1])
                     listener.listen(64)  # who connects before all is imported waits
-                    processes.append(start_server(__name__, listener, preload))
+                    processes.append(start_server(__name__, listener, [str(os.getpid()), *preload]))
             yield paths
         finally:
             for process in processes:
@@ -62,12 +62,12 @@ def share(listener: socket.socket, preload: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Share on the socket whose descriptor is given on the command line, with the modules named after it."""
+    """Share on the socket whose descriptor the command line gives, then the owner's number and modules."""
     atexit.register(end_rank)  # before all others, so it runs after them
-    die_with_parent(os.getppid())
+    fd, owner, *preload = sys.argv[1:]
+    die_with_parent(int(owner))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # owners decide what becomes of Ctrl-C
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks of owners that have gone leave no trace
-    fd, *preload = sys.argv[1:]
     with socket.socket(fileno=int(fd)) as listener:
         share(listener, preload)
 
