@@ -37,10 +37,10 @@ from meshweave.ir.program import Program
 
 
 class StepEstimate(Estimate):
-    """The estimate of a step; its parts are computed when they are asked for.
+    """The estimated time of a training step: `total_s` in seconds, and parts of it computed on demand.
 
-    Parts are seconds of the pipeline rank that works longest, from `Step.parts`. They add up to `total_s` but
-    for the time in which the chip waits for its host (`StepParts.host`), which no part has.
+    Parts are seconds of the pipeline rank that works longest, from `Step.parts`. They add up to `total_s`, less
+    the time in which the chip waits for its host (`StepParts.host`), which no part has.
     """
 
     step: Step
@@ -51,9 +51,10 @@ class StepEstimate(Estimate):
 
     @property
     def compute_s(self) -> float:
-        """Return the seconds of layers, recomputation, embedding, head and loss.
+        """Return the seconds of computing layers, recomputation, embedding, head and loss.
 
-        Exposed communication of the last four counts here, and that of layers in `transfer_s`.
+        Exposed communication of recomputation, embedding, head and loss is included; that of layers is not: it is
+        in `transfer_s`.
         """
         parts = self.step.parts
         return parts.compute + parts.recompute + parts.ends
@@ -75,7 +76,7 @@ class StepEstimate(Estimate):
 
     @property
     def transfer_s(self) -> float:
-        """Return the seconds of exposed communication, but for recomputation, embedding, head and loss."""
+        """Return the seconds of exposed communication, except that of recomputation, embedding, head and loss."""
         return self.step.parts.exposed
 
 
@@ -99,9 +100,10 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         yield StepProblem(grouped, cluster, 8, 4, "float32")
 
     def candidates(self, problem: StepProblem, cluster: Cluster | None = None) -> Iterator[Parallelism]:
-        """Yield the configurations that may fit (`least_memory`), those with few model-parallel ranks first.
+        """Yield the configurations that may fit in memory (`least_memory`), fewest model-parallel ranks first.
 
-        They are for the cluster of the problem; `cluster` is not used.
+        They are for the cluster of the problem; `cluster` is not used. Configurations that cannot be laid out are
+        left out.
         """
         for choice in StepSpace(problem).choices():
             try:
@@ -111,7 +113,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
                 continue
 
     def program(self, problem: StepProblem, config: Parallelism) -> Program:
-        """Return the program on all chips.
+        """Return the program of one step on all chips of the problem's cluster.
 
         Raises:
             LayoutError: the degrees do not fit the chips, the batch or the model.
@@ -120,7 +122,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return lay_step(step_of(problem, config).stages, folds=False).program
 
     def machine(self, problem: StepProblem, config: Parallelism, cluster: Cluster) -> Machine:
-        """Return the machine of the program, on the cluster of the problem; `cluster` is not used.
+        """Return the machine that `program` runs on: the problem's cluster; `cluster` is not used.
 
         Raises:
             LayoutError: the degrees do not fit the chips, the batch or the model.
@@ -131,7 +133,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     # --- closed forms -----------------------------------------------------------------------------------
 
     def estimate(self, problem: StepProblem, config: Parallelism, machine: Machine) -> Estimate:
-        """Return the closed form of a step's time, on the cluster of the problem; `machine` is not used."""
+        """Return the time of a step in closed form, on the problem's cluster; `machine` is not used."""
         return StepEstimate(step_of(problem, config))
 
     def outside_s(self, problem: StepProblem, config: Parallelism) -> float:
@@ -149,7 +151,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         out; `step_memory.memory_of` adds them.
 
         Args:
-            rank: a global rank, whose pipeline rank is meant.
+            rank: a global rank; the bytes are those of the pipeline rank that it belongs to.
 
         Raises:
             LayoutError: the degrees do not fit the chips, the batch or the model.
@@ -164,16 +166,16 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     def branches(
         self, problem: StepProblem, part: StepPart | None = None, limit_s: float = math.inf
     ) -> Iterator[StepPart] | None:
-        """Return the smaller parts into which a search divides a part; None for a `Parallelism`.
+        """Return the subsets into which a search divides a set of configurations; None for a `Parallelism`.
 
-        All configurations are two `LayoutsPart`. Each is divided into `LayoutPart`, these into `ChoicePart`, and
-        these into `Parallelism`. Layouts and configurations that surely do not fit the memory are left out, and
-        counted in `part.tree`.
+        All configurations are two `LayoutsPart`. Each is divided into `LayoutPart`s, a `LayoutPart` into
+        `ChoicePart`s, and a `ChoicePart` into `Parallelism`s. Layouts and configurations that surely do not fit
+        the memory are left out, and counted in `part.tree`.
 
         Args:
             part: a part that this method gave, or None for all configurations.
-            limit_s: of a `LayoutsPart`, degrees whose FLOPs alone take this many seconds or more are left out.
-                Other parts ignore it.
+            limit_s: seconds of a step. Of a `LayoutsPart`, degrees whose FLOPs alone take at least as long are
+                left out. Other parts ignore it.
         """
         if isinstance(part, Parallelism):
             return None
@@ -182,20 +184,22 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return part.tree.branches(part, limit_s)
 
     def lower_bound(self, problem: StepProblem, part: StepPart, *, is_tight: bool = False) -> float:
-        """Return seconds that no step of a part takes less than; 0 for a `LayoutsPart`.
+        """Return a lower bound, in seconds, of every step among the configurations of `part`.
+
+        It is 0 for a `LayoutsPart`.
 
         Args:
-            is_tight: whether layers of a `LayoutPart` are priced where their ranks lie: a higher bound, but
-                slower.
+            is_tight: whether a `LayoutPart`'s communication is priced on the links between its ranks: a higher
+                bound, but slower to compute. Other parts ignore it.
         """
         if isinstance(part, Parallelism):
             return least_step_s(problem, part)
         return 0.0 if isinstance(part, LayoutsPart) else part.tree.bound_s(part, is_tight=is_tight)
 
     def row(self, problem: StepProblem, part: StepPart) -> Hashable:
-        """Return the key of a part of the search space in a ranking, which shows the best step of each key.
+        """Return the key of `part` in a ranking, which shows the best step of each key.
 
-        It has the degrees and the strategy; a `LayoutsPart`, which has many, is its own key.
+        The key has the degrees and the strategy (`row_key`); a `LayoutsPart`, which has many, is its own key.
         """
         match part:
             case Parallelism():
@@ -207,7 +211,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return part
 
     def admits(self, problem: StepProblem, config: Parallelism) -> bool:
-        """Return whether the step's memory (`memory_of`) fits the chips, less the problem's reserve."""
+        """Return whether the step's bytes on its fullest chip (`memory_of`) fit in memory less the reserve."""
         return memory_of(problem, config).total <= problem.usable_bytes()
 
     def preference(self, problem: StepProblem, config: Parallelism, estimate: Estimate) -> Any:
@@ -226,9 +230,9 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return dense_step(problem, inputs)
 
     def operands(self, problem: StepProblem, config: Parallelism, inputs: Arrays) -> dict[str, Array]:
-        """Return the program's input tensors by name: vectors of the weights of each stage, over all its ranks.
+        """Return the program's input tensors by name: each stage's weights as vectors (`LaidWeights.buckets`).
 
-        `inputs` are the weights of the model by name.
+        `inputs` are the unsharded weights of the model by name.
         """
         return LaidWeights(step_of(problem, config)).buckets(inputs)
 
@@ -244,7 +248,10 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return LaidWeights(step_of(problem, config)).whole(outputs)
 
     def calls(self, problem: StepProblem, config: Parallelism) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions that the program calls, by name, on integers; the optimizer subtracts gradients."""
+        """Return the functions that the program calls, by name.
+
+        They compute on integers; the optimizer subtracts the gradient from the weight.
+        """
         return LaidWeights(step_of(problem, config)).calls()
 
 

@@ -45,7 +45,7 @@ class LaidStep:
     """The program of a step and the machine that it runs on.
 
     Attributes:
-        fold: the number of chips that each simulated rank stands for.
+        fold: how many equal chips each rank of the program stands for; 1 where the program has all chips.
     """
 
     program: Program
@@ -57,7 +57,8 @@ def lay_step(step: Stages, *, folds: bool = True) -> LaidStep:
     """Return the program of a step with the programs of its layers inside, and its machine.
 
     Args:
-        folds: whether a few replicas are simulated and stand for all, where they are alike (`replica_copies`).
+        folds: whether the program has only some of the data-parallel replicas, which stand for all where
+            replicas are equal (`replica_copies`).
 
     Raises:
         UnsupportedError: the step has products in a precision of their own, tensor-parallel collectives inside
@@ -86,10 +87,12 @@ def lay_step(step: Stages, *, folds: bool = True) -> LaidStep:
 
 @dataclass(frozen=True)
 class StagePlace:
-    """The ranks and layers of a stage of a step.
+    """The ranks and layers of a pipeline stage.
 
     Attributes:
-        mesh, replicas: its ranks, as a mesh with the axes of blocks and as one with those of replicas.
+        mesh: its ranks, on the axes data, context and two of tensor parallelism (`STAGE_AXES`).
+        replicas: the same ranks, on one axis per group of replicas and one of tensor-parallel ranks
+            (`ProgramRanks.replica_mesh`).
         layers: the numbers of its layers in the model, by the name of their unit; (0,) for embedding or head.
     """
 
@@ -103,10 +106,10 @@ class WrittenStep:
     """The program of a step, and what its buckets (a rank's weights or gradients of a layer, as a vector) hold.
 
     Attributes:
-        units: the pieces of the model by name.
+        units: the pieces of the model (each kind of layer, embedding, head) by name.
         stages: the ranks and layers of each stage, by its number.
         settings: how its buckets are sharded and gathered.
-        loss_copies: how many ranks of a pipeline rank have the losses of the same tokens.
+        loss_copies: how many ranks of a pipeline rank compute the losses of the same tokens.
     """
 
     program: Program
@@ -116,7 +119,7 @@ class WrittenStep:
     loss_copies: int
 
     def mesh_of(self, rank: int) -> Mesh:
-        """Return the mesh of the pipeline rank to which a global rank belongs, with the axes of blocks."""
+        """Return the mesh (`StagePlace.mesh`) of the pipeline rank to which global rank `rank` belongs."""
         return next(place.mesh for place in self.stages.values() if rank in place.mesh)
 
 
@@ -125,7 +128,7 @@ class StepPieces:
     """The units, schedule and settings from which the program of a step is written.
 
     Attributes:
-        units: for each stage its pieces of the model, with how many of each there are.
+        units: for each stage (unit, how many of it the stage has) for each of its pieces of the model.
         layers: for each stage the names of the units of its layers, in order.
         schedule: the actions of each pipeline rank.
         settings: how buckets are sharded and gathered.
@@ -138,7 +141,7 @@ class StepPieces:
 
 
 def step_pieces(step: Stages) -> StepPieces:
-    """Return the units, schedule and settings of the program of a step, on one of its replicas.
+    """Return the units, schedule and settings of the program of a step, written for one data-parallel replica.
 
     Raises:
         UnsupportedError: no program is written for such a step (`lay_step`), or layers have experts or latent
@@ -152,7 +155,7 @@ def step_pieces(step: Stages) -> StepPieces:
 
 
 def write_step(step: Stages) -> WrittenStep:
-    """Return the program of a step on all chips, to be executed, with what its buckets hold.
+    """Return the program of a step on all chips, for execution, with what its buckets hold.
 
     Raises:
         UnsupportedError: no program is written for such a step (`lay_step`), or layers have experts or latent
@@ -164,7 +167,7 @@ def write_step(step: Stages) -> WrittenStep:
 
 
 def has_timed_layers(problem: StepProblem) -> bool:
-    """Return whether programs of some layers (experts, latent attention) state costs only, no equations."""
+    """Return whether the model has layers (experts, latent attention) whose programs state costs, no equations."""
     return problem.once("timed layers", "", lambda: any(is_timed(graph) for _, graph in problem.model.runs))
 
 

@@ -58,14 +58,14 @@ class BlockStage:
     """Writes one stage on its mesh.
 
     Args:
-        number: of the stage.
-        mesh: its ranks, with the axes of the block programs.
-        ranks: the ranks of the buckets of all weights but experts', and of those of experts, None without any.
-        units: the units of the stage, each with how often it occurs here.
+        number: the stage's number, from 0.
+        mesh: its ranks on the axes data, context and two of tensor parallelism.
+        ranks: (ranks of the buckets of all weights but experts', ranks of those of experts or None).
+        units: (unit, how many the stage has) of each piece: kinds of layers, embedding, head.
         layers: the names of the units of its layers, in order.
         boundaries: its boundaries, by (stage, next stage, "h" for the residual or "g" for its gradient).
-        stashes: how many micro-batches need slots at once, from one part to another (`Stashes`).
-        last: the micro-batch whose backward part is the last here.
+        stashes: of how many micro-batches buffers are kept at once (`Stashes`).
+        last: the micro-batch whose backward part is the last on this stage.
         is_split: whether gradients of weights are computed apart from those of the residual.
 
     Raises:
@@ -102,11 +102,11 @@ class BlockStage:
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """Return the meshes on which the stage's buckets lie: of all weights but experts', and of experts'."""
+        """Return the meshes on which the buckets of weights lie: all but experts', then experts' if any."""
         return tuple(each.mesh for each in self.ranks if each is not None)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of the stage's buckets."""
+        """Yield the tensors of the stage's weights, gradients and updated weights, one vector per unit."""
         yield from self.buckets.tensors()
 
     def buffers(self, layouts: Mapping[str, Layout]) -> Iterator[Buffer]:
@@ -204,10 +204,10 @@ class BlockStage:
         yield from self.buckets.end()
 
     def action(self, kind: ActionKind, micro_batch: Index, label: str) -> Iterator[Statement]:
-        """Yield the statements of a forward, a backward or one of its two gradients; none for other kinds.
+        """Yield the statements of a forward, backward, input gradient or weight gradient; none for others.
 
         Args:
-            micro_batch: its number, or an expression for it.
+            micro_batch: the micro-batch's number, or an expression for it.
             label: the name of the includes of layers; other ops have names of their own.
         """
         part = PART_OF_ACTION.get(kind)

@@ -141,11 +141,11 @@ class PricedTasks:
         self.computing_ps = sum(self._durations)
 
     def time(self, machine: Machine, known: dict[Transfer, int], waits: bool) -> BlockTime:
-        """Return the time of the tasks on a machine, without waits for the host.
+        """Return the time of all tasks, run once on `machine`, without waits for the host.
 
         Args:
             known: a cache of the picoseconds of each transfer on this machine, which grows.
-            waits: whether the software waits for each transfer, so that none is hidden.
+            waits: whether the software waits for each transfer, so that all communication is exposed.
         """
         durations = self._priced(machine, known)
         communication = context = exchanges = 0
@@ -181,11 +181,14 @@ class PricedTasks:
         waits: bool,
         shared: Callable[[Transfer], tuple[int, int]],
     ) -> tuple[int, int]:
-        """Return the picoseconds that tasks take longer beside other traffic, and those which that loses to them.
+        """Return how long tasks and other traffic delay each other on shared links, in picoseconds.
 
         Args:
             machine, known, waits: as of `time`.
-            shared: the same two of one transfer.
+            shared: returns the two picoseconds below for one transfer of the tasks.
+
+        Returns:
+            (picoseconds that all tasks together take longer, picoseconds by which the other traffic falls behind).
         """
         durations = self._priced(machine, known)
         slowed, lost = durations.copy(), 0
@@ -234,10 +237,10 @@ class PricedTasks:
         return durations
 
     def issued(self, machine: Machine, known: dict[Transfer, int], start: int = 0) -> list[IssuedTask]:
-        """Return the tasks from number `start` on as a host issues them, with waits numbered from 0 again.
+        """Return the tasks from number `start` on, in the order in which a host issues them.
 
-        Tasks before `start` are taken to have ended. `known` is a cache of the picoseconds of transfers on
-        `machine`, which grows.
+        Their `waits` are numbered from 0 for task `start`; tasks before it are taken to have ended. `known` is a
+        cache of the picoseconds of transfers on `machine`, which grows.
         """
         durations = self._priced(machine, known)
         transfers = {place: work for place, work, _ in self._transfers}
@@ -256,7 +259,7 @@ class PricedTasks:
 
 
 def compute_ps(problem: StepProblem, work: Compute) -> int:
-    """Return the picoseconds of an op that computes, on one chip of the problem's cluster."""
+    """Return the picoseconds of one computing op on one chip of the problem's cluster; cached by `work`."""
     known = problem.cache("computing")
     ticks: int | None = known.get(work)
     if ticks is None:
@@ -268,7 +271,8 @@ def priced_work(work: Compute, products: ProductDtypes | None, part: ProductPart
     """Return the work of an op as a step prices it.
 
     Products, and calls of experts, get the dtype that `products` has for their part, if it has one. Attention
-    to as many keys as queries is a turn of a ring, written without a mask; it gets half of the keys.
+    with n keys and n queries, a step of ring attention, is written without the causal mask: its keys become
+    n // 2 + 1.
 
     Args:
         part: which of the three products of training the op is; calls of experts say it themselves.
@@ -292,9 +296,10 @@ def is_call(task: FlatTask, work: str) -> bool:
 
 
 def estimated(skeleton: Skeleton, machine: Machine, waits: bool) -> BlockTime:
-    """Return the time of a block by its skeleton's estimate; all exposed communication counts as `tensor_s`.
+    """Return the time of a block on `machine` by the estimate of its skeleton (its tasks as repeated phases).
 
-    `waits` says whether the software waits for each transfer, so that none is hidden.
+    All exposed communication counts as `tensor_s`. `waits` says whether the software waits for each transfer, so
+    that all communication is exposed.
     """
     time = estimate_skeleton(skeleton, machine)
     exposed_s = max(time.total_s - time.compute_s - time.copy_s, 0.0)
@@ -311,15 +316,15 @@ def estimated(skeleton: Skeleton, machine: Machine, waits: bool) -> BlockTime:
 
 
 def is_summed_later(lane: str, work: Work) -> bool:
-    """Return whether a task reduces gradients of weights, which a step does once and not per micro-batch.
+    """Return whether a task reduces gradients of weights, which `data_parallel` prices and a block leaves out.
 
-    That is any task in a lane for gradients, but for a reduce-scatter, which is inside a 2D product.
+    That is any task in a lane for gradients, except a reduce-scatter, which is inside a 2D product.
     """
     return lane.endswith(_GRADIENTS) and not (isinstance(work, Transfer) and work.kind == "reduce_scatter")
 
 
 def without_gradients(skeleton: Skeleton) -> Skeleton:
-    """Return a skeleton without the reductions of gradients of weights, which a step does once."""
+    """Return a skeleton without its reductions of weight gradients (`is_summed_later`), and waits for them."""
     phases = []
     for phase in skeleton.phases:
         dropped = {
@@ -343,9 +348,9 @@ def without_gradients(skeleton: Skeleton) -> Skeleton:
 
 
 def adapted_skeleton(skeleton: Skeleton, products: ProductDtypes | None) -> Skeleton:
-    """Return a skeleton whose ops that compute have the work that `priced_work` returns for them.
+    """Return a skeleton with the work of each computing op replaced by what `priced_work` returns for it.
 
-    Without `products` the work inside of 2D products is not changed.
+    Without `products` (None) the work inside of 2D products is not changed.
 
     Raises:
         UnsupportedError: the three products of training have different dtypes.

@@ -41,9 +41,10 @@ from meshweave.ir.work import Transfer
 
 @lru_cache(maxsize=8192)
 def layer_key(parallelism: Parallelism) -> tuple[object, ...]:
-    """Return what of `parallelism` a `LayerBlock` depends on, as a cache key.
+    """Return a cache key of a `LayerBlock`: all of `parallelism` that its times depend on.
 
-    It has the strategy, the micro-batch, the mesh axes of a layer with their strides, and the axes of experts.
+    It has the strategy, the sequences of a micro-batch, the mesh axes of a layer (name, size, stride), and the
+    degrees and axes of experts.
     """
     p = parallelism
     experts = (p.expert, p.expert_tensor, expert_axes(p)) if p.expert * p.expert_tensor > 1 else ()
@@ -56,8 +57,9 @@ def block_of(
     """Return one layer (of the model's first kind) for one micro-batch on its context and tensor ranks.
 
     Args:
-        training: whether it is forward and backward; forward alone otherwise.
-        vocabulary: the words of an embedding before it, and of norm, logits and loss after it; 0 for neither.
+        training: whether the block is forward and backward; forward alone otherwise.
+        vocabulary: words of the vocabulary of an embedding before the layer, and of norm, logits and loss after
+            it; 0 for a layer without them.
     """
     shape = tuple(size for _, size, _ in block_axes(parallelism))
     work = Workload(parallelism.micro_batch, problem.sequence, problem.dtype)
@@ -66,9 +68,9 @@ def block_of(
 
 
 def layer_block(problem: StepProblem, parallelism: Parallelism) -> LayerBlock:
-    """Return the layer (of the first kind) on its ranks, with products in the problem's precision.
+    """Return a layer (of the first kind) as laid on its ranks, with products in the problem's precision.
 
-    Layouts with an equal `layer_key` share one object.
+    Configurations with an equal `layer_key` get the same object.
 
     Raises:
         UnsupportedError: there is no such strategy.
@@ -78,7 +80,7 @@ def layer_block(problem: StepProblem, parallelism: Parallelism) -> LayerBlock:
 
 
 def unquantized_block(problem: StepProblem, parallelism: Parallelism, vocabulary: int) -> LayerBlock:
-    """Return the layer with all products in the problem's `dtype`, also where its `precision` is a lower one.
+    """Return the layer with all products in the problem's `dtype`, even where its `precision` is a lower one.
 
     Embedding, head and loss are priced so. `vocabulary` is their number of words; 0 for a layer without them.
     """
@@ -95,9 +97,10 @@ def _block(
 class LayerBlock:
     """One layer, with or without embedding and head, on the ranks that share it, for one micro-batch.
 
-    Times leave out recomputation, reductions of gradients of weights, and waits for the host. `split`,
-    `issued` and `ring` are None where tasks are not priced one by one: where the strategy includes 2D
-    products whose slices may be unequal, or whose mesh rows do not divide the micro-batch.
+    Times are seconds per micro-batch, on each rank alike. They leave out recomputation,
+    reductions of gradients of weights, and waits for the host. `split`, `issued` and `ring` are None where tasks
+    are not priced one by one: where the strategy includes 2D products whose slices may be unequal, or whose mesh
+    rows do not divide the micro-batch.
 
     One object serves all configurations with an equal `layer_key`.
 
@@ -137,7 +140,7 @@ class LayerBlock:
 
     @property
     def config(self) -> BlockConfig:
-        """Return the config for which forward and backward part together take least.
+        """Return the strategy's config (slice counts and overlap) with the least time of forward plus backward.
 
         Raises:
             LayoutError: the layer does not fit the strategy.
@@ -164,7 +167,7 @@ class LayerBlock:
 
     @cached_property
     def split(self) -> tuple[PartTime, PartTime] | None:
-        """Return the times of the backward part in two: gradient of the residual, gradients of weights.
+        """Return the backward part as (time of the residual's gradient, time of the gradients of weights).
 
         None where tasks are not priced one by one. Raises LayoutError where the layer does not fit the strategy.
         """
@@ -219,13 +222,20 @@ class LayerBlock:
 
     @property
     def axes(self) -> set[str]:
-        """Return the mesh axes ("mesh.axis") along which tasks communicate that are priced one by one."""
+        """Return the mesh axes ("mesh.axis") along which tasks communicate; empty where `split` is None."""
         return set() if self._is_estimated else self._tasks(True, self.config, "").axes
 
     def beside(self, shared: Callable[[Transfer], tuple[int, int]]) -> tuple[tuple[float, float], ...]:
-        """Return `PricedTasks.beside` in seconds, of the forward part, of both parts together, and of `ring`.
+        """Return how long the layer and other traffic delay each other on shared links, in seconds.
 
-        (0, 0) of each where tasks are not priced one by one, and of `ring` where it is None.
+        Args:
+            shared: returns, for one transfer of the layer, (picoseconds that it takes longer, picoseconds by which
+                the other traffic falls behind).
+
+        Returns:
+            The same two in seconds (`PricedTasks.beside`), for the forward part, for forward and backward
+            together, and for `ring`. (0, 0) where tasks are not priced one by one, and for `ring` where it is
+            None.
         """
         parts: list[PricedTasks | None] = [None, None]
         if not self._is_estimated:
@@ -234,10 +244,10 @@ class LayerBlock:
         return tuple((to_s(more), to_s(less)) for more, less in of)
 
     def piece(self, training: bool, piece: Piece) -> BlockTime:
-        """Return the time of embedding or head without the layer, in the config of the layer.
+        """Return the time of embedding or head alone, without the layer, in the layer's config.
 
         Args:
-            training: whether it is forward and backward; forward alone otherwise.
+            training: whether the time is of forward and backward; of forward alone otherwise.
             piece: "embedding", or "head" for last norm, logits and loss.
 
         Raises:

@@ -62,10 +62,10 @@ class LayerBounds:
         self._places: dict[tuple[object, ...], StepLayout] = {}
 
     def flops_s(self, sizes: DegreeSizes) -> float:
-        """Return the least seconds that a rank computes for its share of one layer and one sequence.
+        """Return a lower bound of the seconds that a rank computes for its share of one layer and one sequence.
 
-        They are the FLOPs of forward and backward, over the context and tensor ranks, at the chip's highest
-        rate. Layers of several kinds count as their mean.
+        That is the FLOPs of forward and backward, divided by the context and tensor degrees and by the chip's
+        highest FLOP rate. Layers of several kinds count as their mean.
         """
         sequence = self._problem.sequence
         attention = sum(
@@ -75,19 +75,20 @@ class LayerBounds:
         return flops / self._most_flops_per_s / (sizes.context * sizes.tensor)
 
     def with_empty_cache(self) -> LayerBounds:
-        """Return bounds of the same space that share the prices of kernels with these.
+        """Return bounds of the same space that share the cached prices of kernels with these.
 
-        They start without priced layers, and `representative` chooses anew.
+        They start without priced layers, and `representative` chooses its layouts anew.
         """
         other = copy(self)
         other._layers, other._places = {}, {}
         return other
 
     def kernels_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
-        """Return the least seconds of a layer and micro-batch, forward and backward, wherever its ranks lie.
+        """Return a lower bound of the seconds of one layer and micro-batch, forward and backward, on a rank.
 
-        They are products, attention and what the software adds; with `recompute` "full" the forward products and
-        attention count twice. Layers of several kinds count as their mean.
+        It holds wherever the ranks lie: it counts products, attention and what the software adds, and no
+        communication. With `recompute` "full" the forward products and attention count twice. Layers of several
+        kinds count as their mean. `micro_batch` is in sequences.
 
         Raises:
             LayoutError: the strategy does not fit.
@@ -106,7 +107,8 @@ class LayerBounds:
     def layer_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
         """Return a lower bound of a layer's seconds for one micro-batch, forward and backward, in a layout.
 
-        It counts communication, but of recomputation the kernels alone, and no waits for the host.
+        It includes exposed communication; of recomputation it counts the kernels alone, and no waits for the host.
+        `micro_batch` is in sequences.
 
         Raises:
             LayoutError: the strategy does not fit.
@@ -119,7 +121,7 @@ class LayerBounds:
         return self._layers[key] + again_s
 
     def head_s(self, layout: StepLayout, micro_batch: int) -> float:
-        """Return the seconds of last norm, logits and loss for one micro-batch, forward and backward.
+        """Return the seconds of last norm, logits and loss for a micro-batch (in sequences), forward and backward.
 
         Raises:
             LayoutError: the strategy does not fit.
@@ -130,9 +132,10 @@ class LayerBounds:
         return max(head.forward.total_s + head.backward.total_s, 0.0)
 
     def recomputed_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute) -> float:
-        """Return the seconds of a layer for one micro-batch, forward, backward and what is computed again.
+        """Return the seconds of a layer for one micro-batch: forward, backward and recomputation.
 
-        They are those of `layer_time`; with `recompute` "none" without waits for the host.
+        They are those of `layer_time`; with `recompute` "none" they leave out waits for the host. `micro_batch` is
+        in sequences.
 
         Raises:
             LayoutError: the strategy does not fit.
@@ -145,7 +148,7 @@ class LayerBounds:
         return layer.forward.total_s + layer.backward.total_s + layer.recompute.total_s
 
     def representative(self, layout: StepLayout) -> StepLayout:
-        """Return the layout that stands for all whose layers take equally long: the first that was asked for.
+        """Return the first layout asked for among those whose layers take as long as those of `layout`.
 
         Layers take equally long where strategy, tensor, context and expert degrees are equal, groups lie on
         links of the same levels, and all layouts have several replicas or all have one.
@@ -215,9 +218,9 @@ def step_bound_s(
     costs: tuple[int, int] | None = None,
     are_alike: bool = True,
 ) -> float:
-    """Return a lower bound of a step's seconds from the time of one layer, and of head and loss.
+    """Return a lower bound of a step's seconds from the seconds of one layer, and of head and loss.
 
-    Every rank works on every micro-batch, and the rank of the last stage also on head and loss. Where the
+    Every pipeline rank works on every micro-batch, and the rank of the last stage also on head and loss. Where the
     schedule `waits_at_ends`, that rank waits besides for the first stages of the others before its first
     micro-batch, and they for it after the last, as in 1F1B (Narayanan et al. 2021, section 2.2); zero-bubble
     schedules fill that time. Where layers differ, the busiest rank takes at least the mean of all.
@@ -229,7 +232,7 @@ def step_bound_s(
         num_micro_batches: micro-batches of a step through each pipeline.
         layer_s: seconds of one layer for one micro-batch, forward and backward.
         head_s: likewise of last norm, logits and loss.
-        costs: those by which layers are divided among stages (`stage_layers`); None for evenly.
+        costs: (of a layer, of the head) by which layers are divided among stages (`stage_layers`); None: evenly.
         are_alike: whether every stage's layers take `layer_s` on average; else only those of the whole model do.
     """
     if not are_alike:

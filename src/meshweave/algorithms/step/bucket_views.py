@@ -22,14 +22,15 @@ from meshweave.ir.program.views import FULL, Range, View
 class BucketViews:
     """The buckets of one stage as buffers, and views of their parts.
 
-    A bucket is a vector of all weights, or gradients, of one layer on a rank. A buffer has the buckets of all
-    layers of a unit in this stage, one after the other.
+    A unit is a piece of the model: a kind of layer, the embedding or the head. A bucket is a vector of all
+    weights, or gradients, of one layer on a rank. A buffer has the buckets of all layers of a unit in this stage,
+    one after the other.
 
     Args:
         number: of the stage.
         mesh: its ranks, with the axes of the block programs.
         ranks: the ranks of the buckets of all weights but experts', and of those of experts, None without any.
-        units: pieces by name, and how many of each there are here.
+        units: (unit, how many of it the stage has) by name.
         last: the micro-batch whose backward part is the last here.
 
     Attributes:
@@ -53,8 +54,8 @@ class BucketViews:
         """Return the view of a weight's gradient from one micro-batch, before it is added to the bucket.
 
         Args:
-            layer: its number among the layers of the unit in this stage.
-            at: the micro-batch.
+            layer: the layer's number, from 0, among the layers of the unit in this stage.
+            at: the number of the micro-batch.
         """
         name = f"d{weight.name}"
         slots = self.early.get(f"{unit.name}_{name}", 0)
@@ -62,13 +63,13 @@ class BucketViews:
         return self.whole(f"{unit.name}_{name}", len(weight.shape), slot)
 
     def ranks_of(self, unit: Unit) -> BucketRanks:
-        """Return the ranks on which the bucket of a unit lies."""
+        """Return on which ranks the bucket of a unit lies, and how it is kept there."""
         own = self._ranks[unit.is_of_experts]
         assert own is not None
         return own
 
     def settings_of(self, unit: Unit) -> StageSettings:
-        """Return how the bucket of a unit is sharded and gathered."""
+        """Return how the bucket of a unit is sharded over replicas, gathered and reduced."""
         return self.ranks_of(unit).settings
 
     # --- declarations -----------------------------------------------------------------------------------
@@ -125,7 +126,7 @@ class BucketViews:
         return View(self.name(name), (FULL,) * dims, slot)
 
     def matrix_slots(self, unit: Unit) -> int:
-        """Return for how many layers weight matrices are in memory at once."""
+        """Return of how many layers of a unit the whole weight matrices are in memory at once."""
         count = self.units[unit.name][1]
         return min(count, GATHERED_LAYERS) if self.settings_of(unit).shards_weights else count
 

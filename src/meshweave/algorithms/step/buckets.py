@@ -39,8 +39,10 @@ from meshweave.ir.program.views import FULL, Range, View
 class StageBuckets(BucketViews):
     """Writes the gathers, sums and reductions of the buckets of one stage.
 
-    A bucket is a vector of all weights, or gradients, of one layer. Collectives of experts follow those of
-    their layer.
+    A bucket is a vector of all weights, or gradients, of one layer. A unit is a kind of layer, the embedding or
+    the head; `layer` is a number, from 0, among the layers of a unit in this stage. Of each collective an exposed
+    share runs alone, and the rest overlaps with layers (`StageSettings.overlap`). Collectives of experts follow
+    those of their layer.
     """
 
     # --- weights ----------------------------------------------------------------------------------------
@@ -98,9 +100,9 @@ class StageBuckets(BucketViews):
 
         Args:
             layer: its number among the layers of the unit in this stage.
-            at: the micro-batch.
-            is_forward: whether the part is the forward one.
-            then: collectives to yield after its gathers.
+            at: the number of the micro-batch.
+            is_forward: whether the part is the forward one, not the backward one.
+            then: collectives to yield between the gathers and the calls that unpack matrices.
         """
         yield from self._gathers_beside(unit, layer, is_forward=is_forward)
         gathered = [each for each in unit.buckets if self._gathers_for(each, is_forward)]
@@ -126,10 +128,10 @@ class StageBuckets(BucketViews):
     def waits_to_gather(
         self, unit: Unit, layer: Index, ins: tuple[View, ...], *, is_forward: bool
     ) -> Iterator[Op]:
-        """Yield a call before the first gather of an action, which cannot begin before this call ends.
+        """Yield a call to put before an action, so that its first gather begins only when this call has ended.
 
         The call reads `ins`, and writes an element that the gather overwrites. Yields nothing where no gather
-        overlaps.
+        overlaps with layers.
 
         Args:
             unit, layer: the layer that the action gathers first: its unit, and its number among those here.
@@ -201,10 +203,10 @@ class StageBuckets(BucketViews):
     # --- gradients --------------------------------------------------------------------------------------
 
     def gradients(self, unit: Unit, layer: Index, at: Index) -> Iterator[Statement]:
-        """Yield what follows a layer's gradients for micro-batch `at`: adding them up, and reductions.
+        """Yield the call that adds a layer's gradients for micro-batch `at` to its bucket, and reductions.
 
-        Where each micro-batch reduces its gradients, reductions are not among these (`reductions_each`); else the
-        exposed share is not (`end`).
+        Reductions follow the last micro-batch alone, and only their share that overlaps with layers; `end` has the
+        exposed share. Where each micro-batch reduces its gradients, there are none here (`reductions_each`).
         """
         for each in unit.buckets:
             yield from self._added(each, layer, at)
@@ -223,7 +225,7 @@ class StageBuckets(BucketViews):
             yield When(equal(at, self.last), ops)
 
     def reductions_each(self, unit: Unit, layer: Index) -> Iterator[Op]:
-        """Yield the ops that reduce a layer's gradients after one micro-batch, and add them to this rank's part.
+        """Yield the ops that reduce a layer's gradients of one micro-batch, and add them to this rank's shard.
 
         Buckets whose gradients are reduced once a step (`reduces_each` is False) yield nothing. Of the others
         the exposed share of the elements is reduced first, then the share that overlaps with layers
@@ -244,7 +246,7 @@ class StageBuckets(BucketViews):
                 yield self._reduced((self._own(each, "dw", layer, waited),))
 
     def waits_for_reductions(self, unit: Unit, sent: tuple[View, ...]) -> Iterator[Op]:
-        """Yield a call that ends an action once the gradients of a unit's first layer are reduced.
+        """Yield a call that ends an action once the gradients of layer 0 of a unit are reduced.
 
         Yields nothing where gradients are reduced once a step, or where no reduction overlaps and nothing is
         sent.

@@ -29,12 +29,12 @@ class RateCeiling:
     priced: str
 
     def reason(self, utilization: float) -> str:
-        """Return in one line why a utilization (0 to 1) is above the ceiling; "" where it is not."""
+        """Return one line that says why a utilization (0 to 1) is above `share`; "" where it is not."""
         return f"above {self.shown}: {self.priced}" if utilization > self.share else ""
 
 
 def rate_ceiling(problem: StepProblem) -> RateCeiling:
-    """Return the ceiling of the chips of a problem, and the parts of the problem that are priced above it."""
+    """Return the highest measured share of peak of the problem's chips, with what is priced above it."""
     return problem.once("ceiling", "", lambda: _rate_ceiling(problem))
 
 

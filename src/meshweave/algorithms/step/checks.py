@@ -14,7 +14,7 @@ from meshweave.describe.model.latent import LatentAttention
 
 
 def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
-    """Raise an error of one line where a step or its experts cannot be laid out.
+    """Raise an error of one line where a step, or the experts of its model, cannot be laid out on the chips.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch, the model or the strategy, or the strategy does
@@ -26,7 +26,7 @@ def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
 
 
 def can_be_laid_out(problem: StepProblem, parallelism: Parallelism) -> bool:
-    """Return whether `check_step` accepts a step with its experts, so that it can be laid out on the chips."""
+    """Return whether a step, with the experts of its model, can be laid out on the chips (`check_step`)."""
     try:
         check_step(problem, parallelism)
     except MeshweaveError:
@@ -35,7 +35,7 @@ def can_be_laid_out(problem: StepProblem, parallelism: Parallelism) -> bool:
 
 
 def check_laid_out(problem: StepProblem, parallelism: Parallelism) -> None:
-    """Raise an error of one line where a step cannot be laid out; degrees of experts are not checked.
+    """Raise an error of one line where a step cannot be laid out on the chips; experts are not checked.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch, the model or the strategy.

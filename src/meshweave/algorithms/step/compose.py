@@ -42,7 +42,7 @@ from meshweave.ir.work import Compute
 
 
 def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
-    """Return the time and memory of a step.
+    """Return the time and memory of one training step of a problem under a choice of parallelism.
 
     The problem caches prices, so a search uses one problem for all configurations.
 
@@ -71,7 +71,7 @@ def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
 
 
 def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return a lower bound of a step's seconds, close to `step_of` and much cheaper: for searches.
+    """Return a lower bound of a step's seconds, close to `step_of(...).time_s` and much cheaper to compute.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch, the model or the schedule.
@@ -95,12 +95,12 @@ def step(
     sequence: int,
     **options: Unpack[StepOptions],
 ) -> Step:
-    """Return the time and memory of a step of one configuration.
+    """Return the time and memory of one training step in one configuration.
 
     Args:
         model: a model, also one of transformers, a name of the catalog, or a file (`load_model`).
         cluster: a cluster, or a name of the catalog such as "dgx-a100:512", or a file.
-        batch: sequences of a step.
+        batch: sequences of a step, of all replicas together.
         sequence: tokens of a sequence.
         options: `tp`, `pp`, `dp`, `cp` and `vp` for the degrees tensor, pipeline, data, context and for virtual
             stages, `ep` and `etp` for ranks that share experts and each of them; other attributes of `Parallelism`
@@ -155,9 +155,9 @@ def with_defaults(problem: StepProblem, degrees: dict[str, Any]) -> Parallelism:
 
 
 def update_times_s(problem: StepProblem, parallelism: Parallelism) -> list[float]:
-    """Return for each pipeline rank the seconds of the optimizer's update on one of its chips, once a step.
+    """Return for each pipeline rank the seconds per step of the optimizer's update on one of its chips.
 
-    Casts of weights to low precision are included.
+    Casts of the updated weights to low precision are included.
     """
     p, known, out = parallelism, problem.cache("optimizer"), []
     numbers = p.schedule, p.pipeline, p.virtual_stages

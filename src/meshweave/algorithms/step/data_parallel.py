@@ -70,12 +70,12 @@ class DataParallelTime:
 
 @dataclass(frozen=True)
 class Sharing:
-    """What a part of a layer, and collectives of weights that run beside it, take of each other's links.
+    """How a layer's forward or backward part and collectives of weights beside it delay each other on links.
 
     Attributes:
         added_s: seconds by which the part takes longer if bytes of such collectives flow all the time.
-        lost_s: seconds of these collectives by which they are then behind.
-        flowing: the share (0 to 1) of their seconds in which bytes flow.
+        lost_s: seconds by which these collectives are then behind.
+        flowing: the share (0 to 1) of the collectives' seconds in which their bytes flow.
     """
 
     added_s: float = 0.0
@@ -83,7 +83,14 @@ class Sharing:
     flowing: float = 1.0
 
     def hides(self, part_s: float) -> tuple[float, float]:
-        """Return the seconds of collectives that a part of `part_s` hides, and what each of them adds to it."""
+        """Return how much communication runs beside a part, and how much that slows the part down.
+
+        Args:
+            part_s: seconds of the part without collectives beside it.
+
+        Returns:
+            (seconds of collectives that run beside the part, seconds added to the part by each of these seconds).
+        """
         beside_s = part_s + self.added_s - self.lost_s
         if self == APART or beside_s <= 0:
             return part_s, 0.0
@@ -96,14 +103,14 @@ APART = Sharing()
 
 
 def mean_sharing(of: Sequence[Sharing], seconds: Sequence[float]) -> Sharing:
-    """Return the mean sharing of collectives that run one after the other beside a part.
+    """Return the mean `Sharing` of collectives that run one after the other beside a layer's part.
 
     `flowing` is weighted by the time of each collective, `added_s` and `lost_s` by the part of that
     time in which its bytes flow. `APART` if there is no such time.
 
     Args:
         of: the sharing of each collective.
-        seconds: its time, in any unit that is the same for all.
+        seconds: the time of each collective, in any unit that is the same for all.
     """
     total = sum(seconds)
     if not total or all(each == APART for each in of):
@@ -122,11 +129,11 @@ def mean_sharing(of: Sequence[Sharing], seconds: Sequence[float]) -> Sharing:
 def data_parallel_time(
     problem: StepProblem, parallelism: Parallelism, counts: tuple[float, ...] = ()
 ) -> DataParallelTime:
-    """Return the seconds of the collectives of one layer's weights, and of an embedding table.
+    """Return the seconds of the data-parallel collectives of one layer's weights, and of an embedding table.
 
     Args:
-        counts: the numbers of layers of each of `problem.kinds` in a stage, over which those of a layer are the
-            mean; () for the mean over the model.
+        counts: how many layers a stage has of each of `problem.kinds`; seconds of a layer are the mean over these
+            layers. () for the mean over the model.
     """
     p = parallelism
     layout = p.data, p.pipeline, p.context, p.tensor_size, p.order, p.experts
@@ -220,9 +227,10 @@ def _reductions(
 def lane_collectives(
     problem: StepProblem, parallelism: Parallelism
 ) -> tuple[tuple[tuple[Transfer, int], ...], tuple[tuple[Transfer, int], ...]]:
-    """Return the collectives of a layer's weights but experts', each with the chips between its neighbours.
+    """Return the collectives (that gather weights, that sum gradients) of a layer's weights except experts'.
 
-    The first gather weights, none without ZeRO; the second sum gradients. Of several kinds the first layer counts.
+    Each is (collective, chips between neighbours in its group). No weights are gathered without ZeRO. Of several
+    kinds of layers the first counts.
     """
     weights = kinds_parameters(problem, parallelism)[0].others
     gathers: tuple[tuple[str, Groups, int], ...] = ()
@@ -242,17 +250,17 @@ def exposed_s(
     queued_s: float = 0.0,
     sharing: Sharing = APART,
 ) -> float:
-    """Return the seconds by which communication lengthens the computing of `layers` layers, one after the other.
+    """Return the seconds by which communication lengthens `layers` layers that compute one after the other.
 
-    Each layer's communication follows its computing, as reductions do. Gathers come before the computing, which
-    is the same, reversed in time.
+    Each layer's communication follows its computing, as reductions do, in a lane that runs one collective at a
+    time. Gathers come before the computing, which is the same, reversed in time.
 
     Args:
         layers: number of layers.
-        compute_s, communication_s: seconds of one layer.
+        compute_s, communication_s: seconds of one layer's computing, and of its communication.
         overlap: share (0 to 1) of the communication that may overlap with the computing of other layers.
-        queued_s: seconds of other communication in the same lane, before that of the layers (in reverse: after).
-        sharing: what a layer's computing and this communication take of each other's links.
+        queued_s: seconds of other communication in the same lane, before that of the layers (for gathers: after).
+        sharing: how a layer's computing and this communication delay each other on links.
     """
     waits_s = (1 - overlap) * (layers * communication_s + queued_s)
     return waits_s + sum(beside_s(layers, compute_s, overlap * communication_s, overlap * queued_s, sharing))
@@ -261,9 +269,10 @@ def exposed_s(
 def beside_s(
     layers: int, compute_s: float, communication_s: float, queued_s: float, sharing: Sharing
 ) -> tuple[float, float]:
-    """Return the seconds by which communication ends after the layers, and by which it makes these longer.
+    """Return (seconds from the end of the layers to the end of their communication, seconds added to the layers).
 
-    The arguments are those of `exposed_s`; all of the communication overlaps with the layers.
+    The layers take longer where they share links with their communication. The arguments are those of `exposed_s`,
+    with an overlap of 1.
     """
     hides_s, slows = sharing.hides(compute_s)
     tail = queued_s + layers * (communication_s - hides_s)

@@ -35,15 +35,15 @@ def check_executed(problem: StepProblem, parallelism: Parallelism) -> None:
 
 
 def splits_rows(roles: Roles, mesh: tuple[int, ...]) -> bool:
-    """Return whether some rank has only a part of a token's features, which a router needs whole.
+    """Return whether a rank has only a part of each token's residual features, which a router needs whole.
 
-    `roles` and `mesh` (sizes of its axes) are those of `layer_roles`.
+    `roles` and `mesh` (sizes of its axes) are those that `layer_roles` returns.
     """
     return roles.is_flat or num_parts(roles.residual, mesh, ("hidden",)) > 1
 
 
 def zero_refusal(parallelism: Parallelism) -> str:
-    """Return in one line why ZeRO cannot shard the weights over data ranks; "" where it can, or shards nothing.
+    """Return one line that says why ZeRO cannot shard weights over data ranks; "" where it can or shards nothing.
 
     Included 2D products take weights that are sharded over the rows of their mesh. The runtime does not shard such
     shards again.
@@ -58,9 +58,10 @@ def zero_refusal(parallelism: Parallelism) -> str:
 
 
 def sequence_refusal(parallelism: Parallelism, sequence: int) -> str:
-    """Return in one line why layers of a model's own code refuse sequences of so many tokens, or "".
+    """Return one line that says why `mw.parallelize` refuses sequences of `sequence` tokens; "" if it does not.
 
-    Where a rank has fewer tokens of the residual than in attention, all ranks must have equal shares of them.
+    Where the residual is divided over more ranks along the sequence than attention is, these ranks must have equal
+    shares of it.
     """
     roles, mesh = layer_roles(parallelism)
     whole, core = (num_parts(dims, mesh, ("sequence",)) for dims in (roles.residual, roles.core(True)))
@@ -74,7 +75,7 @@ def sequence_refusal(parallelism: Parallelism, sequence: int) -> str:
 
 
 def layer_roles(parallelism: Parallelism) -> tuple[Roles, tuple[int, ...]]:
-    """Return the role of each axis of a layer's mesh, and the sizes of these axes.
+    """Return the role of each axis of a layer's mesh (which dim of each tensor it splits), and the axes' sizes.
 
     The axes are (context, d1, d2) with a ring of context ranks, else (d1, d2), where d1 x d2 are the
     tensor-parallel ranks. An axis of a single rank is idle. Degrees of experts are not read.

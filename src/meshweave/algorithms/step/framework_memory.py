@@ -64,7 +64,7 @@ which nothing needs."""
 
 
 def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute: ActivationRule) -> int:
-    """Return the bytes that a rank keeps of a layer (of the first kind) for one micro-batch, for backward.
+    """Return the bytes of activations that a rank keeps of a layer (the first kind) and micro-batch for backward.
 
     `recompute` says what the forward part keeps and what is computed again.
     """
@@ -141,7 +141,7 @@ def _kept_kinds(problem: StepProblem, recompute: ActivationRule) -> set[KeptKind
 
 
 def logit_elements(problem: StepProblem, parallelism: Parallelism) -> int:
-    """Return the number of logits of a micro-batch on one rank."""
+    """Return the number of logits (tokens x vocabulary) of a micro-batch on one rank, rounded up."""
     tokens = parallelism.micro_batch * problem.sequence
     return -(-tokens * (problem.model.vocab_size or 0) // (parallelism.tensor_size * parallelism.context))
 
@@ -154,7 +154,7 @@ def framework_memory(
     ranks: Sequence[int] | None = None,
     recompute: ActivationRule | None = None,
 ) -> Memory:
-    """Return the bytes on a chip of each pipeline rank, or of those in `ranks`, in order.
+    """Return the bytes on a chip of each pipeline rank, or of those in `ranks`, by closed forms, in order.
 
     Args:
         layers: the number of layers of each pipeline rank.
@@ -194,7 +194,7 @@ def least_held(
     stashes: tuple[int, ...],
     ranks: Sequence[int],
 ) -> Memory:
-    """Return a lower bound of what a step's program holds on a chip of each of the pipeline ranks in `ranks`.
+    """Return a lower bound of the bytes that a step's program holds on a chip of each pipeline rank in `ranks`.
 
     It counts weights, their states, and what layers keep, but no scores, masks or second tensor of the gate.
     A backward part begins while the most micro-batches are kept; it adds the gradient of the residual, what one

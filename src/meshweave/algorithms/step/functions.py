@@ -31,7 +31,7 @@ class StepFunctions:
     Args:
         units: the pieces of the model by name.
         blocks: the functions of the programs of blocks.
-        mesh: the ranks of the pipeline rank, with the axes of blocks.
+        mesh: the ranks of the pipeline rank on the axes data, context and two of tensor parallelism.
         rank: the rank whose functions these are.
         update: the optimizer: returns new weights from ((unit, stage), weights, gradients), vectors of a rank's
             part.
@@ -57,9 +57,9 @@ class StepFunctions:
         self.loss = 0.0
 
     def table(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions of the program's calls on this rank, by the names in the calls.
+        """Return the functions that the program's calls run on this rank, by the names in the calls.
 
-        They take and return the parts of tensors that this rank has, as arrays, or None for nothing.
+        They take and return this rank's shards of tensors, as arrays; one without a result returns None.
         """
         table: dict[str, Callable[..., Any]] = dict(self._blocks)
         loss = self._blocks.get("loss")
@@ -136,13 +136,15 @@ def local_bucket(
 ) -> Array:
     """Return one rank's shard of the weights of some layers of a model, as one vector, layer after layer.
 
-    Of each layer it has the rank's part of each run of the bucket, one run after the other.
+    A layer's bucket (its weights on the rank as one vector) is cut into at most two ranges of elements (runs). Of
+    each layer the result has the rank's shard of each run, one run after the other.
 
     Args:
         unit: the unit of these layers.
         weights: those of the whole model by name, unsharded.
         layers: the numbers of the layers in the model; (0,) for embedding or head.
-        mesh, replicas: the ranks of the pipeline rank, with the axes of blocks and with those of replicas.
+        mesh: the pipeline rank's ranks on the axes data, context and two of tensor parallelism.
+        replicas: the same ranks on one axis per group of replicas and one of tensor-parallel ranks.
         settings: which groups of replicas shard a bucket, and into which runs it is cut (`runs_of`).
         rank: a global rank of these meshes.
     """

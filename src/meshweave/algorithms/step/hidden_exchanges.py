@@ -23,9 +23,11 @@ def overlapped_share(problem: StepProblem, p: Parallelism) -> float:
 
 
 def hidden_exchanges(block: LayerBlock) -> tuple[PartTime, PartTime]:
-    """Return what changes in a layer's forward and backward part where exchanges run beside another micro-batch.
+    """Return the times to add to a layer's (forward part, backward part) where token exchanges are hidden.
 
-    Both are 0 in stacks that do not overlap them. Products have the multiprocessors that the exchange leaves.
+    Hidden exchanges run beside the computing of another micro-batch: `tensor_s` is negative, the communication
+    that is no longer exposed, and `compute_s` positive, since products have only the multiprocessors that the
+    exchange leaves. Both are 0 where the stack does not overlap exchanges, or there are none.
     """
     problem = block.problem
     if not problem.stack.overlaps_exchanges or not block.whole.exchange_s:

@@ -39,11 +39,11 @@ class IssuedTask:
 
 @dataclass(frozen=True)
 class IssueCounts:
-    """The operations that the host issues in a layer's forward or backward part.
+    """How many operations the host issues in the forward or backward part of a layer.
 
     Attributes:
         kernels, collectives: how many of these it issues.
-        messages: how many point-to-point messages, each in `HostRates.transfer_s`.
+        messages: how many point-to-point messages it issues.
         layers: of how many layers it runs the Python code.
     """
 
@@ -53,9 +53,10 @@ class IssueCounts:
     layers: int = 0
 
     def seconds(self, host: HostRates, graphs: bool = False, captured: float = 0.0) -> float:
-        """Return the seconds in which a host issues them.
+        """Return the seconds in which a host issues these operations.
 
         Args:
+            host: the seconds that the host takes per kernel, collective, message and layer of Python code.
             graphs: whether all of them are one captured graph, which costs as much as one kernel.
             captured: without `graphs`, the share (0 to 1) of kernels and Python code that costs nothing.
         """
@@ -67,7 +68,7 @@ class IssueCounts:
 
 
 def paced_ps(tasks: Sequence[IssuedTask], counts: IssueCounts, host: HostRates, added_ps: int) -> int:
-    """Return the picoseconds of a layer's forward or backward part among equal ones that follow each other.
+    """Return the picoseconds that a layer's forward or backward part takes in a run of equal parts.
 
     The host waits for the end of each collective before it issues the next operation.
 
@@ -76,7 +77,7 @@ def paced_ps(tasks: Sequence[IssuedTask], counts: IssueCounts, host: HostRates, 
         counts: what the host issues for it. All its kernels, those beyond the tasks included, and the Python code
             are spread evenly over the tasks that compute.
         host: the seconds of each operation that the host issues.
-        added_ps: picoseconds of a part on the chip beyond the tasks, spread likewise.
+        added_ps: picoseconds of the part on the chip beyond its tasks, spread evenly over the tasks that compute.
     """
     computing = sum(task.kind == "kernel" for task in tasks)
     whole_ps = to_ps(counts.kernels * host.kernel_s + counts.layers * host.layer_s)

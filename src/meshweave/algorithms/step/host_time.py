@@ -15,7 +15,7 @@ from meshweave.base.units import to_ps, to_s
 
 
 def unfused_of(problem: StepProblem, parallelism: Parallelism, part: str) -> UnfusedKernels:
-    """Return the kernels of a layer's part, "forward" or "backward", that the stack does not fuse.
+    """Return the kernels of a layer's `part`, "forward" or "backward", that the stack does not fuse.
 
     `SoftwareStack.copies` are added where the part communicates: always with tensor ranks; backward with several
     data or context ranks; forward where ZeRO shards over these.
@@ -32,7 +32,7 @@ softmax and dropout."""
 
 
 def issue_counts(block: LayerBlock, parallelism: Parallelism) -> tuple[IssueCounts, IssueCounts]:
-    """Return what the host issues for a micro-batch: (a layer's forward part, its backward part).
+    """Return what the host issues per micro-batch for (a layer's forward part, its backward part).
 
     Recomputation is left out. `block` is the layer, priced under `parallelism`.
     """
@@ -76,9 +76,10 @@ def issued_s(block: LayerBlock, parallelism: Parallelism) -> tuple[float, float,
 def stalls_s(
     block: LayerBlock, parallelism: Parallelism, added_s: tuple[float, float]
 ) -> tuple[float, float]:
-    """Return the seconds by which a host that waits for collectives lengthens a layer's forward and backward.
+    """Return the seconds by which a host that waits for collectives lengthens (forward, backward) of a layer.
 
-    `added_s` are seconds on the chip that the software adds to the two parts. Both results are 0 where the host
+    They are per micro-batch. `added_s` are seconds on the chip that the software adds to (the forward part, the
+    backward part), which the results leave out. Both results are 0 where the host
     does not wait or has graphs, without collectives, and where tasks are not priced one by one
     (`LayerBlock.issued`).
     """

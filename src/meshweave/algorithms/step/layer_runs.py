@@ -20,9 +20,9 @@ class LayerAt:
     """A layer of a stage.
 
     Attributes:
-        kind: the name of its unit.
-        place: its number among the layers of the stage, from the first one.
-        number: its number among those of its kind.
+        kind: the name of its kind (its unit), such as "layer0".
+        place: its number among the layers of the stage, from 0.
+        number: its number among the layers of the stage that are of its kind, from 0.
         after: the layer after it in the model; None for the last one of the stage. Its own `after` is None.
     """
 
@@ -34,7 +34,7 @@ class LayerAt:
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Layers `start` to `start + turns * len(kinds) - 1`, whose kinds repeat.
+    """Layers `start` to `start + turns * len(kinds) - 1` of a stage, whose kinds repeat: a loop of `turns` turns.
 
     Attributes:
         kinds: the kinds of the layers of one turn.
@@ -82,7 +82,11 @@ class LayerRun:
 
 
 def layer_runs(kinds: Sequence[str]) -> tuple[LayerRun, ...]:
-    """Return the layers of a stage as runs; `kinds` are the names of their units, in order."""
+    """Return the layers of a stage as runs, in order; the first and the last layer have a run each.
+
+    `kinds` are the names of the layers' kinds, in order: "a", "b", "c", "b", "c", "b" gives runs of "a", of
+    "b", "c" in two turns, and of "b".
+    """
     count = len(kinds)
     runs: list[LayerRun] = []
     at = 0

@@ -39,8 +39,8 @@ class LayerTime:
         forward, backward: the two parts, without recomputation.
         recompute: what the backward part computes again.
         issued_s: seconds in which the host issues the three; 0 without a known host.
-        hidden: what of the forward and of the backward part is due to exchanges that run beside another
-            micro-batch: computing that they slow down, and less communication.
+        hidden: what exchanges of tokens that run beside another micro-batch add to `forward` and to `backward`,
+            included there: computing that they slow down, less (negative) communication.
     """
 
     forward: PartTime
@@ -50,18 +50,18 @@ class LayerTime:
     hidden: tuple[PartTime, PartTime] = (PartTime(), PartTime())
 
     def beside_others(self, share: float) -> LayerTime:
-        """Return the mean time where exchanges are hidden in a share (0 to 1) of the micro-batches."""
+        """Return the mean time where only a `share` (0 to 1) of the micro-batches hides exchanges of tokens."""
         first, last = ((1 - share) * part for part in self.hidden)
         return replace(self, forward=self.forward - first, backward=self.backward - last)
 
     @property
     def issued_back_s(self) -> float:
-        """Return the seconds in which the host issues the backward part and its recomputation."""
+        """Return the seconds in which the host issues the backward part and its recomputation together."""
         return self.issued_s[1] + self.issued_s[2]
 
 
 def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
-    """Return the time of one micro-batch in one layer, the mean over kinds of layers by their shares.
+    """Return the time of one micro-batch in one layer: the mean over kinds of layers, weighted by their shares.
 
     Raises UnsupportedError for an unknown strategy, LayoutError if the layer does not fit it.
     """
@@ -104,7 +104,7 @@ def _mean(times: list[tuple[float, LayerTime]]) -> LayerTime:
 
 
 def ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTime, LayerTime]:
-    """Return the times of one micro-batch in the embedding, and in last norm, logits and loss.
+    """Return the times of one micro-batch in (the embedding; last norm, logits and loss).
 
     Both are 0 for a model without a vocabulary size.
     """
@@ -146,15 +146,15 @@ def _parts_added_s(block: LayerBlock, parallelism: Parallelism) -> tuple[float, 
 PIECES_AT_ENDS: tuple[Piece, Piece] = ("embedding", "head")
 
 Split = tuple[PartTime, PartTime]
-"""The backward part of a piece, without recomputation, in two: gradient of the residual, gradients of weights."""
+"""Times of a backward part without recomputation: (gradient of the residual, gradients of weights)."""
 
 
 def layer_split(problem: StepProblem, parallelism: Parallelism, counts: tuple[float, ...]) -> Split | None:
-    """Return the times of a layer's backward pass in two parts, for a micro-batch, without recomputation.
+    """Return (time of the gradient of a layer's input, time of its weights' gradients) for one micro-batch.
 
-    They are those of the gradient of the layer's input, and of the gradients of its weights with their
-    accumulation: means over a stage of `counts` layers of each kind, or for () over the model. None where
-    tasks are not priced one by one (`LayerBlock.split`).
+    The second includes the accumulation of gradients; both leave out recomputation. They are means over a stage of
+    `counts` layers of each of `problem.kinds`, or for () over the model. None where tasks are not priced one by
+    one (`LayerBlock.split`).
     """
     key = layer_key(parallelism), parallelism.recompute, _of_replicas(parallelism), counts
     return problem.once("layers in two", key, lambda: _layer_split(problem, parallelism, counts))
@@ -177,7 +177,7 @@ def _layer_split(problem: StepProblem, parallelism: Parallelism, counts: tuple[f
 
 
 def ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, Split] | None:
-    """Return the `Split` of embedding, and of norm, logits and loss; None where `LayerBlock.split` is None."""
+    """Return the `Split` of (embedding; last norm, logits, loss) per micro-batch; None as `LayerBlock.split`."""
     return problem.once("ends in two", layer_key(parallelism), lambda: _ends_split(problem, parallelism))
 
 
@@ -196,9 +196,9 @@ def _ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, 
 
 
 def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the seconds per layer and micro-batch that `problem.overlap` saves compared with "sites".
+    """Return the seconds per layer and micro-batch that `problem.overlap` saves compared with overlap "sites".
 
-    A model whose sites (products with their moves) run one by one does not have the saving of overlap "layers".
+    A site is a product with its communication; with "sites" they run one by one. Recomputation is left out.
     """
     own = layer_time(problem, parallelism)
     by_sites = layer_time(replace(problem, overlap="sites"), parallelism)
@@ -209,7 +209,7 @@ def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> fl
 def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, float, float]:
     """Return the seconds that software adds to a layer (of the first kind) per micro-batch, beyond its program.
 
-    They are (forward part, backward part with recomputation, gradients of weights as a part of the second).
+    They are (forward, backward with recomputation, that share of the second which belongs to weight gradients).
     """
     forward_s, backward_s = _parts_added_s(layer_block(problem, parallelism), parallelism)
     if parallelism.recompute == "full":
@@ -240,7 +240,10 @@ def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 
 def least_added_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the seconds that software and plain attention add to a layer, without its program's kernel gaps."""
+    """Return the seconds that software and plain attention add to a layer per micro-batch, forward and backward.
+
+    Gaps between kernels count only for kernels that the layer's program does not have.
+    """
     return sum(_added_s(problem, parallelism, 0, part) for part in ("forward", "backward"))
 
 
@@ -297,7 +300,7 @@ def _last_product_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 
 def streamed_s(problem: StepProblem, num_bytes: float) -> float:
-    """Return the seconds in which so many bytes pass through the memory of one chip; 0 for none."""
+    """Return the seconds in which one chip moves `num_bytes` bytes through its memory element-wise; 0 for none."""
     if num_bytes <= 0:
         return 0.0
     moved = round(num_bytes)
@@ -307,7 +310,7 @@ def streamed_s(problem: StepProblem, num_bytes: float) -> float:
 
 
 def call_s(problem: StepProblem, work: Compute) -> float:
-    """Return the seconds of an op that computes, on one chip of the cluster."""
+    """Return the seconds of one computing op on one chip of the problem's cluster."""
     return to_s(compute_ps(problem, with_counts(work)))
 
 
@@ -343,7 +346,7 @@ def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str)
 
 
 def eager_logits_s(problem: StepProblem, parallelism: Parallelism, num_bytes: float) -> float:
-    """Return a rank's seconds of moving `num_bytes` per logit of a micro-batch; 0 if the loss is fused."""
+    """Return a rank's seconds to move `num_bytes` per logit of a micro-batch in memory; 0 if the loss is fused."""
     if problem.loss_kind == "fused":
         return 0.0
     tokens = parallelism.micro_batch * problem.sequence

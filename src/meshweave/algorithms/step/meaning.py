@@ -34,7 +34,7 @@ _MOST_NUMBERED = 1 << 24
 
 
 def whole_block(problem: StepProblem) -> BlockProblem:
-    """Return the step's whole model and batch, on one rank, as a block whose functions compute integers."""
+    """Return the whole model with the whole batch as one block on one rank, whose functions compute integers."""
     model = problem.model
     block = BlockProblem.of(model, problem.workload, (1, 1), layers=model.num_layers)
     return replace(block, vocabulary=model.vocab_size or 0, exact=True)
@@ -94,10 +94,10 @@ class LaidWeights:
         self.program = self._written.program.expanded
 
     def buckets(self, weights: Arrays) -> dict[str, Array]:
-        """Return the program's input tensors by name, filled from `weights`, those of the model by name.
+        """Return the program's input tensors by name, filled from `weights`, the model's unsharded ones by name.
 
         Each is a vector: the buckets of all ranks of a stage for the stage's layers of one unit. "W0_layer" is
-        that of stage 0.
+        that of the layers of stage 0.
         """
         out = {}
         for name, shape, shards in self._shards(weights, "w"):
@@ -153,7 +153,7 @@ class LaidWeights:
                 yield f"{stage}_{unit}", shape, shards
 
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """Return by name the functions that the program calls; each takes the number of its rank first.
+        """Return by name the functions that the program calls; each takes the number of the calling rank first.
 
         They compute on integers. The optimizer subtracts the gradient from the weights.
         """

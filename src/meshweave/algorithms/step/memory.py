@@ -58,7 +58,7 @@ class RankMemory:
 
     @property
     def allocated(self) -> int:
-        """Return the bytes of a framework's allocator: all but its context and the buffers of communicators."""
+        """Return the bytes of a framework's allocator: `total` less `context` and `communication`."""
         states = self.weights + self.gradients + self.optimizer
         return states + self.activations + self.buffers + self.fragmentation
 
@@ -116,18 +116,19 @@ class ShardedParameters:
 
 
 def update_bytes(problem: StepProblem) -> int:
-    """Return the bytes through memory per parameter that is updated: Adam's, without states that are not kept.
+    """Return the bytes that the optimizer reads and writes in a chip's memory per weight that it updates.
 
-    Each state counts as read and written in 4 bytes, also where it is kept in fewer.
+    They are those of Adam (`ADAM_STEP_BYTES`), less 8 for each state that the optimizer does not keep: a state
+    counts as read and written in 4 bytes, even where it is kept in fewer.
     """
     return ADAM_STEP_BYTES - 8 * (OPTIMIZERS["adam"].count - OPTIMIZERS[problem.optimizer].count)
 
 
 def unsharded_update_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
-    """Return the bytes through a rank's memory for each parameter that other replicas update.
+    """Return the bytes that a rank reads and writes in its memory per weight that another replica updates.
 
-    They are for norm, clipping and zeros of its whole gradient, and for copies of a sliced weight. 0 unless
-    several ranks shard by ZeRO-1 on a stack with `sums_after`.
+    They are for norm, clipping and zeroing of the whole gradient, and for copies of a weight that the stack slices
+    for its collectives (`sliced_weights`). 0 unless several ranks shard by ZeRO-1 on a stack with `sums_after`.
     """
     if parallelism.zero != 1 or parallelism.shards == 1 or not problem.stack.sums_after:
         return 0
@@ -135,12 +136,12 @@ def unsharded_update_bytes(problem: StepProblem, parallelism: Parallelism) -> in
 
 
 def layer_parameters(problem: StepProblem, parallelism: Parallelism) -> ShardedParameters:
-    """Return the number of weights of a layer on one rank; of layers of several kinds, the largest."""
+    """Return the number of weights of a layer on one rank before ZeRO; of several kinds of layers, the largest."""
     return max(kinds_parameters(problem, parallelism), key=lambda each: each.total)
 
 
 def kinds_parameters(problem: StepProblem, parallelism: Parallelism) -> tuple[ShardedParameters, ...]:
-    """Return the number of weights of a layer on one rank, for each of `problem.kinds`."""
+    """Return the number of weights of a layer on one rank before ZeRO, for each of `problem.kinds`."""
     return tuple(_of_layer(kind, parallelism) for _, kind in problem.kinds)
 
 
@@ -157,9 +158,9 @@ def table_parameters(problem: StepProblem, parallelism: Parallelism) -> int:
 
 
 def tables_parameters(problem: StepProblem, parallelism: Parallelism, rank: int) -> int:
-    """Return the number of weights of embedding and head tables on a chip of pipeline rank `rank`.
+    """Return the number of weights of embedding and head tables on a chip of pipeline rank `rank`, before ZeRO.
 
-    A table that both share counts once on a rank that has both.
+    A table that embedding and head share counts once on a rank that has both; 0 on ranks with neither.
     """
     head = rank_of_head(parallelism)
     has_own_head = rank == head and (head > 0 or not problem.model.tied_embeddings)
@@ -175,9 +176,9 @@ def rank_of_head(parallelism: Parallelism) -> int:
 def rank_parameters(
     problem: StepProblem, parallelism: Parallelism, layers: Sequence[int]
 ) -> tuple[ShardedParameters, ...]:
-    """Return for each pipeline rank the number of weights on a chip, those of embedding and head included.
+    """Return for each pipeline rank the number of weights on a chip before ZeRO, embedding and head included.
 
-    `layers` are the ranks' numbers of layers; they are not read where `rank_kinds` knows how many of each kind.
+    `layers` has each rank's number of layers; it is not read where `rank_kinds` knows how many of each kind.
     """
     p = parallelism
     key = p.schedule, p.pipeline, p.virtual_stages, p.tensor_size, p.experts, tuple(layers)
@@ -230,9 +231,9 @@ def _summed_kinds(
 
 
 def num_parts_of(parallelism: Parallelism) -> Callable[[str], int]:
-    """Return a function from the name of a tensor, a field of `AxisRole`, to how many ranks it is divided over.
+    """Return a function from a tensor's name (a field of `AxisRole`) to over how many ranks it is divided.
 
-    These are context and tensor ranks; data ranks do not count.
+    These are context and tensor ranks; data ranks do not count. `num_parts_of(p)("residual")` is such a number.
     """
     roles: tuple[AxisRole, ...] = strategy_of(parallelism).roles[-2:]
 
@@ -244,7 +245,7 @@ def num_parts_of(parallelism: Parallelism) -> Callable[[str], int]:
 
 
 def boundary_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
-    """Return the bytes of one micro-batch's residual on one rank, which are sent to the next stage."""
+    """Return the bytes of one micro-batch's residual on one rank, which it sends to the next stage."""
     elements = parallelism.micro_batch * problem.sequence * problem.model.hidden
     return -(-problem.item_bytes * elements // num_parts_of(parallelism)("residual"))
 

@@ -26,8 +26,9 @@ class DegreeSizes(NamedTuple):
 def distinct_orders(cluster: Cluster, sizes: DegreeSizes) -> tuple[Order, ...]:
     """Return orders of the degrees, innermost first, that differ in the links on which a degree communicates.
 
-    Degrees of 1 do not count; data and context together count as one more where they adjoin. Of orders that do
-    not differ so only one is returned. The first of all is `DEGREES`.
+    Of orders that put every degree on the same links only the first is returned; `DEGREES` comes first of all.
+    Degrees of 1 do not count. Data and context, where they are next to each other, also count as one joint degree,
+    since their ranks sum gradients in one group.
     """
     return _distinct_orders(level_sizes(cluster.network), sizes)
 
@@ -57,11 +58,11 @@ def _distinct_orders(levels: tuple[int, ...] | None, sizes: DegreeSizes) -> tupl
 def place_on_levels(levels: tuple[int, ...] | None, size: int, stride: int) -> tuple[object, ...]:
     """Return a cache key of the links on which groups of `size` ranks, `stride` chips apart, communicate.
 
-    The key has the number of a group's ranks in a block of chips of each level (a host, a subtree), and the
-    stride where groups straddle blocks, and on a torus.
+    The key is (size, stride) on a torus; else `size` and, for each level of the network (a host, a subtree), (how
+    many ranks of a group lie in one block of chips, the stride where groups straddle blocks or else 0).
 
     Args:
-        levels: the chips in a block of each level; None on a torus, which has no levels.
+        levels: the number of chips in a block of each level; None on a torus, which has no levels.
     """
     if levels is None:
         return size, stride

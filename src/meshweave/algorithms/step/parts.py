@@ -31,7 +31,10 @@ from meshweave.describe.model.memory import RECOMPUTES, Recompute
 
 @dataclass(frozen=True, eq=False)
 class LayoutsPart:
-    """The layouts of a tree that are plain (no context ranks, first strategy, default order), or all others."""
+    """The configurations of a tree whose layouts are plain, or those of all others.
+
+    A layout is plain if it has no context ranks, the first strategy and the default order of degrees.
+    """
 
     tree: StepTree
     is_plain: bool
@@ -39,11 +42,11 @@ class LayoutsPart:
 
 @dataclass(frozen=True, eq=False)
 class LayoutPart:
-    """A layout with a micro-batch.
+    """The configurations with one layout and one size of micro-batch.
 
     Attributes:
         degrees: the sizes of the degrees of `layout`.
-        micro_batch: its sequences.
+        micro_batch: sequences of a micro-batch.
         recompute: the least recomputation that may fit.
         bound_s: a lower bound of the seconds of its steps, wherever the ranks lie on the cluster.
     """
@@ -58,10 +61,10 @@ class LayoutPart:
 
 @dataclass(frozen=True, eq=False)
 class ChoicePart:
-    """A configuration with any of its ZeRO levels.
+    """The configurations that differ in their ZeRO level alone.
 
     Attributes:
-        choice: the configuration with the highest of these levels.
+        choice: the one with the highest of these levels.
         bound_s: a lower bound of the seconds of its steps.
     """
 
@@ -77,13 +80,16 @@ StepPart = LayoutsPart | LayoutPart | ChoicePart | Parallelism
 
 
 def row_key(of: Parallelism | StepLayout) -> tuple[object, ...]:
-    """Return the degrees and the strategy, which configurations of one row of a ranking have in common."""
+    """Return what configurations of one row of a ranking have in common, as a key.
+
+    It is (data, pipeline, context, tensor, strategy, (expert, expert_tensor)).
+    """
     return of.data, of.pipeline, of.context, of.tensor, of.strategy, of.experts
 
 
 @dataclass(eq=False)
 class StepTree:
-    """The parts of a space whose configurations may fit, and counts of those that do not.
+    """The configurations of a space that may fit in memory, as a tree of parts (subsets); counts of the others.
 
     Attributes:
         memory_bytes: the most bytes that a chip may hold.
@@ -108,18 +114,18 @@ class StepTree:
 
     @property
     def parts(self) -> tuple[LayoutsPart, LayoutsPart]:
-        """Return the plain layouts and all others; a good step found among the former rules out most others."""
+        """Return the two largest parts: (plain layouts, all others); searched in this order, fewer are priced."""
         return LayoutsPart(self, True), LayoutsPart(self, False)
 
     def fresh(self) -> StepTree:
-        """Return another tree of the same space with counts of 0 and an empty `closest`; caches are shared."""
+        """Return a new tree of the same space with counts of 0 and an empty `closest`; caches are shared."""
         other = StepTree(self.space, self.memory_bytes)
         other._bytes, other._known_steps = self._bytes, self._known_steps
         other._bounds = self._bounds.with_empty_cache()
         return other
 
     def branches(self, part: StepPart, limit_s: float) -> Iterator[StepPart]:
-        """Return the smaller parts of a part: layouts, their choices, or a choice's configurations.
+        """Return the next smaller parts of `part`: `LayoutPart`s, a layout's `ChoicePart`s, or configurations.
 
         Layouts and configurations that surely do not fit the memory are left out.
 
@@ -136,11 +142,11 @@ class StepTree:
         raise AssertionError("a configuration has no branches")
 
     def bound_s(self, part: LayoutPart | ChoicePart, *, is_tight: bool) -> float:
-        """Return seconds that no configuration of a part takes less than.
+        """Return a lower bound, in seconds, of a step in every configuration of `part`.
 
         Args:
-            is_tight: whether layers of a `LayoutPart` are priced where their ranks lie, which gives a higher
-                bound.
+            is_tight: whether a `LayoutPart`'s communication is priced on the links between its ranks, which gives
+                a higher bound. A `ChoicePart` ignores it.
         """
         if isinstance(part, ChoicePart) or not is_tight:
             return part.bound_s
@@ -266,7 +272,7 @@ class StepTree:
         return self.fits_or_counts(choice, size)
 
     def fits_or_counts(self, choice: Parallelism, size: int) -> bool:
-        """Return whether `size` bytes of a configuration fit on a chip.
+        """Return whether a configuration whose fullest chip holds `size` bytes fits (`memory_bytes`).
 
         One that does not fit is counted in `over_memory`. If it is among the smallest such, it is also entered
         in `closest`, with the first order of its degrees in which it can be laid out: the order does not change

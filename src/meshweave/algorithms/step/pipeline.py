@@ -44,22 +44,22 @@ class PipelineTime:
 
     @property
     def makespan_ps(self) -> int:
-        """Return when the last stage ends, in picoseconds."""
+        """Return when the last stage to end does so, in picoseconds from the begin of the step."""
         return max(self.stage_ends_ps)
 
     @property
     def makespan_s(self) -> float:
-        """Return when the last stage ends, in seconds."""
+        """Return when the last stage to end does so, in seconds from the begin of the step."""
         return to_s(self.makespan_ps)
 
     @property
     def ends_s(self) -> tuple[float, ...]:
-        """Return when each stage ends, in seconds."""
+        """Return when each stage ends its last backward part, in seconds from the begin of the step."""
         return tuple(map(to_s, self.stage_ends_ps))
 
     @property
     def rank_ends_s(self) -> tuple[float, ...]:
-        """Return when each pipeline rank ends its last backward part, in seconds."""
+        """Return when each pipeline rank ends its last backward part, in seconds from the begin of the step."""
         ends = sorted(zip(self.stage_ranks, self.ends_s, strict=True))
         return tuple(dict(ends).values())
 
@@ -92,10 +92,16 @@ class _Graph:
 def time_pipeline(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> PipelineTime:
-    """Return when the stages of a schedule end; times of stages and transfers are in picoseconds.
+    """Return when each stage ends its last backward part under the schedule called `name`.
 
-    Of many micro-batches the rounds that repeat are counted, each as long as the one before, and not timed.
-    Each rank has `virtual_stages` stages.
+    A periodic schedule of many micro-batches is timed for its first rounds (of `num_ranks` micro-batches each);
+    further rounds count as long as the last one timed.
+
+    Args:
+        num_ranks: pipeline ranks.
+        virtual_stages: stages on each rank.
+        micro_batches: micro-batches of a step.
+        times: times of stages and transfers, in picoseconds.
 
     Raises:
         UnsupportedError: there is no such schedule.
@@ -128,12 +134,15 @@ def _time(
 def least_makespan_ps(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> int:
-    """Return a lower bound of the makespan of a schedule in picoseconds, in closed form.
+    """Return a lower bound of the makespan of a schedule, in picoseconds, in closed form.
+
+    The makespan is the time from the begin of the first action to the end of the last.
 
     Args:
-        name: of the schedule.
+        name: the schedule's name.
+        num_ranks: pipeline ranks.
         virtual_stages: stages on each rank.
-        times: those of stages and transfers in picoseconds, without `saved` (`ActionTimes.joined`).
+        times: times of stages and transfers in picoseconds, with no `saved` (`ActionTimes.joined`).
 
     Raises:
         UnsupportedError: there is no such schedule.
@@ -146,11 +155,11 @@ def least_makespan_ps(
 def ranks_of_stages(name: str, num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """Return the pipeline rank of each stage; there are `num_ranks` times `virtual_stages` stages.
 
-    Stages are dealt out in turn (stage s on rank s mod `num_ranks`), or in a V if the schedule accepts only
-    that. For a schedule that accepts neither they are dealt out in turn.
+    Stages are dealt out in turn, as (0, 1, 0, 1) on two ranks, or in a V, as (0, 1, 1, 0), if the schedule accepts
+    only that. For a schedule that accepts neither they are dealt out in turn.
 
     Args:
-        name: of the schedule.
+        name: the schedule's name.
         virtual_stages: stages on each rank.
 
     Raises:
@@ -162,9 +171,9 @@ def ranks_of_stages(name: str, num_ranks: int, virtual_stages: int) -> tuple[int
 
 @lru_cache(maxsize=4096)
 def splits_backward(name: str, num_ranks: int, virtual_stages: int) -> bool:
-    """Return whether a schedule has weight gradients as actions of their own, apart from input gradients.
+    """Return whether the schedule called `name` computes weight gradients in actions apart from input gradients.
 
-    `virtual_stages` is the number of stages of each rank.
+    `virtual_stages` is the number of stages of each of `num_ranks` pipeline ranks.
 
     Raises:
         UnsupportedError: there is no such schedule.
@@ -177,10 +186,10 @@ def splits_backward(name: str, num_ranks: int, virtual_stages: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Return for each rank the most stashes that it holds at once, one per stage and micro-batch.
+    """Return for each pipeline rank the most stashes that it holds at once under the schedule called `name`.
 
-    Each rank has `virtual_stages` stages. Where no closed form is known, at most four micro-batches a rank are
-    counted.
+    A stash is what one stage keeps of one micro-batch from its forward to its backward. Each rank has
+    `virtual_stages` stages. Where no closed form is known, at most four micro-batches per rank are counted.
 
     Raises:
         UnsupportedError: there is no such schedule.
@@ -198,10 +207,11 @@ def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: i
 def schedule_of(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> Schedule:
-    """Return the schedule called `name`, of `virtual_stages` stages a rank, as a step runs it.
+    """Return the schedule called `name`, with `virtual_stages` stages on each rank, as a step runs it.
 
-    The parts of an overlap stand one after the other, and on one rank backward parts are whole. `times` of stages
-    and transfers are read if its order depends on them; their unit makes no difference.
+    Actions that the schedule overlaps (a forward with a backward) stand one after the other, and on a single rank
+    backward parts are not split. `times` of stages and transfers are read only if the order depends on them; their
+    unit makes no difference.
 
     Raises:
         UnsupportedError: there is no such schedule.

@@ -35,13 +35,13 @@ Groups = tuple[tuple[int, int], ...]
 
 
 def axis_machine(cluster: Cluster, axes: Sequence[Axis], expert_axes: Sequence[Axis] = ()) -> Machine:
-    """Return a machine with a mesh of these axes (name, size, stride in chips) over hosts of a cluster.
+    """Return a machine whose mesh has the axes `axes`, (name, size, stride in chips) each, on hosts of a cluster.
 
-    They are the first hosts, as few as whole groups of all axes fill, and at most all of the cluster. The mesh
-    has further axes, "inside..." and "outside", for the chips between and beside the groups.
+    Only the first hosts are taken, as few as whole groups of all axes fill. The mesh has further axes, "inside..."
+    and "outside", for the chips between and beside the groups.
 
     Args:
-        expert_axes: those of a second mesh, over the same chips; () for none.
+        expert_axes: axes of a second mesh over the same chips, for experts; () for none.
     """
     chips = _part(cluster, math.lcm(*(size * stride for _, size, stride in (*axes, *expert_axes))))
     meshes = [_mesh(MESH, axes, chips.num_chips)]
@@ -69,7 +69,7 @@ def _mesh(mesh_name: str, axes: Sequence[Axis], num_chips: int) -> Mesh:
 
 
 def machine_of(problem: StepProblem, axes: tuple[Axis, ...], expert_axes: tuple[Axis, ...] = ()) -> Machine:
-    """Return a machine of these axes on a problem's priced cluster (`axis_machine`), the same one each time."""
+    """Return `axis_machine` of these axes on a problem's `priced_cluster`, cached in the problem."""
     key = axes, expert_axes
     return problem.once("machines", key, lambda: axis_machine(problem.priced_cluster, axes, expert_axes))
 
@@ -89,7 +89,7 @@ def _part(cluster: Cluster, block: int) -> Cluster:
 
 
 def block_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
-    """Return (name, size, stride in chips) of the axes of a layer's mesh.
+    """Return (name, size, stride in chips) of each axis of a layer's mesh, the outermost first.
 
     They are "depth" for context ranks, where there are several, and "row" and "col" for tensor ranks.
     """
@@ -102,10 +102,11 @@ def block_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
 
 
 def replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
-    """Return (size, stride in chips) of each group of ranks with equal weights, innermost first.
+    """Return (size, stride in chips) of each kind of group of ranks with equal weights, innermost first.
 
     These are groups of data ranks and of context ranks. They make one group where the inner one's ranks fill the
-    stride of the outer one. Degrees of 1 are left out.
+    stride of the outer one: context 2 at stride 1 and data 4 at stride 2 give ((8, 1),). Degrees of 1 are left
+        out.
     """
     degrees: tuple[Degree, ...] = ("context", "data")
     order = sorted(degrees, key=parallelism.stride)
@@ -119,7 +120,7 @@ def replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=8192)
 def expert_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
-    """Return (name, size, stride in chips) of the axes of ranks among which experts are divided.
+    """Return (name, size, stride in chips) of each axis of the ranks among which experts are divided.
 
     They are "tensor" for ranks that shard one expert, innermost, and "rank" for those with different experts;
     axes of size 1 are left out.
@@ -152,9 +153,10 @@ def _stage_degrees(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
 
 
 def expert_replica_groups(parallelism: Parallelism) -> Groups:
-    """Return (size, stride in chips) of the groups of ranks that hold the same experts, innermost first.
+    """Return (size, stride in chips) of each kind of group of ranks that hold the same experts, innermost first.
 
-    They are what the ranks that share experts leave of each degree of a stage; adjoining ones are one group.
+    They are what remains of the data, context and tensor degrees after the ranks that share experts are taken out,
+    innermost first; groups that adjoin are joined.
     """
     return _expert_groups(_stage_degrees(parallelism), *parallelism.experts)[2]
 
@@ -179,7 +181,9 @@ def _joined(groups: Groups) -> Groups:
 
 
 def expert_mesh_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
-    """Return the axes of all ranks of a stage for experts: `expert_axes`, and "replica0", ... of their replicas.
+    """Return the axes of a stage's ranks for experts: `expert_axes`, then "replica0", ... over equal experts.
+
+    Each is (name, size, stride in chips).
 
     Raises:
         LayoutError: pipeline ranks lie between those that share experts.
@@ -189,12 +193,15 @@ def expert_mesh_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
 
 
 def sharding_groups(parallelism: Parallelism) -> tuple[Groups, Groups]:
-    """Return (size, stride in chips) of groups that ZeRO shards over, and of groups with copies of a shard."""
+    """Return (groups of ranks that ZeRO shards over, groups of ranks with copies of one shard), innermost first.
+
+    Each group is (size, stride in chips).
+    """
     return _divided(replica_groups(parallelism), parallelism.shards)
 
 
 def expert_sharding_groups(parallelism: Parallelism) -> tuple[Groups, Groups]:
-    """Return `sharding_groups` for weights of experts: of the ranks that hold the same experts."""
+    """Return what `sharding_groups` does, for experts' weights, over the ranks that hold the same experts."""
     return _divided(expert_replica_groups(parallelism), parallelism.expert_shards)
 
 
@@ -215,7 +222,7 @@ def _divided(groups: Groups, count: int) -> tuple[Groups, Groups]:
 def boundaries_s(
     problem: StepProblem, parallelism: Parallelism, ranks: tuple[int, ...], num_bytes: int, is_whole: bool
 ) -> tuple[tuple[float, ...], bool]:
-    """Return the seconds of sending a micro-batch's residual from each stage to the next, and whether in parts.
+    """Return (seconds to send a micro-batch's residual from each stage to the next, whether it is sent in parts).
 
     A residual that every tensor-parallel rank has whole (`is_whole`) is sent in one part by each and
     all-gathered by the receivers, if that is faster across all pipeline ranks (Narayanan et al., SC '21, section
@@ -223,7 +230,7 @@ def boundaries_s(
 
     Args:
         ranks: for each stage its pipeline rank.
-        num_bytes: those of the residual on one rank.
+        num_bytes: bytes of the residual on one rank.
     """
     p = parallelism
     key = p.tensor_size, p.stride("tensor"), p.pipeline, p.stride("pipeline"), ranks, num_bytes, is_whole
@@ -263,14 +270,14 @@ def _is_inside(problem: StepProblem, parallelism: Parallelism, first: int, last:
 
 
 def collective_s(problem: StepProblem, kind: str, groups: Sequence[tuple[int, int]], num_bytes: int) -> float:
-    """Return the seconds of a collective over one group of ranks after the other, innermost first.
+    """Return the seconds of a collective that runs over one kind of group after the other, innermost first.
 
-    All groups of the cluster run it at once. Of a reduce-scatter or all-gather the next group moves only the
-    shards of the one before.
+    All groups of one kind in the cluster run at once. Of a reduce-scatter or all-gather the next kind moves only
+    the shards of the one before.
 
     Args:
         kind: "all_reduce", "reduce_scatter" or "all_gather".
-        groups: (number of ranks, chips between neighbours) of each.
+        groups: (number of ranks, chips between neighbours) of each kind of group.
         num_bytes: bytes of the tensor before it is scattered, or after it is gathered.
     """
     known = problem.cache("collectives")
@@ -283,7 +290,7 @@ def collective_s(problem: StepProblem, kind: str, groups: Sequence[tuple[int, in
 def collective_steps(
     kind: str, groups: Sequence[tuple[int, int]], num_bytes: int
 ) -> Iterator[tuple[Transfer, int]]:
-    """Yield the collective of each of the groups of `collective_s`, and the chips between its neighbours."""
+    """Yield (collective, chips between neighbours) for each of `groups`; arguments are as of `collective_s`."""
     for size, stride in groups:
         part = num_bytes if kind == "all_reduce" else -(-num_bytes // size)
         yield Transfer(kind, f"{MESH}.row", size, part), stride
@@ -291,9 +298,9 @@ def collective_steps(
 
 
 def message_s(problem: StepProblem, size: int, stride: int, num_bytes: int) -> float:
-    """Return the seconds of a message of `num_bytes` to the neighbour `stride` chips away.
+    """Return the seconds of a message of `num_bytes` bytes to the neighbour `stride` chips away.
 
-    All ranks send theirs at once. `size` is the number of ranks in each row of neighbours, `stride` chips apart.
+    All ranks send at once. `size` is the number of ranks in each row of neighbours, `stride` chips apart.
     """
     known = problem.cache("messages")
     key = size, stride, num_bytes

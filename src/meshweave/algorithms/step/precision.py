@@ -85,7 +85,7 @@ class Precision:
         return ProductDtypes(*(dtype if part in self.parts else None for part in PRODUCT_PARTS))
 
     def reading_on(self, chip: Chip) -> str:
-        """Return in words by which dtype the recipe is priced on a chip; "" if by its own.
+        """Return words that say by which other dtype the recipe is priced on a chip; "" if by `own`.
 
         Raises:
             DescriptionError: no kernels of the recipe were measured on the chip.
@@ -150,7 +150,7 @@ def precision_named(name: str) -> Precision:
     So "fp8_tensor", the own dtype of fp8-delayed and fp8-current, gives fp8-delayed.
 
     Raises:
-        DescriptionError: it is neither.
+        DescriptionError: there is neither.
     """
     if name in PRECISIONS:
         return PRECISIONS[name]

@@ -148,7 +148,7 @@ class Parallelism:
 
     @property
     def expert_shards(self) -> int:
-        """Return over how many ranks ZeRO shards experts, if at all: ranks of a group with the same experts."""
+        """Return over how many ranks with the same experts ZeRO shards these, if its level shards at all."""
         inside = self.shards * self.tensor_size // (self.expert * self.expert_tensor)
         return math.gcd(self.expert_replicas, max(inside, 1))
 
@@ -257,12 +257,12 @@ class StepProblem:
 
     @property
     def recipe(self) -> Precision | None:
-        """Return the recipe of the layers' products; None if they run in `dtype`."""
+        """Return the low-precision recipe of the layers' products; None if they run in `dtype`."""
         return None if self.precision is None else precision_named(self.precision)
 
     @property
     def products(self) -> ProductDtypes | None:
-        """Return the dtypes that price the products forward and of both gradients; None without a recipe."""
+        """Return the dtypes by which forward, dgrad and wgrad products are priced; None without a recipe."""
         kept = self.cache("products")
         if not kept:
             kept[""] = None if self.recipe is None else self.recipe.products_on(self.cluster.chip)
@@ -276,16 +276,16 @@ class StepProblem:
         return self.stack.hides_tensor and not (is_narrow or self.model.is_routed)
 
     def gathered_bytes(self, weights: int) -> int:
-        """Return the bytes of `weights` elements of layers as ZeRO gathers them."""
+        """Return the bytes in which ZeRO all-gathers `weights` weights of layers (a count)."""
         return round(weights * (self.item_bytes if self.recipe is None else self.recipe.gathered_bytes))
 
     @property
     def precision_reading(self) -> str:
-        """Return in words by which dtype `precision` is priced; "" if by its own, or for None."""
+        """Return words on the other dtype by which `precision` is priced; "" if its own, or for None."""
         return "" if self.recipe is None else self.recipe.reading_on(self.cluster.chip)
 
     def usable_bytes(self, memory_bytes: int | None = None) -> int:
-        """Return `memory_bytes` (None: the chip's) less the reserve. Raises DescriptionError if none is left."""
+        """Return `memory_bytes` (None: a chip's) less `reserve`. Raises DescriptionError if nothing is left."""
         whole = self.cluster.chip.memory_bytes if memory_bytes is None else memory_bytes
         usable = whole - math.ceil(self.reserve * whole if self.reserve < 1 else self.reserve)
         if usable < 1:
@@ -313,7 +313,7 @@ class StepProblem:
 
     @property
     def attention_rate(self) -> float:
-        """Return the factor on a chip's attention rate: `attention_share`, or the stack's for "flash", or 1."""
+        """Return the factor on the attention FLOP rate: `attention_share`, or the stack's for "flash", or 1."""
         if self.attention_share is not None:
             return self.attention_share
         known = self.stack.attention_share(self.cluster.chip) if self.attention_kind == "flash" else None
@@ -321,7 +321,7 @@ class StepProblem:
 
     @property
     def attention_reading(self) -> str:
-        """Return in words how flash attention is priced, if neither fitted on this chip nor given; else ""."""
+        """Return words on how flash attention is priced if neither fitted on this chip nor given; else ""."""
         is_given = self.attention_share is not None or self.attention_kind != "flash"
         return "" if is_given else attention_reading(self.stack, self.cluster.chip, self.dtype)
 
@@ -332,12 +332,12 @@ class StepProblem:
 
     @property
     def workload(self) -> Workload:
-        """Return batch, sequence and dtype of the step."""
+        """Return the step's sequences, tokens per sequence and dtype."""
         return Workload(self.batch, self.sequence, self.dtype)
 
     @property
     def has_dropout(self) -> bool:
-        """Return whether dropout masks are kept: `dropout` if given, else whether the FFN has no gate."""
+        """Return whether a layer has dropout: `dropout` if given, else whether its FFN has no gate."""
         return not self.model.gated_ffn if self.dropout is None else self.dropout
 
     @property
@@ -357,7 +357,7 @@ class StepProblem:
 
     @property
     def priced_cluster(self) -> Cluster:
-        """Return the cluster at this step's rates of attention and products, these without a recipe's casts."""
+        """Return the cluster with this step's rates of attention and products (without casts under a recipe)."""
         kept = self.cache("cluster")
         if not kept:
             cluster = with_rates(self.cluster, self.dtype, self.attention_rate, self.stack.sustains)
@@ -367,7 +367,7 @@ class StepProblem:
 
     @property
     def host(self) -> HostRates | None:
-        """Return the rates at which hosts issue operations: the stack's, else the cluster's, else None."""
+        """Return a host's seconds per operation it issues: the stack's, else the cluster's, else None."""
         routed = self.stack.routed_hosts if self.model.is_routed else ()
         chip = self.cluster.chip.name
         host = next((rates for name, rates in routed if chip.startswith(name)), None)
@@ -378,7 +378,7 @@ class StepProblem:
         return {name: value for name, value in vars(self).items() if name != "_cache"}
 
     def cache(self, kind: str) -> dict[Any, Any]:
-        """Return the dictionary in which the problem caches results of a kind, such as prices of layers."""
+        """Return the dictionary, by key, in which results of a `kind` (any name) are cached for this problem."""
         return self._cache[kind]
 
     @cached_property

@@ -15,7 +15,7 @@ class StepSimulation:
     """A step and the simulation of its program.
 
     Attributes:
-        fold: how many chips each simulated rank stands for.
+        fold: how many equal chips each simulated rank stands for.
         time_s: seconds of the simulation plus those outside of the program (`outside_s`).
     """
 
@@ -29,7 +29,7 @@ def simulate_step(step: Step, *, folds: bool = True) -> StepSimulation:
     """Return a step simulated with contention between all its messages and collectives.
 
     Args:
-        folds: whether one of several replicas that are alike stands for all of them.
+        folds: whether only some data-parallel replicas are simulated, where replicas are equal.
 
     Raises:
         UnsupportedError: no program is written for a step of this kind (`lay_step`).

@@ -18,9 +18,9 @@ from meshweave.describe.machine.host import HostRates
 
 
 def program_host(problem: StepProblem, parallelism: Parallelism) -> HostRates | None:
-    """Return the rates at which a host issues the ops of a step's program; None where no host is known.
+    """Return the seconds per op in which a host issues a step's program; None where no host is known.
 
-    `kernel_s` has the Python code and the kernels that are no ops, spread evenly; `layer_s` is 0.
+    `kernel_s` includes an equal share of Python code and of kernels that are no ops; `layer_s` is 0.
     """
     host, stack = problem.host, problem.stack
     if host is None:

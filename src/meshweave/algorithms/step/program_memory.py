@@ -39,8 +39,9 @@ class HeldBytes:
     """The bytes that a chip of a pipeline rank holds at its peak.
 
     Attributes:
-        total: all but optimizer states: buckets of weights and gradients, and temporary buffers.
-        between: of temporary buffers those kept between the parts of a stage, such as stashes.
+        total: all but optimizer states: weights, gradients and temporary buffers.
+        between: the share of `total` that is in temporary buffers when the part of a stage (forward, backward)
+            with the peak begins: what earlier parts left, such as activations.
     """
 
     total: int

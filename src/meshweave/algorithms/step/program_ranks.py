@@ -32,11 +32,13 @@ REPLICAS, EXPERTS = "r", "e"
 
 
 class ProgramRanks:
-    """The ranks of a step's program, in which each replica stands for `copies` equal ones.
+    """The ranks of a step's program, in which each data-parallel replica stands for `copies` equal ones.
 
     Attributes:
-        groups: (size, stride) of the groups of replicas in the whole step, those that shard first.
-        settings, expert_settings: how buckets are kept: of all weights but experts', and of experts.
+        groups: (size, stride in chips) of the groups of replicas in the whole step, those that ZeRO shards over
+            first.
+        settings, expert_settings: how buckets (a layer's weights or gradients on a rank, as a vector) are sharded
+            and gathered: of all weights but experts', and of experts.
         here: the parallelism of the program's ranks: with the replicas that it has, without degrees of experts.
     """
 
@@ -67,7 +69,7 @@ class ProgramRanks:
         )
 
     def mesh(self, rank: int) -> Mesh:
-        """Return the mesh of pipeline rank `rank` with the axes of a block: data, context, two of tensor ranks.
+        """Return the mesh of pipeline rank `rank` with the axes data, context and two of tensor ranks.
 
         Its ranks are numbered as in the program, where only the replicas that are simulated have ranks.
         """
@@ -82,7 +84,7 @@ class ProgramRanks:
         return _strided(f"p{rank}", shape, STAGE_AXES, strides, rank * p.stride("pipeline"))
 
     def replica_mesh(self, rank: int) -> Mesh:
-        """Return the mesh of pipeline rank `rank` with an axis per group of replicas, and one of tensor ranks.
+        """Return the mesh of pipeline rank `rank` with an axis per group of replicas and one of tensor ranks.
 
         Axes are ordered by stride, the widest first. Ranks are numbered as for `mesh`.
         """
@@ -117,7 +119,7 @@ class ProgramRanks:
                     yield f"{EXPERTS}{rank}.{name}", copies
 
     def experts_of_block(self) -> Mesh | None:
-        """Return the mesh over which experts lie in the program of one block; None without experts.
+        """Return the mesh over which experts are divided in the program of one layer; None without experts.
 
         Its ranks are positions on the block's mesh, from 0, and not those of the whole step.
         """
@@ -128,7 +130,7 @@ class ProgramRanks:
         return Mesh(MESH_OF_EXPERTS, mesh.shape, mesh.axes, tuple(places[rank] for rank in mesh.ranks))
 
     def meshes(self) -> Iterator[Mesh]:
-        """Yield all meshes of all pipeline ranks."""
+        """Yield for each pipeline rank `mesh`, `replica_mesh` and, with experts, the mesh of experts."""
         for rank in range(self.p.pipeline):
             yield self.mesh(rank)
             yield self.replica_mesh(rank)
@@ -136,7 +138,7 @@ class ProgramRanks:
                 yield self._expert_mesh(rank)
 
     def bucket_ranks(self, rank: int) -> tuple[BucketRanks, BucketRanks | None]:
-        """Return where a pipeline rank's buckets lie: (those of all weights but experts', those of experts).
+        """Return the ranks of a pipeline rank's buckets: (of all weights but experts', of experts').
 
         The second is None for a model without experts.
         """
@@ -148,7 +150,7 @@ class ProgramRanks:
         return others, BucketRanks(mesh, own, self.expert_settings)
 
     def unfolded(self, mesh: Mesh) -> Mesh:
-        """Return `mesh`, a mesh of the program, with its ranks numbered as in the whole step.
+        """Return `mesh`, a mesh of the program, with its ranks numbered as on all chips of the whole step.
 
         The simulated replicas are the first ones of the whole step.
         """

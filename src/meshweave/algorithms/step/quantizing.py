@@ -24,22 +24,25 @@ from meshweave.describe.model.experts import Experts
 
 
 class AddedPasses(NamedTuple):
-    """Bytes through memory of one micro-batch in a layer on one rank, and how many kernels move them."""
+    """Bytes that one rank reads and writes in memory per layer and micro-batch, and how many kernels move them."""
 
     num_bytes: float = 0.0
     kernels: int = 0
 
 
 def added_passes(problem: StepProblem, parallelism: Parallelism, part: str) -> AddedPasses:
-    """Return what casts and biases of experts add to a layer's part, "forward" or "backward", together."""
+    """Return the passes that casts and biases of experts add to a layer's `part`, "forward" or "backward".
+
+    The kernels are those of casts alone.
+    """
     casts = quantizing(problem, parallelism, part)
     return casts._replace(num_bytes=casts.num_bytes + _bias_bytes(problem, parallelism, part))
 
 
 def quantizing(problem: StepProblem, parallelism: Parallelism, part: str) -> AddedPasses:
-    """Return the bytes and kernels that casts to low precision add to a layer's part, "forward" or "backward".
+    """Return the bytes and kernels that casts to low precision add to a layer's `part`, "forward" or "backward".
 
-    They are those of one micro-batch on one rank; both 0 without a recipe.
+    They are those of one micro-batch on one rank; both are 0 without a recipe.
     """
     recipe = problem.recipe
     if recipe is None:
@@ -107,10 +110,10 @@ def _bias_bytes(problem: StepProblem, parallelism: Parallelism, part: str) -> fl
 
 
 def cast_weight_bytes(problem: StepProblem, parallelism: Parallelism, parameters: ShardedParameters) -> int:
-    """Return the bytes through memory of casting a chip's weights once per step; 0 without a recipe.
+    """Return the bytes that a chip reads and writes to cast its weights once per step; 0 without a recipe.
 
-    Weights that are gathered in low precision are cast in shards, others where they are whole. `parameters`
-    are the weights on a chip before ZeRO without the tables of embedding and head, which are not cast.
+    Weights that ZeRO gathers in low precision are cast as shards, others whole. `parameters` are the numbers of
+    weights on a chip before ZeRO, without the tables of embedding and head, which are not cast.
     """
     recipe = problem.recipe
     if recipe is None:

@@ -21,7 +21,7 @@ def _sustained(of: ProductModel, share: float) -> ProductModel:
 
 
 def without_casts(cluster: Cluster) -> Cluster:
-    """Return the cluster with measured products that do not include the cast of their operand."""
+    """Return the cluster with the cast of an operand (`prepare_s`) taken out of its chips' measured products."""
     kernels = cluster.chip.kernels
     assert kernels is not None
     products = tuple(
@@ -32,7 +32,7 @@ def without_casts(cluster: Cluster) -> Cluster:
 
 
 def attention_reading(stack: SoftwareStack, chip: Chip, dtype: str) -> str:
-    """Return in words at which rate a stack's fused attention is priced if not fitted on the chip, else "".
+    """Return words that say at which rate fused attention is priced if not fitted on the chip, else "".
 
     A stack without shares runs the kernel that was measured. Where none was, attention takes the rate of
     products.
@@ -56,9 +56,9 @@ def attention_reading(stack: SoftwareStack, chip: Chip, dtype: str) -> str:
 
 
 def with_rates(cluster: Cluster, dtype: str, share: float, sustains: bool) -> Cluster:
-    """Return the cluster with attention in `dtype` at `share` of the chips' FLOP rate for it.
+    """Return the cluster with attention in `dtype` at `share` times the chips' FLOP rate for attention.
 
-    With `sustains` products run at the rates that chips sustain in training (`SoftwareStack.sustains`).
+    With `sustains`, products run at the rates that chips sustain in training (`SoftwareStack.sustains`).
     """
     chip = cluster.chip
     kernels = chip.kernels

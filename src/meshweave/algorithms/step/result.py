@@ -57,7 +57,7 @@ class StepParts:
 
     @property
     def exposed(self) -> float:
-        """Return the seconds of exposed communication, but for recomputation, embedding, head and loss."""
+        """Return the seconds of exposed communication, except that of recomputation, embedding, head and loss."""
         return self.tensor + self.context + self.transfers + self.data
 
 
@@ -144,14 +144,17 @@ class Step(Shown):
 
     @property
     def host_bound(self) -> float:
-        """Return the share of the step (0 to 1) in which a host that issues operations late sets the pace."""
+        """Return the share of the step (0 to 1) in parts whose time is that of the host issuing operations.
+
+        It is that of the pipeline rank that works longest.
+        """
         times = self.stages.times
         busiest = max(self._stages_of_ranks(), key=lambda own: sum(times[stage].total_s for stage in own))
         return self.num_micro_batches * sum(times[stage].bound_s for stage in busiest) / self.time_s
 
     @property
     def host_line(self) -> str:
-        """Return in words how much of the step is host-bound; "" below 0.5 %, also where no host is known."""
+        """Return words on which per cent of the step is host-bound; "" below 0.5 % or where no host is known."""
         share = self.host_bound
         waits = f"chips wait {100 * self.parts.host / self.time_s:.0f} % of it"
         return f"host-bound: {100 * share:.0f} % of the step; {waits}" if share >= _LEAST_BOUND else ""
@@ -175,7 +178,7 @@ class Step(Shown):
 
     @property
     def not_priced(self) -> tuple[str, ...]:
-        """Return the parts of the model that time and memory leave out, a few words each."""
+        """Return the parts of the model that the step's time and memory leave out, in a few words each."""
         return self.problem.model.not_priced_at(self.problem.sequence)
 
     @property
@@ -199,22 +202,22 @@ class Step(Shown):
 
     @property
     def mfu(self) -> float:
-        """Return the model FLOPs utilization (0 to 1): FLOPs with causal attention over those at the peak rate."""
+        """Return model FLOPs utilization (0 to 1): causal `flops()` over what all chips do in `time_s` at peak."""
         return self._utilization(self.flops())
 
     @property
     def mfu_all_pairs(self) -> float:
-        """Return MFU with attention over all pairs of tokens, as PaLM (Chowdhery et al., 2022, appendix B)."""
+        """Return `mfu` with attention over all pairs of tokens, as PaLM (Chowdhery et al., 2022, appendix B)."""
         return self._utilization(self.flops("all"))
 
     @property
     def hfu(self) -> float:
-        """Return the hardware FLOPs utilization: `mfu` with the FLOPs of recomputation."""
+        """Return the hardware FLOPs utilization: `mfu` with the FLOPs of recomputation included."""
         return self._utilization(self.flops(recomputed=True))
 
     @property
     def ceiling(self) -> RateCeiling:
-        """Return the highest share of its peak that a chip has shown in products, and what is priced above it."""
+        """Return the highest share of peak that was measured on the chip, and what the step prices above it."""
         return rate_ceiling(self.problem)
 
     def _utilization(self, flops: int) -> float:
@@ -222,7 +225,7 @@ class Step(Shown):
         return flops / self.time_s / (peak * self.parallelism.num_ranks)
 
     def fits(self, limit_bytes: float | None = None) -> bool:
-        """Return whether the fullest chip fits in `limit_bytes`; None for its memory less the reserve."""
+        """Return whether the fullest chip's bytes are at most `limit_bytes`; None: its memory less the reserve."""
         return self.memory.total <= (self.problem.usable_bytes() if limit_bytes is None else limit_bytes)
 
 

@@ -24,7 +24,8 @@ SEED = 0
 def expert_ranks(problem: StepProblem, parallelism: Parallelism) -> ExpertRanks | None:
     """Return how a layer's experts are divided over ranks, and the load of the busiest; None without experts.
 
-    The load is its expected number of copies of tokens, divided by the mean of all ranks.
+    A token is copied to each expert that it chooses. The load is the expected number of copies on the rank with
+    the most, divided by the mean over these ranks; 1 where tokens go evenly to experts.
     """
     experts = problem.model.layer.num_experts
     if experts == 1:
@@ -37,10 +38,10 @@ def expert_ranks(problem: StepProblem, parallelism: Parallelism) -> ExpertRanks 
 
 
 def rank_loads(problem: StepProblem, parallelism: Parallelism) -> tuple[float, ...]:
-    """Return for the ranks of an expert group their copies of tokens, divided by the average, the most first.
+    """Return the expected copies of tokens on each rank that divides experts, over their mean, descending.
 
-    They are expected numbers; the first one is the load of `expert_ranks`. () without imbalance, expert
-    parallelism or experts.
+    There are as many numbers as `parallelism.expert`; the first is the load of `expert_ranks`. () without
+    imbalance, expert parallelism or experts.
     """
     p = parallelism
     if not problem.imbalance or p.expert == 1 or problem.model.layer.num_experts == 1:
@@ -72,7 +73,7 @@ def expert_load(problem: StepProblem, parallelism: Parallelism) -> float:
 def drawn_loads(
     experts: int, ranks: int, chosen: int, tokens: int, exponent: float, seed: int = SEED
 ) -> tuple[float, ...]:
-    """Return for each of 64 drawn micro-batches the copies on the most loaded rank over the mean of all ranks.
+    """Return for each of 64 random micro-batches the token copies on the fullest rank over the mean of all ranks.
 
     These are ratios, at least 1 each.
 
@@ -106,10 +107,10 @@ def _drawn_shares(
 
 
 def chosen_shares(popularity: Shares, chosen: int) -> Shares:
-    """Return the probability that each expert is one of the `chosen` different experts of a token, (experts,).
+    """Return for each expert the probability that a token chooses it, shape (experts,).
 
-    It is 1 - (1 - p)^c, with p from `popularity`, (experts,), whose sum is 1, and the c for which the
-    probabilities add up to `chosen`.
+    A token chooses `chosen` different experts. The probability is 1 - (1 - p)^c, with p from `popularity`, shape
+    (experts,), whose sum is 1, and the c for which the probabilities add up to `chosen`.
     """
     low, high = float(chosen), float(chosen)
     while (1 - (1 - popularity) ** high).sum() < chosen and high < 1e12:

@@ -12,14 +12,14 @@ from meshweave.algorithms.step.sharing import Sharings
 
 @dataclass(frozen=True)
 class ShardedStage:
-    """What collectives of the weights of each micro-batch add to the parts of a stage.
+    """What gathers of weights and reductions of gradients add to a stage under ZeRO-2 and 3, per micro-batch.
 
     Attributes:
-        key: the stage's number of layers, and whether it is the first and the last.
-        of: the collectives of a layer and of a table.
+        key: (number of layers of the stage, whether it is the first, whether it is the last).
+        of: the seconds of the collectives of a layer and of an embedding table.
         ends: the times of embedding and head, of which the stage has those that `key` says. The first gather and
             the last reduction of a part overlap with them.
-        sharing: what collectives and parts of a layer take of each other's links.
+        sharing: how collectives and parts of a layer delay each other on links.
     """
 
     problem: StepProblem
@@ -58,7 +58,11 @@ class ShardedStage:
         return alone * table_s + max(exposed - hidden, 0.0)
 
     def gathers_s(self, compute_s: float) -> float:
-        """Return the seconds that gathers of weights add to a forward part of `compute_s` seconds a layer."""
+        """Return the seconds that gathers of weights add to the stage's forward part of one micro-batch.
+
+        0 below ZeRO-2, and for ZeRO-2 where the stack gathers weights once per step. `compute_s` is the seconds of
+        one layer's forward part.
+        """
         zero, stack = self.parallelism.zero, self.problem.stack
         if zero < 2 or (zero == 2 and not stack.regathers):
             return 0.0
@@ -75,10 +79,14 @@ class ShardedStage:
         )
 
     def reduces_s(self, compute_s: float, parts: tuple[bool, bool] = (True, True)) -> float:
-        """Return the seconds that gathers and reductions add to a backward part of `compute_s` seconds a layer.
+        """Return the seconds that gathers and reductions add to the stage's backward part of one micro-batch.
 
-        `parts` are whether it computes gradients of the residual, for which weights are gathered, and whether it
-        computes gradients of weights, which are reduced. 0 below ZeRO-2.
+        0 below ZeRO-2.
+
+        Args:
+            compute_s: seconds of one layer's backward part.
+            parts: (whether the part computes gradients of the residual, for which ZeRO-3 gathers weights; whether
+                it computes gradients of weights, which are reduced).
         """
         if self.parallelism.zero < 2:
             return 0.0

@@ -26,12 +26,12 @@ from meshweave.ir.work import CopyExchange, Transfer
 
 @dataclass(frozen=True)
 class Sharings:
-    """What parts of a layer, and other traffic beside them, take of each other's links.
+    """How the parts of a layer, and other traffic beside them, delay each other on links.
 
     Attributes:
-        gathers: of weights, with the forward part and the backward part.
-        sums: of gradients, with the backward part.
-        messages: between stages of the pipeline, with the forward part and the backward part.
+        gathers: (with the forward part, with the backward part) of gathers of weights.
+        sums: with the backward part, of sums of gradients.
+        messages: (with the forward part, with the backward part) of messages between pipeline stages.
     """
 
     gathers: tuple[Sharing, Sharing] = (APART, APART)
@@ -43,9 +43,9 @@ _RINGS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def sharings(problem: StepProblem, parallelism: Parallelism) -> Sharings:
-    """Return what parts of a layer, and other traffic beside them, take of each other's links.
+    """Return how the parts of a layer, and other traffic beside them, delay each other on links.
 
-    The backward part has its recomputation. Of layers of several kinds the first one counts.
+    The backward part includes its recomputation. Of layers of several kinds the first one counts.
     """
     p = parallelism
     if p.tensor_size * p.context == 1 or p.replicas * p.pipeline == 1:
@@ -55,7 +55,10 @@ def sharings(problem: StepProblem, parallelism: Parallelism) -> Sharings:
 
 
 def beside_messages(layer: LayerTime, sharing: Sharings, message_s: float) -> LayerTime:
-    """Return the time of a layer that shares links with a message of `message_s` between stages in each part."""
+    """Return a layer's time, longer by sharing links with pipeline messages of `message_s` seconds.
+
+    One message runs beside the forward part and one beside the backward part; what they add counts as `tensor_s`.
+    """
     if sharing.messages == (APART, APART):
         return layer
     parts = layer.forward.total_s, layer.backward.total_s + layer.recompute.total_s

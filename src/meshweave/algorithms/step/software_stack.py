@@ -37,7 +37,7 @@ class UnfusedKernels:
     kernels: int = 0
 
     def __add__(self, other: UnfusedKernels) -> UnfusedKernels:
-        """Return the kernels of both."""
+        """Return the sums of both objects' bytes and of their numbers of kernels."""
         names = (each.name for each in fields(self))
         return UnfusedKernels(*(getattr(self, name) + getattr(other, name) for name in names))
 
@@ -173,7 +173,7 @@ class SoftwareStack:
             )
 
     def attention_share(self, chip: Chip) -> tuple[str, float] | None:
-        """Return the (beginning of chip names, share) of `attention_shares` that holds for a chip, or None.
+        """Return the entry (beginning of chip names, share) of `attention_shares` for a chip; None without one.
 
         The share is the FLOP rate of the stack's attention kernel over that of the chip's constants. An entry
         for the chip's own name comes before one for `chip.fitted_as`.
@@ -186,7 +186,7 @@ class SoftwareStack:
 
     @property
     def kernels_alone(self) -> SoftwareStack:
-        """Return the stack that adds nothing to the same work: what `self` costs beyond it is software.
+        """Return a stack that does the same work and adds nothing: the kernels and communication of `self` alone.
 
         It groups experts, hides collectives and exchanges, ends recomputation early and divides layers as `self`
         does, and has its kernel of attention where that is faster than the measured one.
@@ -197,5 +197,5 @@ class SoftwareStack:
 
     @property
     def gap_s(self) -> float:
-        """Return the seconds between two kernels of a layer; 0 if layers are captured in graphs."""
+        """Return the idle seconds on a chip between two kernels of a layer; 0 if layers are captured in graphs."""
         return 0.0 if self.graphs else self.launch_s

@@ -138,7 +138,7 @@ class SpaceOptions:
 
 
 def tensor_strategies() -> dict[str, BlockAlgorithm]:
-    """Return by name the strategies for the tensor-parallel ranks of a layer."""
+    """Return by name the strategies that the tensor-parallel ranks of a step may use."""
     return {name: entry for name, entry in STRATEGIES.items() if refusal_in_step(entry) is None}
 
 
@@ -149,7 +149,7 @@ def _refusal_by_name(name: str) -> str | None:
 
 
 def searched(entries: Mapping[str, BlockAlgorithm] | Mapping[str, PipelineAlgorithm]) -> tuple[str, ...]:
-    """Return the names of the algorithms that a search tries if none are named."""
+    """Return the names of those `entries` that a search tries by default (`is_searched`)."""
     return tuple(name for name, entry in entries.items() if entry.is_searched)
 
 
@@ -171,14 +171,14 @@ class StepLayout:
     experts: tuple[int, int] = (1, 1)
 
     def stride(self, degree: Degree) -> int:
-        """Return how many chips apart neighbours of a degree are."""
+        """Return how many chips apart neighbours of a degree are: the product of the degrees inside it."""
         sizes = {"data": self.data, "pipeline": self.pipeline, "context": self.context}
         sizes["tensor"] = ranks_of(self.tensor)
         return math.prod(sizes[inner] for inner in self.order[: self.order.index(degree)])
 
     @property
     def sizes(self) -> DegreeSizes:
-        """Return the sizes of the degrees."""
+        """Return the numbers of ranks (data, pipeline, context, tensor)."""
         return DegreeSizes(self.data, self.pipeline, self.context, ranks_of(self.tensor))
 
     def choice(
@@ -187,7 +187,8 @@ class StepLayout:
         """Return the configuration with this layout and these arguments, which a layout leaves open.
 
         Args:
-            micro_batch: its sequences.
+            micro_batch: sequences of a micro-batch.
+            schedule: name of a pipeline schedule.
             virtual: stages per pipeline rank.
             zero: ZeRO level, 0 to 3.
         """
@@ -226,10 +227,10 @@ class StepSpace:
 
     @cached_property
     def degrees(self) -> tuple[DegreeSizes, ...]:
-        """Return the sizes of degrees whose product is the number of chips, those with few model ranks first.
+        """Return all sizes of the four degrees whose product is the number of chips, fewest model ranks first.
 
-        Model ranks are tensor times pipeline times context. What the options or the rules of divisibility
-        exclude is left out.
+        Model ranks are tensor times pipeline times context. Sizes that the options or the rules of divisibility
+        exclude are left out.
         """
         chips = self.problem.cluster.num_chips
         divisors = divisors_of(chips)
@@ -279,7 +280,7 @@ class StepSpace:
                     yield strategy, mesh
 
     def layouts(self, sizes: DegreeSizes) -> Iterator[StepLayout]:
-        """Yield the layouts with these sizes: strategies, tensor meshes, expert degrees and orders."""
+        """Yield the layouts with these sizes, one per strategy, tensor mesh, order and expert degrees."""
         data, pipeline, context, tensor = sizes
         for strategy, mesh in self.tensors(tensor):
             for order in self.orders(sizes):
@@ -289,8 +290,8 @@ class StepSpace:
     def experts(self, sizes: DegreeSizes) -> tuple[tuple[int, int], ...]:
         """Return the (expert, expert_tensor) degrees to try on the ranks of a stage.
 
-        Without experts it is (1, 1) alone, or () where the options exclude it. Unless the options have
-        `expert_tensor`, that is 1 or the tensor degree.
+        A model without experts has ((1, 1),), or () where the options exclude it. Unless the options give
+        `expert_tensor`, it is 1 or the tensor degree.
         """
         experts = max(graph.num_experts for _, graph in self.problem.model.runs)
         options, ranks = self.options, sizes.data * sizes.context * sizes.tensor
@@ -315,7 +316,7 @@ class StepSpace:
         return distinct_orders(self.problem.cluster, sizes)
 
     def micro_batches(self, data: int) -> tuple[int, ...]:
-        """Return the sizes of a micro-batch to try, in sequences, ascending: divisors of a replica's batch.
+        """Return the micro-batch sizes to try, in sequences, ascending: divisors of a replica's batch.
 
         `data` is the data degree. The sizes are those that the options name; where they name none, 1 and sizes
         up to `MAX_MICRO_BATCH`, each at least twice the one before.
@@ -330,7 +331,7 @@ class StepSpace:
         return tuple(sizes)
 
     def schedules(self, pipeline: int, num_micro_batches: int) -> tuple[tuple[str, int], ...]:
-        """Return the (schedule, stages per pipeline rank) that take these numbers of ranks and micro-batches.
+        """Return the pairs (schedule, stages per pipeline rank) that accept these ranks and micro-batches.
 
         Those that the stack does not run, or that have more stages than the model has layers, are left out.
 
@@ -364,7 +365,7 @@ class StepSpace:
         return tuple(pairs)
 
     def choices(self) -> Iterator[Parallelism]:
-        """Yield every configuration, also those that do not fit memory or that `step_of` refuses."""
+        """Yield every configuration, even those that do not fit in memory or that `step_of` refuses."""
         for sizes in self.degrees:
             for layout in self.layouts(sizes):
                 for size in self.micro_batches(sizes.data):
@@ -375,7 +376,7 @@ class StepSpace:
                                 yield layout.choice(size, schedule, virtual, zero, recompute)
 
     def zero_levels(self, data: int, context: int) -> tuple[int, ...]:
-        """Return the ZeRO levels to try; for one replica, which has nothing to shard, the first one alone."""
+        """Return the ZeRO levels to try with `data` x `context` replicas; for 1 replica the first level alone."""
         levels = self.options.zero
         return levels[:1] if data * context == 1 else levels
 

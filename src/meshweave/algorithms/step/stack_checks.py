@@ -13,9 +13,9 @@ from meshweave.base.limits import STEP_LAYERS
 
 
 def check_runs(stack: SoftwareStack, kind: str, value: object) -> None:
-    """Raise UnsupportedError if a stack does not execute `value`.
+    """Raise UnsupportedError if a stack does not execute `value`, such as "gpipe".
 
-    `kind` is the attribute of `StackRuns` that lists what is executed of its kind, such as "schedules".
+    `kind` is the attribute of `StackRuns` that lists the values executed of its kind, such as "schedules".
     """
     values = stack.runs.values_of(kind)
     if values is None or value in values:
@@ -37,7 +37,7 @@ _WORDS = {
 
 
 def schedule_run(schedule: str, virtual_stages: int) -> str:
-    """Return the name that `StackRuns.schedules` has if a stack runs a schedule with so many stages a rank.
+    """Return the name by which `StackRuns.schedules` lists a schedule with `virtual_stages` stages per rank.
 
     It is the name of the schedule's variant for them, such as "interleaved-1f1b". Where `stages_per_rank` lists
     one stage alone, a larger number is part of the name: "gpipe x 2 stages a rank".

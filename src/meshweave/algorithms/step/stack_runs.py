@@ -35,6 +35,6 @@ class StackRuns:
     experts: bool = True
 
     def values_of(self, kind: str) -> tuple[object, ...] | None:
-        """Return the values that an attribute lists, such as "schedules"; None if all values are executed."""
+        """Return the values that attribute `kind`, such as "schedules", lists; None if all are executed."""
         values: tuple[object, ...] | None = getattr(self, kind)
         return values

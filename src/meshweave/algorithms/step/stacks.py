@@ -204,19 +204,19 @@ def is_executed_here(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def published_strategies() -> tuple[str, ...]:
-    """Return the strategies of tensor ranks that some stack with published runs executes, in the table's order."""
+    """Return the tensor-parallel strategies that `catalog/stack_runs.toml` names for any stack, in table order."""
     runs = [of_stack.strategies for of_stack in _stack_runs().values() if of_stack.strategies is not None]
     return tuple(name for name in STRATEGIES if any(name in strategies for strategies in runs))
 
 
 def fitted_as(name: str) -> str:
-    """Return the name of the stack whose published runs the constants were fitted on: `name`, or one like it."""
+    """Return the name of the stack on whose published runs the constants of stack `name` were fitted."""
     return _FITTED_AS.get(name, name)
 
 
 @lru_cache(maxsize=1)
 def stack_table() -> dict[str, Any]:
-    """Return the contents of `catalog/stacks.toml`: constants of stacks, and rates of attention kernels."""
+    """Return the contents of `catalog/stacks.toml`: constants of stacks, and ratios of attention rates."""
     return _catalog_table(_FILE)
 
 
@@ -278,8 +278,8 @@ def load_stack(name: str = DEFAULT_STACK) -> SoftwareStack:
 
 
 def attention_shares(kernel: str) -> tuple[tuple[str, float], ...]:
-    """Return (beginning of chip names, rate of an attention kernel over the measured one); () if unknown.
+    """Return (beginning of chip names, FLOP rate of attention kernel `kernel` over the measured one) pairs.
 
-    The rate is a ratio. `kernel` is a value of `KERNELS_OF_ATTENTION`.
+    The rates are ratios; () for an unknown kernel. `kernel` is a value of `KERNELS_OF_ATTENTION`.
     """
     return tuple(stack_table().get("attention", {}).get(kernel, {}).items())

@@ -13,9 +13,10 @@ from meshweave.describe.model import Transformer
 
 @lru_cache(maxsize=4096)
 def stage_layers(num_layers: int, num_stages: int, costs: tuple[int, int] | None = None) -> tuple[int, ...]:
-    """Return the number of layers of each stage: equal but for layers left over, which go to the middle.
+    """Return the number of layers of each stage: equal, with one more on stages in the middle for a remainder.
 
-    So embedding and loss lie on stages with fewer layers (Qi et al., Zero Bubble).
+    So embedding and loss lie on stages with fewer layers (Qi et al., Zero Bubble): 10 layers on 4 stages are
+    (2, 3, 3, 2).
 
     Args:
         costs: (of a layer, of the head) to divide stages by instead: stage s of S ends with the layer at which
@@ -37,7 +38,7 @@ def _layers_by_cost(num_layers: int, num_stages: int, layer: int, head: int) -> 
 
 
 def stage_kinds(problem: StepProblem, layers: Sequence[int]) -> tuple[tuple[float, ...], ...]:
-    """Return for each stage how many of its layers are of each of `problem.kinds`; () for one without layers.
+    """Return for each stage how many of its layers are of each of `problem.kinds`; () for a stage without layers.
 
     `layers` has the number of layers of each stage. The result is () where all layers of the model are of one
     kind, or their order is not known.
@@ -75,7 +76,7 @@ def _kinds_of(order: tuple[int, ...], kinds: int, layers: tuple[int, ...]) -> tu
 
 
 def layer_costs(problem: StepProblem) -> tuple[int, int] | None:
-    """Return the multiplications per token of a layer and of the head, by which to divide layers; None: evenly."""
+    """Return the multiplications per token of (a layer, the head), by which layers are divided; None: evenly."""
     return model_costs(problem.model, problem.stack)
 
 

@@ -11,19 +11,19 @@ from meshweave.describe.layout.mesh import Mesh
 
 @dataclass(frozen=True)
 class StageSettings:
-    """What the stages of a step share.
+    """How the stages of a step keep, gather and reduce buckets (a layer's weights or gradients as a vector).
 
     Attributes:
         dtype, gradient_dtype: of weights and activations, and of buckets of gradients.
-        groups: the names of the axes of replicas on the mesh of replicas; those that shard come first.
-        num_sharding: how many of the groups shard.
-        zero: what they shard, as `Parallelism.zero` says.
+        groups: the names of the axes of replicas on the mesh of replicas; those that ZeRO shards over come first.
+        num_sharding: over how many of the groups ZeRO shards.
+        zero: the ZeRO level, as `Parallelism.zero`.
         regathers: whether weights are gathered for each forward part although they are kept whole until the
             backward one (ZeRO-2).
         overlap: the share (0 to 1) of each reduction and gather that overlaps with the layers.
         waits_for_gathers: whether gathers overlap with nothing, whatever `overlap` says.
         waits_for_tensor: whether nothing overlaps with the collectives of a layer.
-        update_bytes: through memory per parameter that is updated (`memory.update_bytes`).
+        update_bytes: bytes that the optimizer reads and writes per weight that it updates.
     """
 
     dtype: str
@@ -39,12 +39,12 @@ class StageSettings:
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether optimizer states are sharded."""
+        """Return whether ZeRO shards at all: over several replicas, and from level 1 on."""
         return self.num_sharding > 0
 
     @property
     def shards_weights(self) -> bool:
-        """Return whether gathered weights are freed after each part of a layer (ZeRO-3)."""
+        """Return whether ZeRO-3 shards weights: gathered ones are freed after each part of a layer."""
         return self.is_sharded and self.zero == 3
 
     @property
@@ -69,8 +69,8 @@ class BucketRanks:
 
     Attributes:
         mesh: the ranks of a stage, with an axis for each group of replicas, and others.
-        own: the axes along which ranks have different buckets.
-        settings: how they are kept.
+        own: the axes along which ranks have different buckets, such as "tensor".
+        settings: how the buckets are sharded, gathered and reduced.
     """
 
     mesh: Mesh
@@ -88,9 +88,9 @@ Run = tuple[int, int]
 
 
 def runs_of(unit: Unit, settings: StageSettings) -> tuple[Run | None, Run | None]:
-    """Return (start, stop) of a bucket's elements whose collectives overlap with layers, and of all others.
+    """Return two ranges of a bucket's elements: (those whose collectives overlap with layers, all others).
 
-    None for an empty range.
+    Each is (start, stop), or None if it is empty.
     """
     cut = round(settings.overlap * unit.elements / unit.shards) * unit.shards
     return (0, cut) if cut else None, (cut, unit.elements) if cut < unit.elements else None

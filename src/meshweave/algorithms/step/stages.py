@@ -97,7 +97,7 @@ class Stages:
         data_parallel: collectives of one layer's weights, the mean over kinds.
         transfers_s: seconds of the transfer of a micro-batch from each stage to the next, 0 within a rank.
         sends_parts: whether a residual that all tensor-parallel ranks have is sent in parts and gathered.
-        sharing: what collectives of weights and layers beside them take of each other's links.
+        sharing: how layers and collectives of weights beside them delay each other on links.
     """
 
     problem: StepProblem
@@ -112,7 +112,7 @@ class Stages:
 
     @property
     def micro_batches(self) -> int:
-        """Return the number of micro-batches that go through each pipeline."""
+        """Return the number of micro-batches that go through each pipeline per step."""
         return self.problem.batch // (self.parallelism.data * self.parallelism.micro_batch)
 
     def action_times(self, with_transfers: bool = True, with_gathers: bool = True) -> ActionTimes:
@@ -123,7 +123,7 @@ class Stages:
         in the stages' and not between them; stages of one rank send nothing to each other.
 
         Args:
-            with_transfers: whether transfers take time.
+            with_transfers: whether transfers between stages take time.
             with_gathers: whether the first micro-batch waits for weights that are gathered once a step.
         """
         ticks: dict[int, tuple[int, int, int, int]] = {}  # of each time, which many stages share
@@ -179,11 +179,11 @@ class Stages:
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
 
     def gathered_s(self) -> tuple[float, ...]:
-        """Return for each stage the seconds of a step before which its first micro-batch cannot begin.
+        """Return for each stage the seconds from the begin of the step until its first micro-batch may begin.
 
-        Its weights are gathered until then, but for those whose gathers overlap with its layers. A rank gathers
+        Until then weights are gathered, except those whose gathers overlap with the stage's layers. A rank gathers
         the weights of its stages one after the other; where no gather overlaps, each waits for all of them.
-        () but for ZeRO-1, and for ZeRO-2 where the stack gathers weights once a step.
+        () except for ZeRO-1, and for ZeRO-2 where the stack gathers weights once a step.
         """
         p, stack, table_s = self.parallelism, self.problem.stack, self.data_parallel.table_gather_s
         if p.zero not in (1, 2) or (p.zero == 2 and stack.regathers):
@@ -217,7 +217,7 @@ class Stages:
 
         Args:
             rank: the pipeline rank.
-            ends_s: when each stage ends its last backward part, in seconds.
+            ends_s: seconds from the begin of the step to the end of each stage's last backward part.
         """
         p = self.parallelism
         after_all_s = self.data_parallel.tied_s if rank in (0, self.stage_ranks[-1]) else 0.0
@@ -262,7 +262,7 @@ def stages_of(problem: StepProblem, parallelism: Parallelism, *, shares: bool = 
     """Return the stages of a step and their times.
 
     Args:
-        shares: whether layers and what runs beside them share links; without, steps take no longer.
+        shares: whether layers and traffic beside them slow each other on shared links; False: no slowdown.
 
     Raises:
         UnsupportedError: there is no such strategy.

@@ -28,11 +28,11 @@ from meshweave.base.errors import UnsupportedError
 def memory_of(
     problem: StepProblem, parallelism: Parallelism, recompute: ActivationRule | None = None
 ) -> Memory:
-    """Return the bytes on a chip of each pipeline rank.
+    """Return the bytes on a chip of each pipeline rank at its peak in a training step.
 
     Args:
-        recompute: the rule by which activations are computed again; None for that of `parallelism`. With a rule
-            all of the memory is that of closed forms, also where the stack runs programs.
+        recompute: what the forward part keeps and what is computed again; None for the rule of `parallelism`. With
+            a rule given, memory is counted in closed form, even where the stack runs programs.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch, the model or the schedule.
@@ -45,7 +45,7 @@ def memory_of(
 
 
 def memory_of_stages(stages: Stages) -> Memory:
-    """Return the bytes on a chip of each pipeline rank, of a checked step; the problem caches them."""
+    """Return the bytes on a chip of each pipeline rank at its peak, as `memory_of`; the problem caches them."""
     problem, p = stages.problem, stages.parallelism
     return problem.once("memory", p, lambda: _memory_of(stages))
 
@@ -90,7 +90,7 @@ def _holding(form: RankMemory, plain: RankMemory, held: HeldBytes, fragmentation
 
 
 def least_memory(problem: StepProblem, parallelism: Parallelism) -> RankMemory:
-    """Return a lower bound of the bytes on the fullest pipeline rank, much cheaper than `memory_of`.
+    """Return a lower bound of the bytes on a chip of the fullest pipeline rank, much cheaper than `memory_of`.
 
     For a stack that does not run programs it is the peak of `memory_of` itself.
 

@@ -41,7 +41,10 @@ def refusal_in_step(entry: BlockAlgorithm) -> str | None:
 
 
 class StrategyAround(BlockAlgorithm):
-    """A strategy (`inner`) on the last two mesh axes, and the roles `around` on the axes before them."""
+    """A strategy (`inner`) on the last two mesh axes, with the roles `around` on the axes before them.
+
+    A role says which dim of each tensor of a layer a mesh axis splits.
+    """
 
     source = "Liu et al., Ring Attention with Blockwise Transformers, 2023"
 
@@ -52,5 +55,5 @@ class StrategyAround(BlockAlgorithm):
         self._product_2d = inner.product_2d if isinstance(inner, IncludedProducts) else ""
 
     def roles_of(self, problem: BlockProblem) -> Roles:
-        """Return the roles of all axes, with the 2D product that the inner strategy includes."""
+        """Return the roles of all mesh axes in order, with the 2D product that the inner strategy includes."""
         return Roles(super().roles_of(problem).axes, self._product_2d)

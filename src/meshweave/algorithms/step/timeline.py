@@ -35,12 +35,12 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class StepSpan:
-    """An op of a timeline.
+    """An op of a timeline, from `begin_s` to `end_s`: seconds from the begin of the step, or of the layer.
 
     Attributes:
         kind: "forward", "backward", "input gradient", "weight gradient", "optimizer", "software", "products",
-            "element-wise", "issuing" (what the host does), "hidden" or "exposed"; these two are communication.
-        name: what it is, if the kind does not say it.
+            "element-wise", "issuing" (what the host does), "hidden" or "exposed"; the last two are communication.
+        name: what runs, if the kind does not say it.
         micro_batch, stage: numbers from 0, or None.
     """
 
@@ -76,7 +76,7 @@ class StepTimeline:
 
 
 def step_timeline(step: Step) -> StepTimeline:
-    """Return when a step's actions, optimizer and software run on each pipeline rank.
+    """Return when forwards, backwards, optimizer and software of a step run on each pipeline rank.
 
     Other lanes have what hosts issue, messages between stages, and collectives of replicas. Very large steps are
     cut to fewer micro-batches and to at most `MAX_RANKS` pipeline ranks; `remark` says so.

@@ -28,10 +28,11 @@ _GIVEN = (*RESIDUALS, *PER_MICRO_BATCH, *CONSTANTS, "loss")
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix or vector of a piece on a rank.
+    """A weight (matrix or vector) of a unit, as a rank has it.
 
     Attributes:
-        start: the position of its first element in the bucket, counted in elements.
+        shape: its shape on one rank.
+        start: the position of its first element in the unit's bucket, in elements.
     """
 
     name: str
@@ -41,13 +42,16 @@ class Weight:
 
     @property
     def stop(self) -> int:
-        """Return the position in the bucket after its last element, counted in elements."""
+        """Return the position in the bucket after the weight's last element, in elements."""
         return self.start + prod(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A piece of a model.
+    """A piece of a model: a kind of layer, the embedding or the head.
+
+    Its bucket is a vector of all weights of one such piece on a rank. A part is its forward or backward program,
+    or one of the two gradients ("input_grad", "weight_grad") into which the backward program can be split.
 
     Attributes:
         name: "layer", "embedding" or "head"; of layers of several kinds "layer0", "layer1", ...
@@ -86,7 +90,7 @@ class Unit:
 
     @property
     def is_layer(self) -> bool:
-        """Return whether the unit is a layer, not embedding or head."""
+        """Return whether the unit is a kind of layer, not embedding or head."""
         return self.name.startswith("layer")
 
     @property
@@ -98,7 +102,7 @@ class Unit:
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
-        """Return the weights in the order in which the bucket holds them."""
+        """Return the weights on a rank in the order in which the bucket holds them."""
         program, sums = self.parts.forward, self.parts.sums
         inputs = [
             buffer
@@ -121,9 +125,9 @@ class Unit:
 
     @cached_property
     def summed(self) -> tuple[tuple[str, int, int], ...]:
-        """Return (axis, start, stop) of the ranges of a bucket whose gradients tensor-parallel ranks sum.
+        """Return (axis, start, stop) of each range of a bucket whose gradients tensor-parallel ranks sum.
 
-        `axis` is "row" or "col" of the block's mesh; positions are elements.
+        They sum along `axis`, "row" or "col" of the tensor mesh; `start` and `stop` are positions in elements.
 
         Raises:
             UnsupportedError: the weights that are summed over an axis do not adjoin.
@@ -150,14 +154,14 @@ class Unit:
         return self.split.input_grad if part == "input_grad" else self.split.weight_grad
 
     def software_flops(self, part: PartKind) -> int:
-        """Return the work that the software adds to a part, as FLOPs at the rate of the chip."""
+        """Return the time that software adds to a part, as the FLOPs that the chip would do in that time."""
         forward, backward, weight_gradient_tasks = self.extra_flops
         whole = {"forward": forward, "backward": backward, "weight_grad": weight_gradient_tasks}
         return whole.get(part, backward - weight_gradient_tasks)
 
     @cached_property
     def split(self) -> SplitBackward:
-        """Return the backward program as two: gradient of the residual, and gradients of weights."""
+        """Return the backward program as two: one for the residual's gradient, one for those of weights."""
         return split_backward(self.parts)
 
     @cached_property
@@ -174,7 +178,7 @@ class Unit:
     def buffers_of(self, names: tuple[str, ...]) -> Iterator[tuple[Program, Buffer]]:
         """Yield (program, buffer) for the inputs and outputs with these names.
 
-        Each name counts once: in the forward program, or if it is not there in the backward one.
+        Each name counts once: in the forward program, or, if that lacks it, in the backward one.
         """
         seen: set[str] = set()
         for program in (self.parts.forward, self.parts.backward):

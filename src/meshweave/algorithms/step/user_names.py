@@ -27,10 +27,12 @@ FIELDS_OF_SPACE = {
 
 
 def by_field(options: Mapping[str, Any], names: Mapping[str, str] = SHORT_NAMES) -> dict[str, Any]:
-    """Return options by the attributes that `names` has for what users call them, in the order given.
+    """Return options under attribute names in place of users' short names, in the order given.
+
+    `names` maps users' names to attributes: {"tp": 2, "zero": 1} becomes {"tensor": 2, "zero": 1}.
 
     Raises:
-        LayoutError: two options are of one attribute.
+        LayoutError: two options mean one attribute, such as "tp" and "tensor".
     """
     fields: dict[str, str] = {}
     for name in options:
@@ -43,7 +45,7 @@ def by_field(options: Mapping[str, Any], names: Mapping[str, str] = SHORT_NAMES)
 def require_tensor(tensor: object, what: str, kind: type[MeshweaveError]) -> None:
     """Raise an error of class `kind` where `tensor` is neither a number of ranks nor a mesh (d1, d2) of them.
 
-    `what` begins the message.
+    `what` names the value at the begin of the message.
     """
     sizes = tensor if isinstance(tensor, tuple) else (tensor,)
     if len(sizes) != (2 if isinstance(tensor, tuple) else 1):

@@ -28,10 +28,10 @@ def _kind_names(problem: StepProblem) -> list[str]:
 
 
 def layer_names(problem: StepProblem) -> tuple[str, ...]:
-    """Return the name of the unit of each layer of the model, in order.
+    """Return the name of the unit of each layer of the model, in order: "layer", or "layer0", "layer1" by kind.
 
-    Where a model's description has the numbers of layers of each kind alone, they take turns as evenly as these
-    allow, those of the first kind first.
+    Where a model's description has only the number of layers of each kind, not their order, kinds take turns as
+    evenly as these numbers allow, the first kind first.
     """
     count, shares = problem.model.num_layers, [share for share, _ in problem.kinds]
     if len(shares) == 1:
@@ -50,14 +50,15 @@ def layer_names(problem: StepProblem) -> tuple[str, ...]:
 def block_of_piece(
     problem: StepProblem, parallelism: Parallelism, piece: Piece, data: int, experts: Mesh | None = None
 ) -> BlockProblem:
-    """Return the block of one piece ("layers", "embedding" or "head") for `data` replicas together.
+    """Return the block problem of one piece ("layers", "embedding" or "head") for `data` replicas together.
 
-    Its mesh is (data, context, *tensor), its batch the micro-batches of these replicas. Embedding and head have
+    Its mesh is (data, context, d1, d2) with the tensor mesh (d1, d2), its batch one micro-batch of each of these
+    replicas. "layers" is one layer. Embedding and head have
     the model's vocabulary, padded to a multiple of the tensor-parallel ranks; layers have none.
 
     Args:
-        experts: the positions of the block's ranks, on a mesh with the axes of those that share experts; None
-            where the block has none.
+        experts: the positions of the block's ranks on the mesh over which experts are divided
+            (`ProgramRanks.experts_of_block`); None without experts.
     """
     p = parallelism
     work = Workload(p.micro_batch * data, problem.sequence, problem.dtype)
@@ -82,8 +83,8 @@ def write_units(
     """Return the units of a step by name: the kinds of layers, and with a vocabulary "embedding" and "head".
 
     Args:
-        data: the replicas along the data axis that the program has.
-        shards: over how many ranks ZeRO shards a bucket, and over how many one of experts; 1 where it does not.
+        data: how many replicas along the data axis the program has.
+        shards: over how many ranks ZeRO shards (a bucket, a bucket of experts); 1 where it does not shard.
         experts: the positions of a block's ranks on a mesh for experts (`ProgramRanks.experts_of_block`), or
             None.
 
