@@ -24,7 +24,7 @@ from meshweave.algorithms.pipeline import (
 from meshweave.algorithms.pipeline.communication import communicating_steps
 from meshweave.algorithms.pipeline.examples import chain_of_ranks
 from meshweave.algorithms.pipeline.folding import Folded, StepLoop, fold
-from meshweave.algorithms.pipeline.slots import most_alive
+from meshweave.algorithms.pipeline.slots import slots_needed
 from meshweave.algorithms.pipeline.timing import times_on
 from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, ProgramError
@@ -115,7 +115,7 @@ def test_slots_are_those_of_values_alive_together(spans: list[tuple[int, int]]) 
         for b in range(a, len(spans))
         if min(first[a], first[b]) >= 0 and first[a] <= last[b] and first[b] <= last[a]
     ]
-    assert most_alive(first, last) == max((b - a + 1 for a, b in alive), default=0)
+    assert slots_needed(first, last) == max((b - a + 1 for a, b in alive), default=0)
 
 
 # --- communication ---------------------------------------------------------------------------------------------

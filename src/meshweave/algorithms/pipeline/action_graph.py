@@ -50,7 +50,7 @@ class TransferRuntime(Enum):
 
 @dataclass(frozen=True)
 class ActionGraph:
-    """The nodes of a schedule, and pairs of nodes of which the second waits for the first.
+    """The graph of a schedule: nodes are its actions, an edge is a wait of one node for another.
 
     Nodes 0 to the number of actions - 1 are the actions of the table. A receive that runs together with its
     send is not a node of its own: `node_of` names the send's. Nodes from there on join batches and are no
@@ -79,7 +79,7 @@ _Waits = list[tuple[IntArray, IntArray, int]]
 
 
 def build_graph(table: ActionTable, runtime: TransferRuntime) -> ActionGraph:
-    """Return the graph of a schedule under the rules of a runtime.
+    """Return which actions of a schedule wait for which, under the rules of a runtime (see the module).
 
     Raises:
         LayoutError: the messages from one rank to another are not received in the order in which they are

@@ -58,7 +58,7 @@ class ActionColumns:
     peers: dict[int, int]
 
     def rows(self, *kinds: ActionKind) -> IntArray:
-        """Return the row indices, not the numbers of actions, of all rows with one of these kinds, ascending."""
+        """Return the indices of the rows whose action has one of these kinds, ascending (not their `number`)."""
         return np.flatnonzero(np.isin(self.code, [_CODES[kind] for kind in kinds]))
 
 
@@ -101,7 +101,7 @@ class ActionTable:
 
     @property
     def lists_transfers(self) -> bool:
-        """Return whether sends and receives are listed."""
+        """Return whether the schedule lists sends and receives."""
         return bool(self.communicates.any())
 
     def crossing(self) -> list[int]:
@@ -117,12 +117,12 @@ class ActionTable:
 
 
 def chain_edges(num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Return the edges (stage, next stage) of a chain of stages."""
+    """Return the edges (stage, next stage) of a chain of stages: for 3 stages ((0, 1), (1, 2))."""
     return tuple((stage, stage + 1) for stage in range(num_stages - 1))
 
 
 def tabulate(schedule: Schedule, edges: Sequence[tuple[int, int]] | None = None) -> ActionTable:
-    """Return the table of a schedule, once the actions of each rank are checked.
+    """Return where each action of a schedule is listed, after checking the actions of each rank.
 
     A schedule may leave out all backwards, all transfers, reductions, or UNSHARD and RESHARD. Where it lists one
     backward it must list all, and so with the transfers between ranks. That the ranks do not wait for each other

@@ -32,12 +32,10 @@ from meshweave.base.errors import LayoutError
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """The ticks of each action, in any unit. An overlap takes the sum of its parts.
+    """How long each action takes, in ticks: integers in any unit of time. An overlap takes the sum of its parts.
 
     Attributes:
-        forward: for each stage the ticks of one micro-batch.
-        input_grad: likewise.
-        weight_grad: likewise.
+        forward, input_grad, weight_grad: for each stage the ticks of this part for one micro-batch.
         transfer: for each edge between stages the ticks of one micro-batch in one direction; unused within a
             rank.
         saved: for each stage the ticks by which a whole backward is shorter than the sum of both gradients; () for
@@ -68,17 +66,17 @@ class ActionTimes:
 
     @cached_property
     def backward(self) -> tuple[int, ...]:
-        """Return for each stage the ticks of a whole backward of a micro-batch: both gradients, less `saved`."""
+        """Return for each stage the ticks of a whole backward of one micro-batch: both gradients, less `saved`."""
         saved = self.saved or (0,) * len(self.forward)
         parts = zip(self.input_grad, self.weight_grad, saved, strict=True)
         return tuple(soon + late - less for soon, late, less in parts)
 
     @property
     def joined(self) -> ActionTimes:
-        """Return times without `earliest`, with `saved` taken from the weight gradients; these stay at least 0.
+        """Return these times with `saved` subtracted from `weight_grad` (at least 0), without `earliest`.
 
-        Where no stage saves more than its weight gradient takes, no schedule takes longer with these times than
-        with the given ones.
+        They have no `saved`. Where no stage saves more than its weight gradient takes, no schedule takes longer
+        with the returned times than with the original ones.
         """
         late = zip(self.weight_grad, self.saved or (0,) * len(self.forward), strict=True)
         less = tuple(max(ticks - saved, 0) for ticks, saved in late)
@@ -88,7 +86,7 @@ class ActionTimes:
     def uniform(
         cls, num_stages: int, forward: int = 1, input_grad: int = 1, weight_grad: int = 1, transfer: int = 0
     ) -> ActionTimes:
-        """Return equal ticks for all stages of a chain, and for the transfers from each to the next."""
+        """Return times of a chain of `num_stages` stages, with the given ticks on every stage and transfer."""
         return cls(
             (forward,) * num_stages,
             (input_grad,) * num_stages,
@@ -156,7 +154,7 @@ class TimedSchedule:
         return max(max(ends, default=0) for ends in self.ends)
 
     def busy(self, rank: int) -> int:
-        """Return the ticks in which a rank runs compute actions."""
+        """Return the ticks of all compute actions of a rank together."""
         return self._busy[rank]
 
     def exposed_on(self, rank: int) -> int:
@@ -180,7 +178,7 @@ class TimedSchedule:
 
     @property
     def largest_idle_span(self) -> int:
-        """Return the most ticks that any rank is idle between its own first and last compute action.
+        """Return the most ticks that one rank is idle between its own first and last compute action.
 
         That is the bubble of Zero Bubble (Qi et al., arXiv 2401.10241, Table 2 and section 5.3), which counts
         the longest of all ranks' own spans: steps of different ranks may be shifted against each other.
@@ -200,7 +198,7 @@ def time_schedule(
     runtime: TransferRuntime = TransferRuntime.STRICT,
     edges: Sequence[tuple[int, int]] | None = None,
 ) -> TimedSchedule:
-    """Return when each action runs, in the ticks of `times`.
+    """Return when each action of a schedule runs, in the ticks of `times`.
 
     A transfer that is not listed follows the action that makes its value, and overlaps with everything else.
 
@@ -294,9 +292,9 @@ def _idle_from(table: ActionTable, ends: IntArray) -> IntArray:
 
 
 def peak_stashes(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each rank the most (stage, micro-batch) pairs that are between forward and weight gradient.
+    """Return for each rank the most stashes that it holds at once, by the order of its actions alone.
 
-    They are counted at one time, by the order alone. Each keeps the activations of a micro-batch in a stage.
+    A stash is what one stage keeps of one micro-batch from its forward to its weight gradient or whole backward.
     """
     peaks = []
     for order in schedule.actions:

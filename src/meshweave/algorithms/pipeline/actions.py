@@ -43,7 +43,7 @@ class ActionKind(Enum):
 
     @property
     def computes(self) -> bool:
-        """Return whether the action runs (part of) a stage, as torch's compute-only form lists it."""
+        """Return whether the action is a forward, a backward, one of its gradients, or an overlap of these."""
         return self in _COMPUTE
 
     @property
@@ -110,7 +110,7 @@ class Action:
 
     @property
     def leaves(self) -> tuple[Action, ...]:
-        """Return the parts of an overlap, or this action alone."""
+        """Return the parts of an overlap, or else this action alone, as a tuple."""
         return self.parts or (self,)
 
 
@@ -163,7 +163,7 @@ class Schedule:
         return any(action.kind.communicates for action in self.leaves())
 
     def leaves(self) -> Iterator[Action]:
-        """Yield the actions of all ranks, the parts of an overlap in its place."""
+        """Yield the actions of all ranks, rank after rank, with the parts of an overlap in place of it."""
         return (leaf for order in self.actions for action in order for leaf in action.leaves)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -174,11 +174,11 @@ class Schedule:
 def looped(num_ranks: int, per_rank: int) -> tuple[int, ...]:
     """Return for each stage its rank, dealt out in turn: stage s on rank s mod `num_ranks`.
 
-    There are `num_ranks` times `per_rank` stages.
+    There are `num_ranks` times `per_rank` stages: (2, 2) gives (0, 1, 0, 1).
     """
     return tuple(stage % num_ranks for stage in range(num_ranks * per_rank))
 
 
 def folded(num_ranks: int) -> tuple[int, ...]:
-    """Return for each of 2 P stages its rank, down the ranks and back up (a V): s and 2 P - 1 - s on one rank."""
+    """Return for each of 2 P stages its rank, down P ranks and back up (a V): for P = 2 (0, 1, 1, 0)."""
     return (*range(num_ranks), *reversed(range(num_ranks)))

@@ -60,7 +60,10 @@ class PipelineConfig:
 
 
 def network_of(problem: PipelineProblem, cluster: Cluster | None) -> HostTopology | None:
-    """Return the hosts and NICs of a problem's ranks; None without a cluster, or if each stage is on one chip."""
+    """Return the hosts and NICs that a problem's ranks have on `cluster`.
+
+    None without a cluster, or if every stage is on a single chip.
+    """
     if cluster is None or all(mesh.num_ranks == 1 for mesh in problem.meshes):
         return None
     return HostTopology.of(cluster, 1 + max(rank for mesh in problem.meshes for rank in mesh.ranks))
@@ -69,9 +72,11 @@ def network_of(problem: PipelineProblem, cluster: Cluster | None) -> HostTopolog
 class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
     """A schedule of the stages of a pipeline: subclasses write `schedule`, and may refuse problems.
 
-    Actions are computing alone: transfers follow from them, and programs, times and memory from both. Module
-    `one_f_one_b` has `alternating` and `refusal_of_several_stages`, which most variants of 1F1B share.
-    A planner of training steps asks further methods, which follow from the schedule unless a closed form is known.
+    A rank is a pipeline rank here: the chips that hold the same stages. Ticks are integers in any unit of time,
+    that of the given `ActionTimes`. Actions are computing alone: transfers follow from them, and programs, times
+    and memory from both. Module `one_f_one_b` has `alternating` and `refusal_of_several_stages`, which most
+    variants of 1F1B share. A planner of training steps asks further methods, which follow from the schedule unless
+    a closed form is known.
 
     Attributes:
         is_searched: whether a plan tries the schedule where none is named.
@@ -99,14 +104,14 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
 
     @abstractmethod
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
-        """Return the compute actions of each pipeline rank, with the problem's `stage_ranks`."""
+        """Return the compute actions of each pipeline rank in order; its `stage_ranks` are the problem's."""
 
     def for_stages(self, per_rank: int) -> PipelineAlgorithm:
-        """Return the variant of this schedule for `per_rank` stages on each rank; mostly itself."""
+        """Return the variant of this schedule for `per_rank` stages on each rank; by default itself."""
         return self
 
     def place_stages(self, num_ranks: int, per_rank: int) -> tuple[int, ...] | None:
-        """Return the rank of each stage, or None if the schedule accepts no placement of `per_rank` stages a rank.
+        """Return the rank of each stage; None if the schedule accepts no placement of `per_rank` stages per rank.
 
         The looped placement is tried first, then, for two stages a rank, the V-shaped one. A placement is accepted
         if `refusal` accepts it with 4 micro-batches per stage.
@@ -117,11 +122,11 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         return next(fitting, None)
 
     def takes_stages(self, per_rank: int) -> bool:
-        """Return whether the schedule takes `per_rank` stages on each rank, as tried on two ranks."""
+        """Return whether the schedule accepts `per_rank` stages on each rank, as tried on two ranks."""
         return self.for_stages(per_rank).place_stages(2, per_rank) is not None
 
     def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
-        """Return whether the schedule takes these numbers of ranks, stages per rank and micro-batches.
+        """Return whether the schedule accepts these numbers of ranks, stages per rank and micro-batches.
 
         Some schedules check the number of micro-batches alone, so call it on what `for_stages` returns.
         """
@@ -129,31 +134,30 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         return placement is not None and self.refusal(chain_of_ranks(placement, micro_batches)) is None
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...] | None:
-        """Return for each rank the most stashes that it holds at once.
+        """Return for each rank the most stashes that it holds at once; None where no closed form is known.
 
-        A stash is what a stage keeps of a micro-batch for its backward. A rank has `per_rank` stages.
-
-        None where no closed form is known: they are then counted in the schedule (`peak_stashes`).
+        A stash is what one stage keeps of one micro-batch for its backward. A rank has `per_rank` stages. Without
+        a closed form stashes are counted in the schedule (`peak_stashes`).
         """
         return None
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return a lower bound of a step's makespan in the ticks of `times`: here the mean work of a rank.
+        """Return a lower bound of a step's makespan in the ticks of `times`; by default the mean work of a rank.
 
         Args:
-            times: of each stage, without `saved` (`ActionTimes.joined`).
+            times: ticks of each stage and transfer, with no `saved` (`ActionTimes.joined`).
         """
         return micro_batches * sum(whole_ticks(times)) // num_ranks
 
     def ends(self, micro_batches: int, times: ActionTimes) -> tuple[int, ...] | None:
-        """Return for each rank the tick at which it ends a step, by a fast recurrence.
+        """Return for each rank the tick at which it ends a step, by a recurrence faster than a graph.
 
-        None, as by default, where there is none: then the graph of the schedule is timed.
+        None, the default, where there is no such recurrence: then the graph of the schedule is timed.
         """
         return None
 
     def examples(self) -> Iterator[PipelineProblem]:
-        """Yield those of the example problems that the schedule does not refuse."""
+        """Yield those of `example_problems` that the schedule does not refuse."""
         return (problem for problem in example_problems() if self.refusal(problem) is None)
 
     def candidates(
@@ -161,7 +165,7 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
     ) -> Iterator[PipelineConfig]:
         """Yield a config with overlapped transfers, then one with blocking ones.
 
-        Reshards between stages are planned for the hosts and NICs of the cluster; without it each chip is a
+        Reshards between stages are planned for the hosts and NICs of `cluster`; without one, each chip counts as a
         host.
         """
         network = network_of(problem, cluster)
@@ -192,9 +196,12 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         return reference(problem, inputs)
 
     def placements(self, problem: PipelineProblem) -> dict[str, Layout]:
-        """Return the layouts of parameters W, gradients DW, inputs X, outputs Y and targets T, by name."""
+        """Return the layouts of parameters W{i}, gradients DW{i}, inputs X{i}, outputs Y{i}, targets T{i} by name.
+
+        {i} is the number of a stage.
+        """
         return tensor_layouts(problem)
 
     def functions(self, problem: PipelineProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return by name what the calls of the program run in tests, on integers (`stage_functions`)."""
+        """Return by name the functions that the program's calls run in tests, on integers (`stage_functions`)."""
         return stage_functions(problem)

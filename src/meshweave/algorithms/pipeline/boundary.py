@@ -39,9 +39,9 @@ class BoundarySide:
 
     Attributes:
         mesh: the ranks, under the mesh's name in the program.
-        layout: of (rows, ...) on that mesh.
-        shape: what the stage writes or reads on one rank: its rows, all of the other dims.
-        splits: (axis, dim) of the mesh axes besides data axes that shard a dim, in the order of the mesh.
+        layout: the layout of the whole tensor (rows, ...) on that mesh.
+        shape: shape of what the stage writes or reads on one rank: (its rows, all of the other dims).
+        splits: (axis, dim) of each mesh axis, data axes excepted, that shards a dim, in mesh order.
     """
 
     mesh: Mesh
@@ -51,7 +51,7 @@ class BoundarySide:
 
     @classmethod
     def of(cls, problem: PipelineProblem, edge: Edge, number: int, mesh: Mesh) -> BoundarySide:
-        """Return the side of an edge at stage `number`, with `mesh` as its mesh in the program."""
+        """Return the end of an edge at stage `number`; `mesh` is the stage's mesh in the program."""
         stage: Stage = problem.stages[number]
         layout = replace(problem.layout_at(edge, number), mesh=mesh)
         splits = tuple(
@@ -62,14 +62,14 @@ class BoundarySide:
         return cls(mesh, layout, (problem.rows // stage.data_parallelism, *edge.shape), splits)
 
     def part_shape(self, num_splits: int | None = None) -> tuple[int, ...]:
-        """Return the shape of a rank's part after the first `num_splits` of `splits` have cut it; None: all."""
+        """Return the shape of a rank's shard of `shape`, cut by the first `num_splits` of `splits`; None: all."""
         shape = list(self.shape)
         for axis, dim in self.splits[:num_splits]:
             shape[dim] //= self.mesh.size(axis)
         return tuple(shape)
 
     def part_start(self, coordinates: Mapping[str, Index]) -> tuple[Index, ...]:
-        """Return for each dim of `shape` where a rank's shard begins, given its coordinates by axis."""
+        """Return for each dim of `shape` the index at which a rank's shard begins, from its mesh coordinates."""
         start: list[Index] = [0] * len(self.shape)
         for number, (axis, dim) in enumerate(self.splits):
             start[dim] = start[dim] + coordinates[axis] * self.part_shape(number + 1)[dim]
@@ -103,18 +103,18 @@ class Boundary:
 
     @property
     def name(self) -> str:
-        """Return what the names of its buffers begin with: the kind and the stages, such as "h0_1"."""
+        """Return what names of the edge's buffers begin with: kind and the two stages, such as "h0_1"."""
         return f"{self.kind}{self.edge.name}"
 
     def _slots(self, name: str) -> int:
         return self.slots.get(name, 1)
 
     def out_view(self, micro_batch: Index) -> View:
-        """Return the view of a micro-batch that the sending stage writes."""
+        """Return the view, of one micro-batch, that the sending stage writes."""
         return self._whole(self.name if self.is_local else f"{self.name}_out", micro_batch)
 
     def in_view(self, micro_batch: Index) -> View:
-        """Return the view of a micro-batch that the receiving stage reads."""
+        """Return the view, of one micro-batch, that the receiving stage reads."""
         return self._whole(self.name if self.is_local else f"{self.name}_in", micro_batch)
 
     def _whole(self, name: str, micro_batch: Index) -> View:
@@ -128,7 +128,7 @@ class Boundary:
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
-        """Return the buffers of both sides and a reshard's scratch; a single one where nothing is sent."""
+        """Return the buffers of both sides, with shards to gather and reshard scratch; one if nothing is sent."""
         if self.is_local:
             return (self._buffer(self.name, self.sender, self.sender.shape),)
         buffers = [
@@ -229,7 +229,7 @@ class Boundary:
     def statements(
         self, sends: bool, micro_batch: Index, lane: str, label: str, *, one_lane: bool
     ) -> Iterator[Statement]:
-        """Yield the statements of one side of a transfer, to stand among those of its mesh.
+        """Yield the statements of one side (sender or receiver) of a transfer, for that side's mesh.
 
         Args:
             sends: whether the side is that of the sender.
@@ -367,10 +367,10 @@ def boundary_of(
     network: HostTopology | None = None,
     signals: bool = False,
 ) -> Boundary:
-    """Return the boundary of an edge: of activations ("h"), from source to target, or of gradients ("g"), back.
+    """Return an edge's boundary: for `kind` "h" of activations, source to target, for "g" of gradients, back.
 
-    `meshes` are those of the source and of the target stage. `signals` is whether one byte is sent in place of
-    the tensor. `slots`, `chunks`, `strategy` and `network` become those of the boundary.
+    `meshes` are (mesh of the source stage, mesh of the target stage). `signals` is whether one byte is sent in
+    place of the tensor. `slots`, `chunks`, `strategy` and `network` are as in `Boundary`.
     """
     sides: Sequence[BoundarySide] = (
         BoundarySide.of(problem, edge, edge.source, meshes[0]),

@@ -17,12 +17,12 @@ from meshweave.describe.layout.mesh import Mesh
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """The sizes that a schedule is asked for.
+    """The sizes of a schedule that `schedule_by_name` makes.
 
     Attributes:
         num_stages: stages of the model.
         num_micro_batches: micro-batches of a step.
-        per_rank: stages per rank; 0 for one if the schedule takes that, else two.
+        per_rank: stages per rank; 0: one if the schedule accepts that, else two.
         delay: micro-batches by which weight gradients are put off, for `eager-1f1b-delayed`.
         stash_rest: share (0 to 1) of a micro-batch's stash that stays from the input gradient to the weight
             gradient; for the automatic schedules `zb-1p` and `zb-2p`.
@@ -36,7 +36,7 @@ class ScheduleRequest:
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Return the names that `schedule_by_name` knows."""
+    """Return the names of the schedules that `schedule_by_name` makes."""
     return tuple(SCHEDULES)
 
 
@@ -46,7 +46,7 @@ def schedule_by_name(name: str, request: ScheduleRequest, times: ActionTimes) ->
     Args:
         name: a name of `schedule_names`.
         request: the sizes.
-        times: the ticks of each of the request's `num_stages` stages, which some schedules order actions by.
+        times: the ticks of each of the request's `num_stages` stages, by which some schedules order actions.
 
     Raises:
         UnsupportedError: there is no such schedule.

@@ -31,13 +31,14 @@ _MAKES_GRADIENT = frozenset({ActionKind.BACKWARD, ActionKind.INPUT_GRAD})
 
 @dataclass
 class Steps:
-    """A schedule as integers: number of the action's template, and micro-batch.
+    """A schedule as integers: each action is a step, (number of its template, micro-batch).
+
+    A template is an action as it is for micro-batch 0, so that equal actions of all micro-batches share one.
 
     Attributes:
-        templates: the different actions, for micro-batch 0; the parts of an overlap relative to the first of
-            them.
-        of_rank: for each pipeline rank its steps in order, (steps, 2): the number of the template and the
-            micro-batch, -1 for actions that belong to none.
+        templates: the different templates; micro-batches of an overlap's parts are relative to its first part.
+        of_rank: for each pipeline rank its steps in order, as an array (steps, 2): the number of the template, and
+            the micro-batch, -1 for actions that belong to none.
     """
 
     templates: list[Action] = field(default_factory=list)
@@ -45,7 +46,7 @@ class Steps:
     _numbers: dict[Action, int] = field(default_factory=dict)
 
     def number(self, template: Action) -> int:
-        """Return the number of a template, which is added if it is new."""
+        """Return the index of `template` in `templates`, to which it is added if it is new."""
         known = self._numbers.get(template)
         if known is None:
             known = self._numbers[template] = len(self.templates)
@@ -53,7 +54,7 @@ class Steps:
         return known
 
     def schedule(self, like: Schedule) -> Schedule:
-        """Return the steps as a schedule, with the stages and micro-batches of `like`."""
+        """Return the steps as a `Schedule`, with the `stage_ranks` and number of micro-batches of `like`."""
         orders = (
             tuple(at_micro_batch(self.templates[number], at) for number, at in order.tolist())
             for order in self.of_rank
@@ -66,10 +67,10 @@ def _pairs(flat: Sequence[int]) -> Pairs:
 
 
 def at_micro_batch(template: Action, micro_batch: int) -> Action:
-    """Return the action that a template (`template_of`) stands for at a micro-batch.
+    """Return the action that a template (`template_of`) stands for at micro-batch `micro_batch`.
 
-    To the micro-batches of an overlap's parts, which are offsets, `micro_batch` is added. An action that
-    belongs to no micro-batch is returned as it is.
+    `micro_batch` is added to the micro-batches of an overlap's parts, which are offsets in a template. An action
+    that belongs to no micro-batch is returned as it is.
     """
     if template.parts:
         parts = tuple(at_micro_batch(part, micro_batch + (part.micro_batch or 0)) for part in template.parts)
@@ -80,9 +81,10 @@ def at_micro_batch(template: Action, micro_batch: int) -> Action:
 
 
 def template_of(action: Action) -> tuple[Action, int]:
-    """Return an action as one of micro-batch 0, and its micro-batch; -1 where it belongs to none.
+    """Return (the action as it is for micro-batch 0, its micro-batch or -1 where it belongs to none).
 
-    An overlap's micro-batch is that of its first part; those of the others become offsets to it.
+    The forward of stage 2 and micro-batch 5 gives (its forward of micro-batch 0, 5). An overlap's micro-batch is
+    that of its first part; those of its parts become offsets from it.
     """
     if action.parts:
         first = action.parts[0].micro_batch or 0
@@ -94,7 +96,7 @@ def template_of(action: Action) -> tuple[Action, int]:
 
 
 def steps_of(schedule: Schedule) -> Steps:
-    """Return the actions of a schedule as integers, as they are listed."""
+    """Return the actions of a schedule as steps (integers), in the order in which they are listed."""
     steps = Steps()
     numbers: dict[tuple[ActionKind, int, int | None], int] = {}
     for order in schedule.actions:
@@ -120,8 +122,8 @@ def communicating_steps(
     """Return the steps of a schedule with sends and receives added, unless it lists some already.
 
     Args:
-        schedule: compute actions.
-        edges: (source stage, target stage) of all tensors; None for a chain.
+        schedule: compute actions, with or without sends and receives.
+        edges: (source stage, target stage) of each tensor that is passed on; None: each stage to the next.
         durations: for each stage the times of forward, input gradient and weight gradient, in any unit; None for
             1 each.
 

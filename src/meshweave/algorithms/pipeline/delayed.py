@@ -27,7 +27,7 @@ COVERED = 1.001
 
 
 class DelayedWeights(PipelineAlgorithm):
-    """Eager 1F1B with weight gradients put off by some micro-batches, one stage on each pipeline rank."""
+    """Eager 1F1B whose weight gradients run some micro-batches late (the delay); one stage per pipeline rank."""
 
     name = "eager-1f1b-delayed"
     title = "Eager-1F1B, delayed weight gradients"
@@ -36,7 +36,7 @@ class DelayedWeights(PipelineAlgorithm):
     stages_per_rank = (1,)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the stages do not fit, if a pipeline rank holds several; else None."""
+        """Return why the problem does not fit, if a pipeline rank holds several stages; else None."""
         return refusal_of_several_stages(problem)
 
     def candidates(
@@ -64,10 +64,10 @@ def delayed(problem: PipelineProblem, delay: int) -> Schedule:
 
 
 def least_delay(problem: PipelineProblem, times: ActionTimes) -> int:
-    """Return the least delay, in micro-batches, that hides the transfers; else the one with the shortest step.
+    """Return the least delay, in micro-batches, that hides the transfers; if none does, that of the shortest step.
 
-    Delays from 0 to the number of stages are tried. One hides the transfers if its step takes at most `COVERED`
-    times (0.1 % more than) the step without a delay and with free transfers.
+    Delays from 0 to the number of stages are tried. A delay hides the transfers if its step takes at most
+    `COVERED` times the step without a delay in which transfers take no time.
 
     Args:
         problem: the pipeline, one stage on each rank.

@@ -17,7 +17,11 @@ from meshweave.base.errors import LayoutError
 
 
 def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Return DualPipeV, two stages a rank. Raises LayoutError for no rank or fewer micro-batches than stages."""
+    """Return the DualPipeV schedule, with stages i and 2 P - 1 - i on rank i of P.
+
+    Raises:
+        LayoutError: there is no rank, or there are fewer micro-batches than stages.
+    """
     if num_ranks < 1 or num_micro_batches < 2 * num_ranks:
         raise LayoutError(
             f"DualPipeV needs as many micro-batches as stages: {2 * max(num_ranks, 1)} or more for "

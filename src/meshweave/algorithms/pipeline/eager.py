@@ -23,7 +23,7 @@ class EagerOneForwardOneBackward(PipelineAlgorithm):
     stages_per_rank = (1,)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the stages do not fit, if a pipeline rank holds several; else None."""
+        """Return why the problem does not fit, if a pipeline rank holds several stages; else None."""
         return refusal_of_several_stages(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
@@ -32,5 +32,8 @@ class EagerOneForwardOneBackward(PipelineAlgorithm):
 
 
 def num_eager(problem: PipelineProblem, stage: int) -> int:
-    """Return 2 (P - i) - 1 for stage i of P: the forwards before its first backward, if there are as many."""
+    """Return how many forwards stage i of P runs before its first backward: 2 (P - i) - 1.
+
+    It runs fewer where there are fewer micro-batches.
+    """
     return 2 * (problem.num_stages - stage) - 1

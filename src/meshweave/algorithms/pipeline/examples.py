@@ -28,7 +28,7 @@ def small_stage(
     recomputes: bool = False,
     parameters: int = 4,
 ) -> Stage:
-    """Return a stage with small costs and the stash that `pipeline.functions` keep of a micro-batch.
+    """Return a stage with small costs, whose stash has the bytes that `pipeline.functions` keep of a micro-batch.
 
     Args:
         mesh: its ranks.
@@ -36,7 +36,8 @@ def small_stage(
         work: MFLOPs of the forward and of each gradient, of one micro-batch and rank; each moves 10^4 bytes per
             MFLOP.
         data_axes, is_sharded, parameters: as in `Stage`.
-        recomputes: whether a part of the stash is recomputed, at the cost of a forward.
+        recomputes: whether the stash's share that is freed by the input gradient is recomputed, at the cost of a
+            forward.
     """
     share = rows
     for axis in data_axes:
@@ -59,13 +60,13 @@ def chain_of_ranks(
     skips: Sequence[tuple[int, int]] = (),
     recomputes: Sequence[int] = (),
 ) -> PipelineProblem:
-    """Return a problem of stages in a row, each on the single chip that `stage_ranks` says.
+    """Return a problem of stages in a row, stage i on the single chip with rank `stage_ranks[i]`.
 
     Args:
         stage_ranks: for each stage its rank.
         micro_batches, rows: micro-batches of a step, and rows of each.
         work: MFLOPs of each part of a stage; stages take them in turn, cyclically.
-        skips: pairs of stages that a further edge joins.
+        skips: (source stage, target stage) of each further edge.
         recomputes: the stages that recompute.
     """
     stages = [
@@ -94,7 +95,7 @@ def two_meshes(micro_batches: int = 2) -> PipelineProblem:
 
 
 def example_problems() -> Iterator[PipelineProblem]:
-    """Yield small problems, the simplest first."""
+    """Yield small problems, the simplest first: chains, skip connections, resharding, several stages per rank."""
     yield chain_of_ranks((0, 1), 4, 2)
     yield chain_of_ranks((0, 1, 2), 2, work=(1, 3, 2), skips=((0, 2),), recomputes=(1,))
     yield two_meshes()

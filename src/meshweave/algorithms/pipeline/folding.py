@@ -24,7 +24,8 @@ Pairs = NDArray[np.int64]
 class StepLoop:
     """A loop of `count` turns over `body`; from turn to turn all micro-batches grow by `increment`.
 
-    The body has (number of a template, micro-batch in the first turn) for a single step, and loops.
+    An entry of the body is a loop, or a single step as (number of its template, micro-batch in the first turn). A
+    template is an action without its micro-batch (`communication.Steps`).
     """
 
     count: int
@@ -37,9 +38,10 @@ Folded = tuple[tuple[int, int] | StepLoop, ...]
 
 
 def fold(steps: Pairs) -> Folded:
-    """Return steps of one rank, as in `Steps.of_rank`, as loops and single steps, in order.
+    """Return the steps of one rank, an entry of `Steps.of_rank`, as loops and single steps, in order.
 
-    A single step is (number of its template, micro-batch), the micro-batch -1 where it belongs to none.
+    A single step is (number of its template, micro-batch), with micro-batch -1 where it belongs to none. The steps
+    ((0, 0), (1, 0), (0, 1), (1, 1)) give one loop of 2 turns over ((0, 0), (1, 0)).
     """
     return _fold(steps, MOST_NESTED)
 

@@ -27,8 +27,8 @@ def stage_functions(problem: PipelineProblem) -> dict[str, Callable[..., Any]]:
     Those of stage i are stage{i} for the forward, and stage{i}_recompute, stage{i}_input_grad,
     stage{i}_weight_grad and, for both gradients in one, stage{i}_backward. "marker" does nothing.
 
-    Each takes the stash of a micro-batch (a dict, which it changes), the inputs of its call, and the number of
-    the micro-batch. It returns the outputs of its call, in order.
+    Each takes the stash (a dict in which it keeps values of one micro-batch between its calls), the inputs of its
+    call, and the number of the micro-batch. It returns the outputs of its call, in order.
     """
     functions: dict[str, Callable[..., Any]] = {"marker": lambda *_: None}
     for number in range(problem.num_stages):

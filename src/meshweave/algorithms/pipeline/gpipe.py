@@ -30,7 +30,7 @@ class GPipe(PipelineAlgorithm):
     repeats = waits_at_ends = forwards_first = True
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
-        """Return on each rank all forwards, stage by stage, then all backwards, the last stage first.
+        """Return the schedule of all forwards of each rank, stage by stage, then all backwards, last stage first.
 
         Each stage takes the micro-batches from 0 on, both times. `config` is not read.
         """
@@ -46,16 +46,17 @@ class GPipe(PipelineAlgorithm):
         return Schedule(problem.stage_ranks, count, tuple(orders))
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...]:
-        """Return for each rank its most stashes: all micro-batches, for each of its `per_rank` stages."""
+        """Return for each rank the most stashes that it holds at once: `micro_batches` x `per_rank`."""
         return (micro_batches * per_rank,) * num_ranks
 
     def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
-        """Return True: any number of micro-batches will do."""
+        """Return True: the schedule accepts any numbers of ranks, stages per rank and micro-batches."""
         return True
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return a lower bound of a step in ticks of `times`.
+        """Return a lower bound of a step's makespan in the ticks of `times`.
 
-        It is the largest sum of a rank's fill, work and drain.
+        It is the largest sum of a rank's fill (the first micro-batch on its way there), work, and drain (the last
+        one on its way back).
         """
         return least_of_looped(num_ranks, micro_batches, times)

@@ -30,7 +30,7 @@ class InterleavedOneForwardOneBackward(PipelineAlgorithm):
     names_elsewhere: ClassVar[Mapping[str, str]] = {"torch": "Interleaved1F1B", "megatron-lm": "interleaved"}
 
     def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the stages do not fit, if they are not dealt out to ranks in turn; else None."""
+        """Return why the problem does not fit, if its stages are not dealt out to ranks in turn; else None."""
         per_rank = problem.num_stages // problem.num_ranks
         if problem.stage_ranks != looped(problem.num_ranks, per_rank):
             return f"its stages are dealt out in turn, not on pipeline ranks {problem.stage_ranks}"
@@ -60,9 +60,10 @@ class InterleavedOneForwardOneBackward(PipelineAlgorithm):
         return tuple(min(most, ahead + 2 * (num_ranks - 1 - rank)) for rank in range(num_ranks))
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return a lower bound of a step in ticks of `times`.
+        """Return a lower bound of a step's makespan in the ticks of `times`.
 
-        It is the largest sum of a rank's fill, work and drain.
+        It is the largest sum of a rank's fill (the first micro-batch on its way there), work, and drain (the last
+        one on its way back).
         """
         return least_of_looped(num_ranks, micro_batches, times)
 
@@ -71,10 +72,10 @@ INTERLEAVED_1F1B = InterleavedOneForwardOneBackward()
 
 
 def round_sizes(micro_batches: int, ranks: int) -> list[int]:
-    """Return the micro-batches of each of max(1, micro_batches // ranks) rounds.
+    """Return the number of micro-batches in each of max(1, micro_batches // ranks) rounds.
 
-    They are `ranks` in each where that divides the micro-batches. Else the first rounds have one more than the
-    last ones; fewer micro-batches than ranks are one round.
+    It is `ranks` in each where that divides the micro-batches. Else the first rounds have one more than the last
+    ones, as 7 micro-batches on 3 ranks give [4, 3]; fewer micro-batches than ranks are one round.
     """
     rounds = max(1, micro_batches // ranks)
     size, left = divmod(micro_batches, rounds)

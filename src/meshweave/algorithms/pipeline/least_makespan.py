@@ -11,7 +11,7 @@ from meshweave.algorithms.pipeline.action_times import ActionTimes
 
 
 def whole_ticks(times: ActionTimes) -> list[int]:
-    """Return for each stage the ticks of a micro-batch: forward and both gradients.
+    """Return for each stage the ticks of one micro-batch: forward, input gradient and weight gradient.
 
     `times.saved` is not subtracted.
     """
@@ -19,10 +19,10 @@ def whole_ticks(times: ActionTimes) -> list[int]:
 
 
 def least_of_looped(num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-    """Return a lower bound of a step, in ticks, for whole backwards on stages that are dealt out in turn.
+    """Return a lower bound of a step's makespan, in ticks, for whole backwards on stages dealt out in turn.
 
     It is the largest sum of a rank's fill, work and drain: the rank begins when the first micro-batch has come
-    through the ranks before it, never waits after that, and these end after it. `times` are without `saved`
+    through the ranks before it, never waits after that, and these end after it. `times` have no `saved`
     (`ActionTimes.joined`).
     """
     before, best, whole = 0, 0, whole_ticks(times)
@@ -33,11 +33,12 @@ def least_of_looped(num_ranks: int, micro_batches: int, times: ActionTimes) -> i
 
 
 def least_of_split(is_folded: bool, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-    """Return a lower bound of a step, in ticks, for backwards in two parts; `is_folded` for stages in a V.
+    """Return a lower bound of a step's makespan, in ticks, for backwards split into input and weight gradient.
 
-    It is the largest bound of a rank: it begins when the ranks before it have sent it the first micro-batch, and
-    never waits after that. Its last input gradient, which follows all its forwards and input gradients, goes
-    back through the ranks before it.
+    `is_folded` says whether two stages lie on each rank in a V; else each rank has one. The result is the largest
+    bound of a rank: the rank begins when the ranks before it have sent it the first micro-batch, and never waits
+    after that. Its last input gradient, which follows all its forwards and input gradients, goes back through the
+    ranks before it. `times` have no `saved` (`ActionTimes.joined`).
     """
     last = len(times.forward) - 1
     best = before = after = 0
@@ -53,9 +54,10 @@ def least_of_split(is_folded: bool, num_ranks: int, micro_batches: int, times: A
 
 
 def longest_of_1f1b(micro_batches: int, times: ActionTimes) -> int:
-    """Return a lower bound of a step of 1F1B, in ticks: the longest path at one rank with some round trips.
+    """Return a lower bound of the makespan of a step of 1F1B, in ticks.
 
-    `times` are without `saved` (`ActionTimes.joined`), one stage a rank.
+    It is the longest of some paths through one rank's actions and round trips of micro-batches through later ranks
+    (see the module). `times` have no `saved` (`ActionTimes.joined`), and one stage per rank.
     """
     whole = whole_ticks(times)
     before, best, size = 0, 0, len(whole)

@@ -32,8 +32,8 @@ from meshweave.algorithms.pipeline.problem import PipelineProblem
 def ends_of_1f1b(micro_batches: int, times: ActionTimes) -> tuple[int, ...]:
     """Return for each rank the tick at which it ends a step of 1F1B with one stage per rank.
 
-    Ranks advance slot by slot, all at once. A whole backward takes both gradients in full: `times.saved` is not
-    subtracted.
+    All ranks advance together, one slot (a place for one action in a step of equal actions) after the other. A
+    whole backward takes both gradients in full: `times.saved` is not subtracted.
     """
     size, most = len(times.forward), 2 * (micro_batches - 1)
     forward, input_grad, weight_grad = (
@@ -83,15 +83,15 @@ class OneForwardOneBackward(PipelineAlgorithm):
     names_elsewhere: ClassVar[Mapping[str, str]] = {"torch": "1F1B", "megatron-lm": "1f1b"}
 
     def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the stages do not fit, if a pipeline rank holds several; else None."""
+        """Return why the problem does not fit, if a pipeline rank holds several stages; else None."""
         return refusal_of_several_stages(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
-        """Return the schedule in which stage i of P runs P - i forwards, then backwards and forwards in turn."""
+        """Return 1F1B: stage i of P runs P - i forwards, then a backward and a forward in turn."""
         return alternating(problem, lambda stage: problem.num_stages - stage)
 
     def for_stages(self, per_rank: int) -> PipelineAlgorithm:
-        """Return interleaved 1F1B for several stages per rank, this schedule for one."""
+        """Return interleaved 1F1B for several stages per rank, and this schedule for one stage."""
         return INTERLEAVED_1F1B if per_rank > 1 else self
 
     def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
@@ -99,11 +99,11 @@ class OneForwardOneBackward(PipelineAlgorithm):
         return True
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...]:
-        """Return for each rank i of P its most stashes: P - i, or all micro-batches if they are fewer."""
+        """Return for each rank i of P the most stashes that it holds at once: P - i, at most `micro_batches`."""
         return tuple(min(micro_batches, num_ranks - rank) for rank in range(num_ranks))
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return a lower bound of a step in the ticks of `times`: the longest of some paths of actions."""
+        """Return a lower bound of a step's makespan in the ticks of `times`: the longest of some action paths."""
         return longest_of_1f1b(micro_batches, times)
 
     def ends(self, micro_batches: int, times: ActionTimes) -> tuple[int, ...] | None:
@@ -119,7 +119,7 @@ _MANY_RANKS = 16
 
 
 def refusal_of_several_stages(problem: PipelineProblem) -> str | None:
-    """Return why a schedule of one stage per pipeline rank does not fit; None if it does."""
+    """Return why a problem does not fit a schedule of one stage per pipeline rank; None if it does."""
     if problem.num_ranks < problem.num_stages:
         return f"it has one stage on each pipeline rank, not {problem.num_stages} on {problem.num_ranks}"
     return None
@@ -128,11 +128,12 @@ def refusal_of_several_stages(problem: PipelineProblem) -> str | None:
 def alternating(
     problem: PipelineProblem, num_first: Callable[[int], int], delay: int | None = None
 ) -> Schedule:
-    """Return the schedule in which stage i runs `num_first(i)` forwards, then a backward after each forward.
+    """Return the schedule in which stage i runs `num_first(i)` forwards, then a backward and a forward in turn.
 
     Args:
         problem: the pipeline, one stage on each rank.
-        num_first: the forwards of a stage before its first backward, at most all.
+        num_first: gives the number of forwards of a stage before its first backward; more than there are
+            micro-batches count as all.
         delay: None for whole backwards; else the weight gradient of micro-batch m is an action of its own after
             the input gradient of micro-batch m + `delay`, or at the end.
     """

@@ -17,14 +17,16 @@ Phase = tuple[int, str]
 def actions_of_phases(
     phases: Iterable[Phase], stages: Sequence[int], num_micro_batches: int
 ) -> tuple[Action, ...]:
-    """Return the actions of one rank, without those of micro-batches from `num_micro_batches` on.
+    """Return the actions of one rank that phases stand for, of micro-batches below `num_micro_batches` alone.
 
-    A whole backward ("B0") counts as an input and a weight gradient. "W" without a stage is the weight gradient
-    of the rank's oldest input gradient ("I") that lacks one; it is left out if there is none.
+    A symbol is a kind of action and an index into `stages`, such as "F0". The first "F0" is of micro-batch 0, the
+    next of micro-batch 1, and so on for each kind and stage. A whole backward ("B0") counts as an input and a
+    weight gradient. "W" without a stage is the weight gradient of the rank's oldest input gradient ("I") that
+    lacks one; it is left out if there is none.
 
     Args:
         phases: (repetitions, symbols separated by spaces), in order; "F0+B1" is an overlap.
-        stages: the stages of the rank, of which symbols name the index: "F0" is a forward of `stages[0]`.
+        stages: the stages of the rank: "F0" is a forward of `stages[0]`.
         num_micro_batches: the micro-batches of a step.
     """
     writer = _PhaseWriter(stages, num_micro_batches)

@@ -32,7 +32,7 @@ from meshweave.describe.layout.mesh import Mesh
 
 @dataclass(frozen=True)
 class PartCost:
-    """What one part of a stage costs a rank, for one micro-batch: FLOPs, and bytes read and written."""
+    """What one part of a stage (forward, a gradient) costs a rank per micro-batch: FLOPs, and bytes moved."""
 
     flops: int = 0
     bytes: int = 0
@@ -54,7 +54,7 @@ class Stash:
 
     @property
     def from_forward(self) -> int:
-        """Return the bytes of one micro-batch that the forward keeps on a rank."""
+        """Return the bytes that the forward keeps of one micro-batch on a rank, without recomputation."""
         return self.until_input_grad + self.until_weight_grad
 
 
@@ -63,8 +63,8 @@ class Recompute:
     """A second forward, right before the input gradient, that recomputes what the first one did not keep.
 
     Attributes:
-        cost: its cost for one micro-batch and rank.
-        kept: the bytes of one micro-batch that the first forward keeps, a part of the whole stash.
+        cost: the cost of the second forward for one micro-batch and rank.
+        kept: the bytes of one micro-batch that the first forward keeps, at most `Stash.from_forward`.
     """
 
     cost: PartCost
@@ -108,11 +108,11 @@ class Stage:
 
     @property
     def row_placements(self) -> tuple[Placement, ...]:
-        """Return for each mesh axis the placement of rows: sharded over data axes, replicated over others."""
+        """Return for each mesh axis how it places rows: `Shard(0)` on data axes, `Replicate()` on others."""
         return tuple(Shard(0) if axis in self.data_axes else Replicate() for axis in self.mesh.axes)
 
     def parameter_layout(self) -> Layout:
-        """Return the layout of the parameters between steps: sharded over the first data axis if `is_sharded`."""
+        """Return the layout of parameters between steps: sharded over the first data axis if `is_sharded`."""
         first = self.data_axes[0] if self.is_sharded and self.data_axes else ""
         return Layout(self.mesh, tuple(Shard(0) if axis == first else Replicate() for axis in self.mesh.axes))
 
@@ -148,7 +148,7 @@ class Edge:
 
     @property
     def name(self) -> str:
-        """Return "SOURCE_TARGET", with which the names of its tensors end."""
+        """Return "SOURCE_TARGET", such as "0_1": the end of the names of the edge's tensors."""
         return f"{self.source}_{self.target}"
 
 
@@ -207,8 +207,8 @@ class PipelineProblem:
             micro_batches: micro-batches of a step.
             rows: rows of a micro-batch, over all data-parallel ranks.
             shape: the dims of every edge's tensor after the rows.
-            dtype: its dtype.
             skips: (source stage, target stage) of each edge that is not to the next stage.
+            dtype: the dtype of every edge's tensor.
         """
         listed = tuple(stages)
         pairs = [*((number, number + 1) for number in range(len(listed) - 1)), *skips]
@@ -227,7 +227,7 @@ class PipelineProblem:
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of pipeline ranks, which is that of different meshes."""
+        """Return the number of pipeline ranks: stages on one mesh are of one pipeline rank."""
         return len(self.meshes)
 
     @cached_property
@@ -247,11 +247,11 @@ class PipelineProblem:
         return into, out_of
 
     def edges_into(self, stage: int) -> tuple[Edge, ...]:
-        """Return the edges whose tensors a stage reads, in the order listed."""
+        """Return the edges whose tensors stage number `stage` reads, in the order of `edges`."""
         return self._edges_by_stage[0][stage]
 
     def edges_out_of(self, stage: int) -> tuple[Edge, ...]:
-        """Return the edges whose tensors a stage writes, in the order listed."""
+        """Return the edges whose tensors stage number `stage` writes, in the order of `edges`."""
         return self._edges_by_stage[1][stage]
 
     def is_local(self, edge: Edge) -> bool:
@@ -272,7 +272,7 @@ class PipelineProblem:
         return Layout(of.mesh, placements or of.row_placements)
 
     def edge_bytes(self, edge: Edge) -> int:
-        """Return the bytes of an edge's whole tensor for one micro-batch, copies not counted."""
+        """Return the bytes of an edge's global tensor for one micro-batch; replicas count once."""
         size = self.rows * dtype_bytes(edge.dtype)
         for extent in edge.shape:
             size *= extent

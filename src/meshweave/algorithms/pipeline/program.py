@@ -48,7 +48,7 @@ class StageWriter(Protocol):
 
     @property
     def meshes(self) -> Sequence[Mesh]:
-        """Return the meshes that the stage needs besides its own."""
+        """Return the meshes that the stage's buffers need besides the mesh of the stage."""
 
     def tensors(self) -> Iterable[Tensor]:
         """Return the tensors of the stage's inputs and outputs."""
@@ -57,13 +57,13 @@ class StageWriter(Protocol):
         """Return the buffers of the stage; `layouts` are those of the problem's tensors, by name."""
 
     def begin(self, *, gathers: bool) -> Iterable[Statement]:
-        """Return the statements before the first action; `gathers` if sharded parameters are gathered there."""
+        """Return the statements before the first action; `gathers`: whether these gather sharded parameters."""
 
     def end(self, *, reduces: bool) -> Iterable[Statement]:
-        """Return the statements after the last action; `reduces` if gradients are reduced there."""
+        """Return the statements after the last action; `reduces`: whether these reduce gradients."""
 
     def action(self, kind: ActionKind, micro_batch: Index, label: str) -> Iterable[Statement]:
-        """Return the statements of an action that is no transfer; `label` names the ops that do its work."""
+        """Return the statements of an action that is no transfer; `label` becomes the name of its main ops."""
 
 
 StageFactory = Callable[[int, Mesh, Mapping[tuple[int, int, str], Boundary], Stashes], StageWriter]
@@ -87,11 +87,12 @@ def pipeline_program(
     writes_stage: StageFactory | None = None,
     awaits_sends: bool = False,
 ) -> Program:
-    """Return the program of a schedule, with or without communication listed.
+    """Return the program that runs a schedule of a pipeline, one body for each pipeline rank.
 
     Args:
         problem: stages and edges.
-        schedule: the actions; `stage_ranks` are those of the problem.
+        schedule: the actions; sends and receives are added unless it lists some. `stage_ranks` must be those of
+            the problem.
         transfers: "overlapped", "blocking" (in the lane of the stages), "paired" (one lane for each two
             pipeline ranks, both directions, as NCCL orders them), or "signals" (overlapped, of one byte
             each).
@@ -100,7 +101,7 @@ def pipeline_program(
             `algorithms.reshard.STRATEGIES`.
         network: hosts and NICs for which reshards are planned; None where each chip is a host of its own.
         title: the beginning of the program's name.
-        writes_stage: makes the writers of the stages; None for one call for each part of a stage. Where it is
+        writes_stage: makes the writer of each stage; None for one call for each part of a stage. Where it is
             given, inputs of a stage and arriving gradients are alive until its weight gradient.
         awaits_sends: whether a rank's stages wait for the end of each send, by a call `sent`, which changes
             nothing. Receives overlap with the stages.
@@ -246,7 +247,7 @@ class _PipelineWriter:
     # --- the program ---------------------------------------------------------------------------------------
 
     def program(self, title: str) -> Program:
-        """Return the program."""
+        """Return the program; its name begins with `title`."""
         problem = self.problem
         body = tuple(On(mesh.name, tuple(self._rank_body(rank))) for rank, mesh in enumerate(self.meshes))
         count = problem.micro_batches
@@ -335,9 +336,10 @@ def _lanes(body: Iterable[Statement]) -> Iterator[str]:
 
 
 def edge_colors(problem: PipelineProblem) -> dict[tuple[int, int], int]:
-    """Return a number from 0 on for each edge, by (source, target): edges of one number share a lane.
+    """Return a number, from 0 on, for each edge, by (source stage, target stage): equal numbers share a lane.
 
-    Two edges that meet at a pipeline rank have different numbers, unless one of them is inside of a rank.
+    Two edges that meet at a pipeline rank have different numbers, unless one of them is inside of a rank, where
+    nothing is sent.
     """
     taken: dict[int, set[int]] = defaultdict(set)
     colors: dict[tuple[int, int], int] = {}

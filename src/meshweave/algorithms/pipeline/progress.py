@@ -50,9 +50,10 @@ def prove_progress(
     runtime: TransferRuntime = TransferRuntime.STRICT,
     edges: Sequence[tuple[int, int]] | None = None,
 ) -> None:
-    """Prove that a schedule is complete and ends, under the rules of a runtime (`action_graph`).
+    """Prove that a schedule is complete and cannot deadlock under the rules of a runtime (`action_graph`).
 
-    The default, STRICT, is the one that asks most: what ends there ends under the others too.
+    Return nothing, or raise. The default, STRICT, is the runtime that asks most: what ends there ends under the
+    others too.
 
     Args:
         schedule: compute actions alone, or with all transfers.
@@ -69,7 +70,7 @@ def prove_progress(
 
 
 def in_order(graph: ActionGraph) -> list[int]:
-    """Return the numbers of the nodes in an order in which each comes after those that it waits for.
+    """Return the numbers of a graph's nodes in an order in which each comes after those that it waits for.
 
     Raises:
         ScheduleDeadlock: there is a cycle.
@@ -109,11 +110,13 @@ class OrderedActions:
     def ends(
         self, durations: Sequence[int], delays: Sequence[int], earliest: Sequence[int] = ()
     ) -> list[int]:
-        """Return the ticks at which each node ends, by number, followed by those at which each transfer ends.
+        """Return the tick at which each node ends, by number, followed by that at which each transfer ends.
+
+        Ticks count from the begin of the step, in the unit of the arguments.
 
         Args:
-            durations: the ticks of each node.
-            delays: the ticks of a transfer, for each edge of the table.
+            durations: how many ticks each node takes, by number.
+            delays: how many ticks a transfer takes, for each edge of the table.
             earliest: for each stage the tick before which its first micro-batch does not begin; () for 0.
         """
         ticks = [*durations, *(delays[edge] for edge in self.carried)]
@@ -123,7 +126,7 @@ class OrderedActions:
 
 
 def ordered_with_transfers(graph: ActionGraph) -> OrderedActions:
-    """Return the nodes of a graph in order, with their waits. Raises ScheduleDeadlock where there is a cycle."""
+    """Return the nodes of a graph, each after those that it waits for. Raises ScheduleDeadlock for a cycle."""
     number, order = graph.num_nodes, np.array(in_order(graph), np.int64)
     rank_of = np.empty(number, np.int64)
     rank_of[order] = np.arange(number)

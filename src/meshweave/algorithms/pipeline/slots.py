@@ -28,15 +28,16 @@ FIRST, LAST = 0, 1
 def num_slots(
     problem: PipelineProblem, steps: Steps, spare: int, *, keeps_inputs: bool = False
 ) -> dict[str, int]:
-    """Return by name the number of slots of each buffer: "h0_1_out" for edge (0, 1), "h0_1_in" where it arrives.
+    """Return the number of slots of each edge's buffers, by name; micro-batch m lies in slot m modulo that number.
 
-    Names of gradients begin with "g". An edge inside a pipeline rank has one buffer without "_in" or "_out".
+    Edge (0, 1) has the activations "h0_1_out" at its source and "h0_1_in" at its target, and gradients "g0_1_out"
+    and "g0_1_in". An edge inside a pipeline rank has the buffers "h0_1" and "g0_1" alone.
 
     Args:
         problem: its stages and edges.
         steps: the steps of all ranks, transfers included.
-        spare: slots beyond those alive at once, so that a transfer need not wait for the end of a value's
-            last use. No buffer has more slots than there are micro-batches.
+        spare: slots beyond those for values alive at once, so that a transfer need not wait for the end of a
+            value's last use. No buffer has more slots than there are micro-batches.
         keeps_inputs: whether a stage reads its inputs and arriving gradients until its weight gradient. Else it
             reads inputs in its forward, and arriving gradients in its input gradient alone.
     """
@@ -48,16 +49,16 @@ def num_slots(
             for name, write, read in _uses(edge, here, keeps_inputs):
                 first = _at(positions, write, problem.micro_batches, FIRST)
                 last = _at(positions, read, problem.micro_batches, LAST)
-                alive = most_alive(first, np.maximum(first, last))
+                alive = slots_needed(first, np.maximum(first, last))
                 counts[name] = min(max(alive, 1) + spare, problem.micro_batches)
     return counts
 
 
 class Stashes(NamedTuple):
-    """The numbers of slots that a stage needs for what it keeps between two of its parts.
+    """How many slots, one for each micro-batch, a stage needs for what it keeps between two of its parts.
 
-    Micro-batch m lies in slot m modulo the number. That is how many micro-batches are between the two parts at
-    once, or more if these do not follow each other.
+    Micro-batch m lies in slot m modulo that number. It is the most micro-batches that are between the two parts at
+    once, or more if these micro-batches are not consecutive.
 
     Attributes:
         until_input_grad: between the forward part and the gradient of the stage's input.
@@ -71,9 +72,9 @@ class Stashes(NamedTuple):
 
 
 def stash_slots(problem: PipelineProblem, steps: Steps, stage: int) -> Stashes:
-    """Return how many micro-batches a stage keeps at most between its parts, at least 1 each.
+    """Return how many slots stage number `stage` needs for what it keeps between its parts, at least 1 each.
 
-    `steps` are those of all ranks: a stage's parts stand in the order of its rank.
+    `steps` are the steps of all ranks, in order.
     """
     order = steps.of_rank[problem.stage_ranks[stage]]
     positions = _positions(steps, order, problem.micro_batches)
@@ -81,7 +82,7 @@ def stash_slots(problem: PipelineProblem, steps: Steps, stage: int) -> Stashes:
     def most(begin: str, end: str) -> int:
         first = _at(positions, (begin, stage, None), problem.micro_batches, FIRST)
         last = _at(positions, (end, stage, None), problem.micro_batches, LAST)
-        return max(most_alive(first, np.maximum(first, last)), 1)
+        return max(slots_needed(first, np.maximum(first, last)), 1)
 
     return Stashes(most("F", "G"), most("F", "L"), most("G", "L"))
 
@@ -140,7 +141,7 @@ def _steps_of(part: Action) -> Iterator[_Step]:
 
 
 def peer_of(action: Action) -> int:
-    """Return the stage at the other end of a transfer."""
+    """Return the number of the stage at the other end of a send or receive."""
     if action.peer is not None:
         return action.peer
     before = action.kind in (ActionKind.RECV_FORWARD, ActionKind.SEND_BACKWARD)
@@ -153,8 +154,8 @@ def _at(
     return positions[step][which] if step in positions else np.full(count, -1, np.int64)
 
 
-def most_alive(first: Positions, last: Positions) -> int:
-    """Return the slots that values need if value i takes slot i modulo their number; 0 for no values.
+def slots_needed(first: Positions, last: Positions) -> int:
+    """Return the least number n of slots so that value i can lie in slot i modulo n; 0 for no values.
 
     Value i is alive from position `first[i]` to position `last[i]` in a rank's order of steps. A negative
     `first` stands for a value that is never made.

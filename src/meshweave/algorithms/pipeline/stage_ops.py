@@ -27,13 +27,13 @@ class StageOps:
 
     Args:
         problem: the pipeline.
-        number: of the stage.
+        number: the stage's number, from 0.
         mesh: its ranks, under the mesh's name in the program.
         boundaries: those of its edges, by (source, target, "h" for activations or "g" for gradients).
         is_joint: whether both gradients are one call, so that the input gradient is sent when both are done.
         has_signals: whether activations and gradients of them are one byte.
-        lane: that of its parts.
-        parameter_lane: that of gathers and reductions.
+        lane: the lane of its parts.
+        parameter_lane: the lane of gathers of parameters and reductions of gradients.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StageOps:
         return ()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of the stage's inputs and outputs."""
+        """Yield the global tensors of the stage's inputs and outputs: W, DW, X, T and Y, as far as it has them."""
         suffix = str(self.number)
         names = {f"{prefix}{suffix}" for prefix in ("W", "DW", "X", "T", "Y")}
         yield from (tensor for tensor in tensors(self.problem) if tensor.name in names)
@@ -127,8 +127,8 @@ class StageOps:
     def action(self, kind: ActionKind, micro_batch: Index, label: str) -> Iterator[Op]:
         """Yield the ops of an action that is no transfer, each with name `label`.
 
-        `micro_batch` is its number, or an expression for it. An action that has nothing to do here, such as a
-        gather of parameters that are whole, is one call without work.
+        `micro_batch` is the micro-batch's number, or an expression for it. An action that has nothing to do here,
+        such as a gather of parameters that are whole, is one call without work.
         """
         if kind is ActionKind.FORWARD:
             yield self._forward(micro_batch, label)

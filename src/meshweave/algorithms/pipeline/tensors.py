@@ -19,9 +19,9 @@ BATCH_DTYPE = "float32"
 
 
 def batch_layout(problem: PipelineProblem, stage: Stage) -> Layout:
-    """Return the layout of X, Y or T at a stage: rows of all M micro-batches block-cyclic over its data axes.
+    """Return the layout of X, Y or T at a stage: the rows of all micro-batches block-cyclic over its data axes.
 
-    A rank so has an equal part of every micro-batch. Other mesh axes replicate.
+    So each data-parallel rank has an equal share of every micro-batch. Other mesh axes replicate.
     """
     size, placements = problem.rows, list[Placement]()
     for axis, extent in zip(stage.mesh.axes, stage.mesh.shape, strict=True):
@@ -47,7 +47,7 @@ def tensor_layouts(problem: PipelineProblem) -> dict[str, Layout]:
 
 
 def tensors(problem: PipelineProblem) -> Iterator[Tensor]:
-    """Yield all tensors in global shapes: those of inputs and outputs, then those of edges."""
+    """Yield all tensors of a pipeline with their global shapes: inputs and outputs, then those of edges."""
     batch = problem.micro_batches * problem.rows
     for number, stage in enumerate(problem.stages):
         yield Tensor(f"W{number}", (stage.parameters,), stage.parameter_dtype)
@@ -63,14 +63,14 @@ def tensors(problem: PipelineProblem) -> Iterator[Tensor]:
 
 
 def meanings(problem: PipelineProblem, joint: Collection[int] = ()) -> Iterator[Meaning]:
-    """Yield the equations of each activation, output and gradient.
+    """Yield equations that say from which tensors each activation, output and gradient is computed.
 
-    Row r of one follows from row r of what it is computed from, and from all parameters. Gradients of parameters
-    are sums over rows.
+    Row r of an activation, output or gradient follows from row r of its operands, and from all parameters.
+    Gradients of parameters are sums over rows.
 
     Args:
         problem: the pipeline.
-        joint: the stages whose two gradients are one call.
+        joint: the numbers of the stages whose input and weight gradients are one call.
     """
     for number in range(problem.num_stages):
         into, out_of = problem.edges_into(number), problem.edges_out_of(number)

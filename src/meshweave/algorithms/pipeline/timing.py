@@ -19,8 +19,9 @@ from meshweave.describe.machine.cluster import Cluster
 def times_on(problem: PipelineProblem, cluster: Cluster) -> ActionTimes:
     """Return the picoseconds of stages and transfers on a cluster, each for one micro-batch.
 
-    A part takes its FLOPs or bytes, whichever is longer; a transfer its bytes through NICs or local links. An
-    input gradient's time includes that of the stage's recomputation. Transfers are those of `problem.edges`.
+    A part takes the time of its FLOPs or of its bytes in memory, whichever is longer; a transfer that of its bytes
+    through NICs, or through local links inside of a host. An input gradient's time includes that of the stage's
+    recomputation. Transfers are those of `problem.edges`.
     """
     network = HostTopology.of(cluster, 1 + max(rank for mesh in problem.meshes for rank in mesh.ranks))
 
@@ -38,7 +39,7 @@ def times_on(problem: PipelineProblem, cluster: Cluster) -> ActionTimes:
 
 
 def step_ticks(problem: PipelineProblem, schedule: Schedule, times: ActionTimes) -> int:
-    """Return the makespan of a step, transfers included, in the ticks of `times`.
+    """Return the makespan of a step under a schedule, transfers included, in the ticks of `times`.
 
     Transfers from one pipeline rank to another run one after another. Those of other pairs of ranks, and of the
     other direction, run concurrently with them.

@@ -78,9 +78,9 @@ def schedule_from_csv(text: str, name: str = "schedule") -> Schedule:
 
 
 def schedule_to_csv(schedule: Schedule) -> str:
-    """Return the CSV that torch loads, a row for each rank; torch dumps the same, but with cells for idle steps.
+    """Return a schedule as the CSV that torch loads: a row for each pipeline rank, a cell for each action.
 
-    Lines end in CR LF.
+    Lines end in CR LF. What torch itself writes has empty cells for idle steps besides.
 
     Raises:
         UnsupportedError: a transfer is along a skip connection, which torch's CSV cannot express, or an action

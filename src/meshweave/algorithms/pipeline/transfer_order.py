@@ -35,8 +35,8 @@ def list_transfers(
 
     Args:
         schedule: compute actions; UNSHARD, RESHARD and REDUCE_GRAD may be among them.
-        times: ticks of actions, which decide where receives stand. Default: forward, input and weight
-            gradient equally long, a transfer a tenth of that. If a forward or input gradient takes 0 ticks, every
+        times: ticks of actions, which decide where receives stand. Default: forward, input gradient and weight
+            gradient take 10 ticks each, a transfer 1. If some forward or input gradient takes 0 ticks, every
             forward and input gradient counts as 1.
         edges: (source stage, target stage) of each activation that is passed on; default: each stage to the
             next. A transfer that is not to the next stage has a `peer`.

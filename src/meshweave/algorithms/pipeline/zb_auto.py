@@ -11,9 +11,9 @@ The heuristic of Qi et al.: run the pipeline forward in time, and let each idle 
 
 All combinations of the choices are tried and the best is kept, ZB-H1 among them. A rank's span is from its first
 begin to its last end. The best has the least longest span of all ranks, which is the paper's cost, and then the
-shortest step. With many micro-batches, combinations are
-compared on fewer, and the best few are written out in full. The paper has one choice more, to skip a forward that
-the next rank cannot use yet; here the best schedule has never been one with it.
+shortest step. With many micro-batches, combinations are compared on fewer, and the best few are written out in
+full. The paper has one choice more, to skip a forward that the next rank cannot use yet; here the best schedule
+has never been one with it.
 
 A stash counts as `StashLimit.whole` from the forward to the input gradient, and as `StashLimit.rest` from there to
 the weight gradient. ZB-1p has the memory of 1F1B's first rank, p whole stashes; ZB-2p has 2 p.
@@ -43,12 +43,12 @@ _NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class StashLimit:
-    """The memory of each rank for stashes, in any unit.
+    """The memory of each rank for stashes (what a stage keeps of a micro-batch for its backward), in any unit.
 
     Attributes:
         limit: the most that all stashes of a rank may take together.
         whole: size of a micro-batch's stash from its forward to its input gradient.
-        rest: size of what stays of it until its weight gradient.
+        rest: size of what stays of the stash from then until its weight gradient.
 
     Raises:
         LayoutError: not even one micro-batch fits, or a size is negative.
@@ -65,9 +65,9 @@ class StashLimit:
             )
 
     def peak(self, order: Sequence[Action]) -> int:
-        """Return the most that a rank's stashes take at once, in the unit of `limit`, if it runs `order`.
+        """Return the most memory that stashes take at once, in the unit of `limit`, on a rank that runs `order`.
 
-        Overlaps in `order` are not counted.
+        Overlap actions (a forward with a backward) in `order` are ignored.
         """
         live = peak = 0
         for action in order:
@@ -84,12 +84,14 @@ class StashLimit:
 
 
 def zb_auto(num_micro_batches: int, times: ActionTimes, stashes: StashLimit) -> Schedule:
-    """Return the best schedule that the heuristic finds, one stage per rank, within the limit on every rank.
+    """Return the best schedule that the module's heuristic makes, one stage per rank, within the memory limit.
+
+    The best has the least longest span of a rank from first begin to last end, then the least makespan.
 
     Args:
-        num_micro_batches: the micro-batches of a step.
-        times: ticks of actions, by stage; transfers by edge to the next stage.
-        stashes: the memory of each rank.
+        num_micro_batches: micro-batches of a step.
+        times: ticks of actions, by stage; of transfers, from each stage to the next.
+        stashes: the memory limit of each rank.
 
     Raises:
         LayoutError: there is no stage or no micro-batch, or times of transfers are not one for each edge.
@@ -181,7 +183,7 @@ class _ForwardRun:
         )
 
     def schedule(self) -> Schedule:
-        """Return what was run."""
+        """Return the actions that the run chose, as a schedule."""
         actions = (
             tuple(Action(kind, rank, micro_batch) for kind, micro_batch in state.actions)
             for rank, state in enumerate(self.ranks)

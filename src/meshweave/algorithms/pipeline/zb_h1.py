@@ -14,7 +14,7 @@ from meshweave.base.errors import LayoutError
 
 
 def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Return ZB-H1 with one stage per rank. Raises LayoutError if a number is less than 1."""
+    """Return the ZB-H1 schedule, stage i on rank i. Raises LayoutError if a number is less than 1."""
     if min(num_ranks, num_micro_batches) < 1:
         raise LayoutError("a pipeline has one rank and one micro-batch or more")
     actions = []

@@ -14,7 +14,7 @@ from meshweave.base.errors import LayoutError
 
 
 def zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Return ZB-V with two stages per rank. Raises LayoutError if a number is less than 1."""
+    """Return ZB-V, stages i and 2 P - 1 - i on rank i of P. Raises LayoutError if a number is less than 1."""
     if min(num_ranks, num_micro_batches) < 1:
         raise LayoutError("a pipeline has one rank and one micro-batch or more")
     placement = folded(num_ranks)

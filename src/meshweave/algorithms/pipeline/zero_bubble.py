@@ -46,7 +46,7 @@ def _two_stages_folded(problem: PipelineProblem) -> str | None:
 
 
 class ZeroBubbleH1(_ZeroBubble):
-    """1F1B in as much memory, with weight gradients in its bubbles."""
+    """1F1B with weight gradients in its bubbles; every rank takes as much memory as the first rank of 1F1B."""
 
     name = "zb-h1"
     title = "ZB-H1"
@@ -54,22 +54,22 @@ class ZeroBubbleH1(_ZeroBubble):
     stages_per_rank = (1,)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the stages do not fit, if a pipeline rank holds several; else None."""
+        """Return why the problem does not fit, if its stages are not one per pipeline rank in order; else None."""
         return _one_stage_each(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
-        """Return ZB-H1: weight gradients in the bubbles of 1F1B, with its stashes."""
+        """Return ZB-H1: 1F1B with weight gradients in its bubbles, and no more stashes than its first rank."""
         return zb_h1(problem.num_ranks, problem.micro_batches)
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...] | None:
-        """Return for each of P ranks the most stashes that it holds at once, P.
+        """Return for each of P ranks the most stashes that it holds at once: P.
 
         None for fewer than P micro-batches, of which no closed form is known.
         """
         return (num_ranks,) * num_ranks if micro_batches >= num_ranks else None
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return a lower bound of a step in ticks of `times`: as if no rank waited once it has begun."""
+        """Return a lower bound of a step's makespan in the ticks of `times`: no rank waits after its begin."""
         return least_of_split(False, num_ranks, micro_batches, times)
 
 
@@ -83,22 +83,22 @@ class ZeroBubbleV(_ZeroBubble):
     names_elsewhere: ClassVar[Mapping[str, str]] = {"torch": "ZBVZeroBubble"}
 
     def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the stages do not fit, if they are not two per rank in a V; else None."""
+        """Return why the problem does not fit, if its stages are not two per rank in a V; else None."""
         return _two_stages_folded(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
-        """Return ZB-V, for two stages per rank that go down the ranks and back up."""
+        """Return the ZB-V schedule (`zbv`) for the problem's ranks and micro-batches; `config` is not read."""
         return zbv(problem.num_ranks, problem.micro_batches)
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...] | None:
-        """Return for each of P ranks the most stashes that it holds at once, 2 P.
+        """Return for each of P ranks the most stashes that it holds at once: 2 P.
 
         None for fewer than 2 P micro-batches, of which no closed form is known.
         """
         return (2 * num_ranks,) * num_ranks if micro_batches >= 2 * num_ranks else None
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return a lower bound of a step in ticks of `times`: as if no rank waited once it has begun."""
+        """Return a lower bound of a step's makespan in the ticks of `times`: no rank waits after its begin."""
         return least_of_split(True, num_ranks, micro_batches, times)
 
 
@@ -118,13 +118,13 @@ class DualPipeV(_ZeroBubble):
         yield chain_of_ranks((0, 0), 2)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the stages or micro-batches do not fit; None if they do."""
+        """Return why the problem's stages or number of micro-batches do not fit; None if they do."""
         if problem.micro_batches < problem.num_stages:
             return f"{problem.num_stages} stages need as many micro-batches, not {problem.micro_batches}"
         return _two_stages_folded(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
-        """Return DualPipeV, whose steady state overlaps a forward and a backward."""
+        """Return the DualPipeV schedule (`dualpipe_v`), whose steady state overlaps a forward and a backward."""
         return dualpipe_v(problem.num_ranks, problem.micro_batches)
 
 
@@ -149,11 +149,11 @@ class ZeroBubbleAuto(_ZeroBubble):
         yield chain_of_ranks((0,), 2)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the stages do not fit, if a pipeline rank holds several; else None."""
+        """Return why the problem does not fit, if its stages are not one per pipeline rank in order; else None."""
         return _one_stage_each(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
-        """Return the best schedule that is found within the limit on stashes, transfers taken as free."""
+        """Return the best schedule of `zb_auto` within the limit on stashes, as if transfers took no time."""
         durations = stage_flops(problem)
         forward, input_grad, weight_grad = (tuple(part) for part in zip(*durations, strict=True))
         times = ActionTimes(forward, input_grad, weight_grad, (0,) * (problem.num_stages - 1))
@@ -168,7 +168,7 @@ class ZeroBubbleAuto(_ZeroBubble):
 
 
 class ZeroBubble1p(ZeroBubbleAuto):
-    """The searched schedule with the memory of 1F1B."""
+    """The schedule of `zb_auto` within P stashes on each of P ranks, the memory of 1F1B's first rank."""
 
     name = "zb-1p"
     title = "ZB-1p"
@@ -176,7 +176,7 @@ class ZeroBubble1p(ZeroBubbleAuto):
 
 
 class ZeroBubble2p(ZeroBubbleAuto):
-    """The searched schedule with twice the memory of 1F1B."""
+    """The schedule of `zb_auto` within 2 P stashes on each of P ranks, twice the memory of 1F1B's first rank."""
 
     name = "zb-2p"
     title = "ZB-2p"

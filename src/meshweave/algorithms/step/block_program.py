@@ -207,7 +207,7 @@ class _StepWriter:
         self.units: dict[str, Unit] = {}
 
     def written(self) -> WrittenStep:
-        """Return the program with what its buckets hold."""
+        """Return the program with its units, stages and settings, which say what its buckets hold."""
         program, stages, begin = self.program(), dict[int, StagePlace](), 0
         for number, rank in enumerate(self.step.stage_ranks):
             layers: dict[str, tuple[int, ...]] = {}
@@ -235,14 +235,14 @@ class _StepWriter:
         return PipelineProblem(stages, edges, self.step.micro_batches, rows=rows)
 
     def pieces(self) -> StepPieces:
-        """Return the parts of the program without writing it."""
+        """Return the units, schedule and settings of the program, without writing it."""
         schedule = self._schedule(self._pipeline())
         numbers = range(self.p.num_stages)
         counts = tuple(self._units_of(number) for number in numbers)
         return StepPieces(counts, tuple(map(self._layers_of, numbers)), schedule, self.settings)
 
     def program(self) -> Program:
-        """Return the program."""
+        """Return the program of the step, on one replica in place of each `copies` equal ones."""
         problem = self._pipeline()
         schedule = self._schedule(problem)
         last = _last_micro_batches(schedule)

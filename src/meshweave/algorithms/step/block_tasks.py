@@ -174,7 +174,7 @@ class PricedTasks:
         """Return the mesh axes ("mesh.axis") along which several ranks communicate."""
         return {work.axis for _, work, _ in self._transfers if work.num_ranks > 1}
 
-    def beside(
+    def delays_ps(
         self,
         machine: Machine,
         known: dict[Transfer, int],

@@ -97,10 +97,10 @@ def _block(
 class LayerBlock:
     """One layer, with or without embedding and head, on the ranks that share it, for one micro-batch.
 
-    Times are seconds per micro-batch, on each rank alike. They leave out recomputation,
-    reductions of gradients of weights, and waits for the host. `split`, `issued` and `ring` are None where tasks
-    are not priced one by one: where the strategy includes 2D products whose slices may be unequal, or whose mesh
-    rows do not divide the micro-batch.
+    Times are seconds per micro-batch, on each rank alike. They leave out recomputation, reductions of gradients of
+    weights, and waits for the host. `split`, `issued` and `ring` are None where tasks are not priced one by one:
+    where the strategy includes 2D products whose slices may be unequal, or whose mesh rows do not divide the
+    micro-batch.
 
     One object serves all configurations with an equal `layer_key`.
 
@@ -225,7 +225,7 @@ class LayerBlock:
         """Return the mesh axes ("mesh.axis") along which tasks communicate; empty where `split` is None."""
         return set() if self._is_estimated else self._tasks(True, self.config, "").axes
 
-    def beside(self, shared: Callable[[Transfer], tuple[int, int]]) -> tuple[tuple[float, float], ...]:
+    def delays_s(self, shared: Callable[[Transfer], tuple[int, int]]) -> tuple[tuple[float, float], ...]:
         """Return how long the layer and other traffic delay each other on shared links, in seconds.
 
         Args:
@@ -233,14 +233,14 @@ class LayerBlock:
                 the other traffic falls behind).
 
         Returns:
-            The same two in seconds (`PricedTasks.beside`), for the forward part, for forward and backward
+            The same two in seconds (`PricedTasks.delays_ps`), for the forward part, for forward and backward
             together, and for `ring`. (0, 0) where tasks are not priced one by one, and for `ring` where it is
             None.
         """
         parts: list[PricedTasks | None] = [None, None]
         if not self._is_estimated:
             parts = [self._tasks(training, self.config, "") for training in (False, True)]
-        of = (each.beside(*self._placed, shared) if each else (0, 0) for each in (*parts, self._ring))
+        of = (each.delays_ps(*self._placed, shared) if each else (0, 0) for each in (*parts, self._ring))
         return tuple((to_s(more), to_s(less)) for more, less in of)
 
     def piece(self, training: bool, piece: Piece) -> BlockTime:

@@ -221,17 +221,17 @@ def step_bound_s(
     """Return a lower bound of a step's seconds from the seconds of one layer, and of head and loss.
 
     Every pipeline rank works on every micro-batch, and the rank of the last stage also on head and loss. Where the
-    schedule `waits_at_ends`, that rank waits besides for the first stages of the others before its first
-    micro-batch, and they for it after the last, as in 1F1B (Narayanan et al. 2021, section 2.2); zero-bubble
-    schedules fill that time. Where layers differ, the busiest rank takes at least the mean of all.
+    schedule `waits_at_ends`, that rank also idles while the first micro-batch passes the first stages of the other
+    ranks forward, and the last one passes them backward, as in 1F1B (Narayanan et al. 2021, section 2.2);
+    zero-bubble schedules fill that time. Where layers differ, the busiest rank takes at least the mean of all.
 
     Args:
         num_layers: layers of the model.
         pipeline, virtual: pipeline ranks, and stages on each.
-        schedule: its name.
+        schedule: the schedule's name, such as "1f1b".
         num_micro_batches: micro-batches of a step through each pipeline.
         layer_s: seconds of one layer for one micro-batch, forward and backward.
-        head_s: likewise of last norm, logits and loss.
+        head_s: seconds of last norm, logits and loss for one micro-batch, forward and backward.
         costs: (of a layer, of the head) by which layers are divided among stages (`stage_layers`); None: evenly.
         are_alike: whether every stage's layers take `layer_s` on average; else only those of the whole model do.
     """

@@ -27,11 +27,11 @@ class BucketViews:
     one after the other.
 
     Args:
-        number: of the stage.
-        mesh: its ranks, with the axes of the block programs.
-        ranks: the ranks of the buckets of all weights but experts', and of those of experts, None without any.
+        number: the stage's number, from 0.
+        mesh: its ranks on the axes data, context and two of tensor parallelism.
+        ranks: (ranks of the buckets of all weights but experts', ranks of those of experts or None).
         units: (unit, how many of it the stage has) by name.
-        last: the micro-batch whose backward part is the last here.
+        last: the micro-batch whose backward part is the last on this stage.
 
     Attributes:
         early: for each buffer of matrix gradients that the input gradient computes already (`Unit.split.early`)
@@ -109,8 +109,9 @@ class BucketViews:
         """Return a scratch buffer of the stage, on its mesh.
 
         Args:
-            name: without the stage's number, which is put before it.
-            shape: of one slot on one rank.
+            name: the buffer's name without the stage's number, which is put before it.
+            shape: the shape of one slot on one rank.
+            slots: how many such arrays the buffer holds.
         """
         return Buffer(self.name(name), "scratch", self.mesh.name, dtype, shape=shape, slots=slots)
 
@@ -119,9 +120,9 @@ class BucketViews:
         return f"s{self.number}_{name}"
 
     def whole(self, name: str, dims: int, slot: Index = 0) -> View:
-        """Return the view of one slot of a buffer of the stage, all of its `dims` dims.
+        """Return the view of all of one slot of a buffer, which has `dims` dims.
 
-        `name` is without the stage's number.
+        `name` is the buffer's name without the stage's number.
         """
         return View(self.name(name), (FULL,) * dims, slot)
 

@@ -134,7 +134,7 @@ class StageBuckets(BucketViews):
         overlaps with layers.
 
         Args:
-            unit, layer: the layer that the action gathers first: its unit, and its number among those here.
+            unit, layer: the layer that the action gathers first: its unit, and its number in this stage.
             ins: views of what must be there before the gather begins; () for nothing.
             is_forward: whether the action is a forward one.
         """

@@ -54,10 +54,10 @@ class DataParallelTime:
 
     Attributes:
         reduce_s: the reduction of one layer's gradients.
-        gather_s: the all-gather of its weights; 0 without ZeRO.
+        gather_s: the all-gather of one layer's weights; 0 without ZeRO.
         table_s: the reduction of the gradient of an embedding table.
         table_gather_s: the all-gather of such a table; 0 without ZeRO.
-        tied_s: the sum of that gradient over the first and the last pipeline rank, where they share the
+        tied_s: the sum of the table's gradient over the first and the last pipeline rank, where they share the
             table.
     """
 
@@ -89,7 +89,8 @@ class Sharing:
             part_s: seconds of the part without collectives beside it.
 
         Returns:
-            (seconds of collectives that run beside the part, seconds added to the part by each of these seconds).
+            (seconds of collectives, as they take alone, that run beside the part; seconds that each of these adds
+            to the part).
         """
         beside_s = part_s + self.added_s - self.lost_s
         if self == APART or beside_s <= 0:
@@ -298,8 +299,8 @@ def exposed_both_s(
 
     Args:
         layers, compute_s, overlap, queued_s: as of `exposed_s`.
-        moved_s: seconds of the gather and of the reduction of one layer.
-        sharing: that of `exposed_s`, of gathers and of reductions.
+        moved_s: (seconds of the gather of one layer, seconds of its reduction).
+        sharing: (of gathers, of reductions) with a layer's computing, as of `exposed_s`.
     """
     both = mean_sharing(sharing, moved_s)
     if layers < 2 or not all(moved_s):

@@ -158,7 +158,7 @@ def framework_memory(
 
     Args:
         layers: the number of layers of each pipeline rank.
-        stashes: for each pipeline rank the most stashes that it holds at once, one per stage and micro-batch.
+        stashes: for each pipeline rank the most (stage, micro-batch) pairs whose activations it keeps at once.
         ranks: the pipeline ranks to count; None for all.
         recompute: what the forward part keeps; None for what the parallelism says.
     """
@@ -202,7 +202,7 @@ def least_held(
 
     Args:
         layers: the number of layers of each pipeline rank of the step.
-        stashes: for each of them the most stashes that it holds at once, one per stage and micro-batch.
+        stashes: for each of them the most (stage, micro-batch) pairs whose activations it keeps at once.
     """
 
     def without_copies() -> StepProblem:

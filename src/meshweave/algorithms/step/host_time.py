@@ -76,12 +76,11 @@ def issued_s(block: LayerBlock, parallelism: Parallelism) -> tuple[float, float,
 def stalls_s(
     block: LayerBlock, parallelism: Parallelism, added_s: tuple[float, float]
 ) -> tuple[float, float]:
-    """Return the seconds by which a host that waits for collectives lengthens (forward, backward) of a layer.
+    """Return the seconds that a host which waits for collectives adds to a layer's (forward, backward) part.
 
     They are per micro-batch. `added_s` are seconds on the chip that the software adds to (the forward part, the
-    backward part), which the results leave out. Both results are 0 where the host
-    does not wait or has graphs, without collectives, and where tasks are not priced one by one
-    (`LayerBlock.issued`).
+    backward part), which the results leave out. Both results are 0 where the host does not wait or has graphs,
+    without collectives, and where tasks are not priced one by one (`LayerBlock.issued`).
     """
     host, first, whole = block.problem.host, block.forward, block.whole
     if host is None or not host.waits or block.problem.stack.graphs or not whole.collectives:

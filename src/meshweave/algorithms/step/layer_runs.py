@@ -52,8 +52,8 @@ class LayerRun:
     def layers(self, *, backwards: bool) -> Iterator[LayerAt]:
         """Yield the layers of one turn in the order of the pass, the last one first if `backwards`.
 
-        Where the run has several turns, the `place` and `number` of a layer are expressions in `LAYER`. That
-        counts turns from 0 in the order of the pass: backwards, turn 0 has the last layers of the run.
+        Where the run has several turns, the `place` and `number` of a layer are expressions in `LAYER`, the number
+        of the turn. It counts from 0 in the order of the pass: backwards, turn 0 has the last layers of the run.
         """
         count = len(self.kinds) + bool(self.next)
         order: list[LayerAt] = []

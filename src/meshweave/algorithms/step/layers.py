@@ -38,7 +38,7 @@ class LayerTime:
     Attributes:
         forward, backward: the two parts, without recomputation.
         recompute: what the backward part computes again.
-        issued_s: seconds in which the host issues the three; 0 without a known host.
+        issued_s: seconds in which the host issues (forward, backward, recompute); 0 without a known host.
         hidden: what exchanges of tokens that run beside another micro-batch add to `forward` and to `backward`,
             included there: computing that they slow down, less (negative) communication.
     """
@@ -177,7 +177,10 @@ def _layer_split(problem: StepProblem, parallelism: Parallelism, counts: tuple[f
 
 
 def ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, Split] | None:
-    """Return the `Split` of (embedding; last norm, logits, loss) per micro-batch; None as `LayerBlock.split`."""
+    """Return the `Split` times of (the embedding; last norm, logits and loss) for one micro-batch.
+
+    None where tasks are not priced one by one (`LayerBlock.split`).
+    """
     return problem.once("ends in two", layer_key(parallelism), lambda: _ends_split(problem, parallelism))
 
 

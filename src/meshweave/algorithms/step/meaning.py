@@ -110,8 +110,8 @@ class LaidWeights:
     def whole(self, outputs: Arrays) -> dict[str, Array]:
         """Return for each weight W of the model its gradient as "DW" and its updated value as "NEW_W".
 
-        `outputs` are the program's output tensors. Consecutive numbers are laid out as weights to find out where
-        each element lies in them.
+        `outputs` are the program's output tensors by name. To know where each element lies in them, consecutive
+        numbers are laid out in the same buckets as if they were weights.
 
         Raises:
             UnsupportedError: the model has too many weights to be numbered.

@@ -258,9 +258,9 @@ def residual_is_whole(parallelism: Parallelism) -> bool:
 def communicator_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
     """Return the bytes of communicator buffers on a rank, for the groups in which a step communicates.
 
-    They are the axes of tensor parallelism, the ring of attention, the ranks of a pipeline, and the ranks with
-    equal weights; where ZeRO shards among some of these, those and their copies. Where ranks share experts, those
-    are groups too, and so are the replicas of a rank's experts.
+    The groups are the axes of tensor parallelism, the ring of context ranks, the ranks of a pipeline, and the
+    ranks with equal weights; where ZeRO shards among some of the last alone, these, and the ranks with copies of a
+    shard. Where ranks share experts, these ranks are groups too, and so are the replicas of a rank's experts.
     """
     p = parallelism
     groups = [*p.tensor_mesh, p.context, p.pipeline, p.shards, p.replicas // p.shards]

@@ -105,8 +105,8 @@ def replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
     """Return (size, stride in chips) of each kind of group of ranks with equal weights, innermost first.
 
     These are groups of data ranks and of context ranks. They make one group where the inner one's ranks fill the
-    stride of the outer one: context 2 at stride 1 and data 4 at stride 2 give ((8, 1),). Degrees of 1 are left
-        out.
+    stride of the outer one: context 2 at stride 1 and data 4 at stride 2 give ((8, 1),). A degree of 1 has no
+    group.
     """
     degrees: tuple[Degree, ...] = ("context", "data")
     order = sorted(degrees, key=parallelism.stride)

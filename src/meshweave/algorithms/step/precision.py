@@ -24,7 +24,10 @@ PRODUCT_PARTS: tuple[ProductPart, ...] = get_args(ProductPart)
 
 
 class ProductDtypes(NamedTuple):
-    """The dtype by whose measured kernels each of the three products is priced; None for that of the step."""
+    """The dtype by whose measured kernels each of the three products is priced; None for the step's `dtype`.
+
+    They are the forward product, dgrad (the gradient of its operand) and wgrad (the gradient of its weights).
+    """
 
     forward: str | None = None
     dgrad: str | None = None

@@ -144,9 +144,9 @@ class Step(Shown):
 
     @property
     def host_bound(self) -> float:
-        """Return the share of the step (0 to 1) in parts whose time is that of the host issuing operations.
+        """Return the share of the step (0 to 1) in which the time to issue operations on the host sets the pace.
 
-        It is that of the pipeline rank that works longest.
+        It counts forward and backward parts of the pipeline rank that works longest (`StageTime.bound_s`).
         """
         times = self.stages.times
         busiest = max(self._stages_of_ranks(), key=lambda own: sum(times[stage].total_s for stage in own))
@@ -154,7 +154,7 @@ class Step(Shown):
 
     @property
     def host_line(self) -> str:
-        """Return words on which per cent of the step is host-bound; "" below 0.5 % or where no host is known."""
+        """Return words on how much of the step is host-bound; "" below 0.5 % or where no host is known."""
         share = self.host_bound
         waits = f"chips wait {100 * self.parts.host / self.time_s:.0f} % of it"
         return f"host-bound: {100 * share:.0f} % of the step; {waits}" if share >= _LEAST_BOUND else ""

@@ -29,9 +29,9 @@ class Sharings:
     """How the parts of a layer, and other traffic beside them, delay each other on links.
 
     Attributes:
-        gathers: (with the forward part, with the backward part) of gathers of weights.
-        sums: with the backward part, of sums of gradients.
-        messages: (with the forward part, with the backward part) of messages between pipeline stages.
+        gathers: of gathers of weights (with the forward part, with the backward part).
+        sums: of sums of gradients with the backward part.
+        messages: of messages between pipeline stages (with the forward part, with the backward part).
     """
 
     gathers: tuple[Sharing, Sharing] = (APART, APART)
@@ -90,7 +90,7 @@ def _of_lane(
         if links.isdisjoint(machine.flows(work.axis)):
             of.append((APART, APART))
             continue
-        forward, whole, ring = block.beside(_shared(block.machine, machine, work, cost))
+        forward, whole, ring = block.delays_s(_shared(block.machine, machine, work, cost))
         again = {"full": forward, "selective": ring}.get(recompute, (0.0, 0.0))
         added_s, lost_s = (
             both - first + more for first, both, more in zip(forward, whole, again, strict=True)

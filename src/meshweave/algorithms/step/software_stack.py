@@ -173,7 +173,7 @@ class SoftwareStack:
             )
 
     def attention_share(self, chip: Chip) -> tuple[str, float] | None:
-        """Return the entry (beginning of chip names, share) of `attention_shares` for a chip; None without one.
+        """Return the entry (beginning of chip names, share) of `attention_shares` that holds for `chip`, or None.
 
         The share is the FLOP rate of the stack's attention kernel over that of the chip's constants. An entry
         for the chip's own name comes before one for `chip.fitted_as`.

@@ -103,7 +103,7 @@ def rank_layers(
     """Return the number of layers of each pipeline rank of a schedule, over all its stages.
 
     Args:
-        schedule: its name.
+        schedule: the schedule's name.
         num_ranks: the number of pipeline ranks.
         virtual_stages: stages per pipeline rank.
         costs: multiplications per token of (a layer, the head), by which stages are balanced; None: evenly.

@@ -53,8 +53,8 @@ def block_of_piece(
     """Return the block problem of one piece ("layers", "embedding" or "head") for `data` replicas together.
 
     Its mesh is (data, context, d1, d2) with the tensor mesh (d1, d2), its batch one micro-batch of each of these
-    replicas. "layers" is one layer. Embedding and head have
-    the model's vocabulary, padded to a multiple of the tensor-parallel ranks; layers have none.
+    replicas. "layers" is one layer. Embedding and head have the model's vocabulary, padded to a multiple of the
+    tensor-parallel ranks; layers have none.
 
     Args:
         experts: the positions of the block's ranks on the mesh over which experts are divided
