@@ -106,8 +106,8 @@ APART = Sharing()
 def mean_sharing(of: Sequence[Sharing], seconds: Sequence[float]) -> Sharing:
     """Return the mean `Sharing` of collectives that run one after the other beside a layer's part.
 
-    `flowing` is weighted by the time of each collective, `added_s` and `lost_s` by the part of that
-    time in which its bytes flow. `APART` if there is no such time.
+    `flowing` is weighted by the time of each collective, `added_s` and `lost_s` by the share of that time in which
+    its bytes flow. The result is `APART`, no sharing, if these times are 0.
 
     Args:
         of: the sharing of each collective.

@@ -153,7 +153,7 @@ def _of_layer(problem: StepProblem, parallelism: Parallelism) -> ShardedParamete
 
 
 def table_parameters(problem: StepProblem, parallelism: Parallelism) -> int:
-    """Return the number of weights of an embedding table (vocabulary x hidden) on one tensor-parallel rank."""
+    """Return the number of weights of an embedding table (vocabulary x hidden) on one rank before ZeRO."""
     return -(-(problem.model.vocab_size or 0) * problem.model.hidden // parallelism.tensor_size)
 
 

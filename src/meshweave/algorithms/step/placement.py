@@ -181,9 +181,9 @@ def _joined(groups: Groups) -> Groups:
 
 
 def expert_mesh_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
-    """Return the axes of a stage's ranks for experts: `expert_axes`, then "replica0", ... over equal experts.
+    """Return (name, size, stride in chips) of each axis of a stage's ranks, as experts are laid on them.
 
-    Each is (name, size, stride in chips).
+    They are `expert_axes`, then "replica0", ... for the groups of ranks that hold the same experts.
 
     Raises:
         LayoutError: pipeline ranks lie between those that share experts.

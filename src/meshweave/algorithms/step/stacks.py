@@ -193,7 +193,7 @@ def stack_names() -> tuple[str, ...]:
 
 
 def default_stack(model: Transformer) -> str:
-    """Return the stack used if none is named: the library's runtime, or "ideal" for a model with experts."""
+    """Return the name of the default stack: the library's runtime, or "ideal" for a model with experts."""
     return IDEAL if model.is_routed else DEFAULT_STACK
 
 

@@ -49,7 +49,7 @@ class StageSettings:
 
     @property
     def gathers_beside(self) -> bool:
-        """Return whether a part of each gather of weights overlaps with layers."""
+        """Return whether some share of each gather of weights overlaps with layers."""
         return self.overlap > 0 and not self.waits_for_gathers
 
     @property
@@ -79,7 +79,7 @@ class BucketRanks:
 
     @property
     def split(self) -> tuple[str, ...]:
-        """Return the mesh axes that shard the tensor of a bucket: `own`, and the groups that shard."""
+        """Return the mesh axes that shard the tensor of a bucket: `own`, and the groups that ZeRO shards over."""
         return (*self.own, *self.settings.groups[: self.settings.num_sharding])
 
 
