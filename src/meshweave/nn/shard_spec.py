@@ -44,7 +44,9 @@ class ShardSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all placements are Shard or Replicate, and are applied from left to right; true for None."""
+        """Return whether all placements are Shard or Replicate, applied from left to right; true where there
+        are none.
+        """
         plain = (TorchShard, TorchReplicate)
         return self.shard_order is None and all(
             type(placement) in plain for placement in self.placements or ()
@@ -52,15 +54,15 @@ class ShardSpec:
 
     @property
     def gradient(self) -> ShardSpec:
-        """The spec of a gradient: replicated where the tensor is partial, since each term has the sum's
-        gradient.
+        """Return the placements of this tensor's gradient: Replicate where the tensor is partial, else the
+        same.
         """
         return self.without_partial([TorchReplicate()] * self.device_mesh.ndim)
 
     def without_partial(self, instead: Sequence[TorchPlacement]) -> ShardSpec:
-        """Return the spec with the placements of `instead` on the mesh dims where this one is partial.
+        """Return the spec with Partial placements replaced by those of `instead` on the same mesh dims.
 
-        Where there are any, the shard order becomes that from left to right.
+        `instead` has one placement per mesh dim. If anything is replaced, the shard order becomes left to right.
         """
         if not self.is_partial:
             return self
