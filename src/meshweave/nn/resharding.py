@@ -80,11 +80,8 @@ class _AgreedReshard:
 
 @dataclass(frozen=True)
 class ReshardSession:
-    """What all tensors of one call of a reshard share.
-
-    Attributes:
-        context: that of the ranks that take part.
-        cluster: the machine that the ranks plan for; None plans for the hosts that they are on.
+    """The context of the ranks that reshard, and the cluster that they plan for; None plans for the hosts they
+    are on.
     """
 
     context: TorchContext
@@ -178,10 +175,10 @@ class DTensorMove:
         return f"{what} from {self.src} to {self.dst}"
 
     def as_carried(self, local: Tensor) -> Tensor:
-        """Return a local shard with its bits viewed as the carrier dtype of the program, which has the same size.
+        """Return a local shard with its bits viewed as the program's dtype of equal size, and a 0-dim tensor as
+        (1,).
 
-        A 0-dim tensor becomes (1,). The result is detached, and shares memory with `local` unless that is lazily
-        conjugated or negated.
+        Detached; shares memory with `local` unless that is lazily conjugated or negated.
         """
         local = local.detach().resolve_conj().resolve_neg().view(torch_dtype(CARRIERS[self.dtype]))
         return local if self.shape else local.view(1)
@@ -205,12 +202,9 @@ def check_dtype(dtype: torch.dtype, prefix: str = "") -> None:
 
 
 def given_spec(device_mesh: DeviceMesh, placements: Sequence[Placement], num_dims: int) -> ShardSpec:
-    """Return the mesh and placements that a caller asks for, for a tensor of `num_dims` dims.
+    """Return the mesh and placements of a tensor of `num_dims` dims, with negative dims counted from the front.
 
-    Negative dims of placements become those counted from the front.
-
-    Raises:
-        LayoutError: `placements` is no sequence, or names a dim that the tensor does not have.
+    Raises LayoutError where `placements` is no sequence, or names a dim that the tensor does not have.
     """
     if isinstance(placements, (Placement, str)) or not isinstance(placements, Sequence):
         raise LayoutError(f"placements is {placements!r}; it must be a sequence with one per dim of the mesh")
@@ -220,9 +214,8 @@ def given_spec(device_mesh: DeviceMesh, placements: Sequence[Placement], num_dim
 def summed_spec(source: ShardSpec, target: ShardSpec, shape: Sequence[int]) -> ShardSpec:
     """Return the placements of a tensor of global `shape` after its partial sums are added up on its own mesh.
 
-    Where `source` is partial on a mesh dim, the sum is a reduce-scatter over a tensor dim that `target` shards and
-    `source` does not, if the mesh dim divides its size and its ranks ascend (`ascending_dims`); else an
-    all-reduce, and the result is Replicate.
+    A Partial becomes Shard of a dim that `target` shards and `source` does not, if the mesh dim divides its size
+    and its ranks ascend (`ascending_dims`); else Replicate.
     """
     placements = source.placements or ()
     sharded_dims = [placement.dim for placement in placements if compat.is_sharded(placement)]
@@ -241,11 +234,7 @@ def summed_spec(source: ShardSpec, target: ShardSpec, shape: Sequence[int]) -> S
 def summed_part(tensor: DTensor, source: ShardSpec, target: ShardSpec) -> Tensor:
     """Return this rank's shard of a tensor after its partial sums are added up, placed as `summed_spec` says.
 
-    Collective on the mesh of the tensor where `source` is partial.
-
-    Args:
-        source: how the tensor is placed now.
-        target: how it is to be placed after the whole move.
+    Collective where `source`, its placements now, is partial. `target` is how the whole move is to place it.
     """
     if not source.is_partial:
         return compat.local_tensor(tensor)
@@ -340,16 +329,15 @@ def program_of(
     note: str = "",
     digests: Mapping[str, str] | None = None,
 ) -> Program:
-    """Return the program of `moves`, in which move i reads the buffer "xi" and writes the buffer "yi", from x0 on.
+    """Return the program of `moves`, in which move i reads the buffer "xi" and writes the buffer "yi" (x0, y0,
+    ...).
 
-    All ranks of the moves call it. They exchange messages the first time that they ask for these moves, and at
-    every call with `digests`.
+    Collective the first time that ranks ask for these moves, and at every call with `digests`.
 
     Args:
         extra_bytes: the most scratch memory of a rank, in bytes; None for no limit.
         note: any other text that ranks must agree on the first time.
-        digests: text by name of a value, which must be the same on all ranks that have the value; None for no
-            check.
+        digests: by name, of values that must be the same on all ranks that have them; None for no check.
 
     Raises:
         LayoutError: the cluster has fewer chips than there are ranks, or `extra_bytes` is not enough.
