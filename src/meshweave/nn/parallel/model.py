@@ -252,10 +252,9 @@ class ParallelModel(AroundModule):
         return logits
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Run forward and backward, adding to the parameters' gradients, and return the detached mean loss of all
-        tokens.
+        """Run forward and backward, adding to the parameters' gradients, and return the detached mean loss.
 
-        The optimizer does not step.
+        The optimizer does not step. The loss is the mean over the tokens of all ranks.
 
         Args:
             tokens: (batch, sequence), the same on every rank of the mesh.
