@@ -91,7 +91,7 @@ class StageShape:
 
 
 class StageFunctions:
-    """The functions of one stage.
+    """The forward and backward parts of one stage, as functions that the calls of a program run.
 
     Attributes:
         refuses_missed: whether the next backward in two parts raises UnsupportedError for a parameter whose
@@ -103,11 +103,10 @@ class StageFunctions:
         loss_fn: of the last stage; None where only outputs are wanted.
         whole_backwards: micro-batches whose input and weight gradients are one action.
         trains: whether any backward follows.
-        losses: what losses are added to; None adds them nowhere.
-        memory: counts what is kept; None counts nothing.
+        losses: the sum to which losses are added; None for none.
+        memory: counts the bytes that are kept; None counts nothing.
         recomputes: whether the forward keeps only its inputs, and runs again before the backward.
-        has_signals: whether stages send one byte in place of each tensor, to time a step with free transfers;
-            what arrives then counts as zeros.
+        has_signals: whether stages send one byte in place of each tensor, which counts as zeros where it arrives.
     """
 
     def __init__(
