@@ -58,9 +58,9 @@ def has_external_sync(module: nn.Module) -> bool:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy of a tensor, in `dtype` if it is of floating point, else in its own dtype.
+    """Return a copy of a tensor in new memory: in `dtype` if it is of floating point, else in its own dtype.
 
-    A floating DTensor keeps its placements; of others and of integers the copy is detached, too.
+    A floating DTensor keeps its placements.
     """
     if not tensor.is_floating_point():
         return tensor.detach().clone()
