@@ -228,10 +228,7 @@ class Checkpoints:
         return self._saving is not None
 
     def wait(self) -> None:
-        """Wait until the last `save` of all ranks is whole on the disk, however long ranks take while they work at
-        it.
-
-        Collective.
+        """Wait until the last `save` of all ranks is whole on the disk, as long as they work at it. Collective.
 
         Raises:
             CheckpointError: it could not be written; on all ranks the same. Checkpoints that were whole still are.
