@@ -47,8 +47,8 @@ class LocalFunction(ABC):
 
     Args:
         title: what the function computes, in words.
-        identity: text on which the shapes of the outputs may depend; functions that differ in anything have
-            different identities.
+        identity: text that says all that the shapes of outputs depend on beside the inputs, and all else in which
+            functions may differ.
 
     Attributes:
         handle: the function's name in a graph: the title and a digest of `identity`. A later function with the
@@ -207,7 +207,8 @@ _NUMBERS: dict[Hashable, int] = {}
 
 
 def number_of(value: Hashable) -> int:
-    """Return the integer, of this process, that stands for a value in the arguments of ops; equal values have one.
+    """Return an integer that stands for a value in the arguments of ops in this process, the same for equal
+    values.
 
     `value_of` gives the value back. Compiled graphs hold the number, so the value is kept until the process ends.
     """

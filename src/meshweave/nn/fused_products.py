@@ -32,7 +32,7 @@ class FusedOptions:
     Attributes:
         algorithm: its name in `ALGORITHMS`.
         tiles: sizes and order of tiles; unused by algorithms without tiles.
-        transport: how ranks read and write the memory of others; "auto" chooses.
+        transport: how ranks get the data of others; "auto" chooses.
         products: "tracked", one kernel that counts the tiles it has finished; "library", a call of torch for each
             tile; "auto", tracked on CUDA where kernels have the dtype and ranks share memory, else library.
     """

@@ -49,8 +49,9 @@ def backward_problem(forward: Matmul2dProblem, name: PassName) -> Matmul2dProble
 def product_program(problem: Matmul2dProblem, name: str, config: Matmul2dConfig, ring_ways: int) -> Program:
     """Return the program that `matmul2d` runs for the algorithm `name`.
 
-    The slices in `config` are cut down to the number of elements of the sliced dim. With `ring_ways` 1 or 2, each
-    collective is written out as a ring in that many directions; with 0 collectives stay collectives.
+    It has at most as many slices as the sliced dim has elements; those of `config` after them are dropped. With
+    `ring_ways` 1 or 2, each collective is written out as a ring in that many directions; with 0 collectives stay
+    collectives.
 
     Raises LayoutError where the algorithm shards otherwise than [Shard(0), Shard(1)], UnsupportedError where there
     is none of that name.

@@ -121,7 +121,7 @@ class MatmulOptions:
     def considers_fused(self) -> bool:
         """Return whether a fused product may replace the universal one where it is simulated to be faster.
 
-        So it is with `overlap` "auto", no given stationary operand and the schedule "direct".
+        True with `overlap` "auto", no given stationary operand and the schedule "direct".
         """
         return self.overlap == "auto" and self.stationary is None and self.schedule == "direct"
 

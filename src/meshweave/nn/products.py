@@ -182,26 +182,25 @@ def prepare(
 def prepare_cached(
     problem: UniversalProblem, tuned: TunedUniversal, rank: int, transport: Transport, context: TorchContext
 ) -> CachedProgram[LocalProduct]:
-    """Bind a product at its first use in a context, or the first since it was dropped; every rank does so.
+    """Return the product, cached in `context`; its `value` computes this rank's shard of C from those of A and B.
 
-    What is returned has in `value` a function from this rank's shards of A and B to that of C, in new
-    memory; all ranks call it.
+    Collective at its first use in the context, or the first since it was dropped: all ranks bind it then. `value`
+    returns new memory, and all ranks call it.
 
-    Where nothing has to move, and in shared memory, a rank reads its own operands where the caller has
-    them. In shared memory it first copies the parts that other ranks read. Where several ranks compute the
-    same copy of C, an operand with unusual strides or alignment is copied. Other transports copy operands
-    into buffers of the program.
+    Where nothing has to move, and in shared memory, a rank reads its own operands where the caller has them. In
+    shared memory it first copies the parts that other ranks read. Where several ranks compute the same copy of C,
+    an operand with unusual strides or alignment is copied. Other transports copy operands into buffers of the
+    program.
 
     Args:
         tuned: how it is computed, as `tune` returns it; the same on all ranks.
         rank: this one, global.
 
     Raises:
-        BindError: ranks are about to run different products; nothing has moved then. Some rank has no
-            memory for "shared"; "auto" takes messages then.
+        BindError: ranks are about to run different products; nothing has moved then. Some rank has no memory for
+            "shared"; "auto" takes messages then.
         UnsupportedError: there is no such transport, or it is not available here.
-        RankLostError, DeadlineError: other ranks are missing or late; the returned function raises them,
-            too.
+        RankLostError, DeadlineError: other ranks are missing or late; the returned function raises them, too.
     """
     resolved = resolve_transport(transport, problem.ranks, context)
     key = problem, tuned.config, transport

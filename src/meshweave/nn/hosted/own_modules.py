@@ -36,13 +36,14 @@ def without_parameters(module: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]
 
 
 def kept_whole(strategy: LayerStrategy, whole: Tensor, dims: AxisDims) -> KeptParameter:
-    """Return that a parameter is kept whole on every rank, its gradient summed along the mesh axes that split
-    `dims`.
+    """Return the `KeptParameter` of a parameter that every rank keeps whole.
+
+    Its gradient is summed along the mesh axes that split the tensor it is computed with.
 
     Args:
         strategy: the strategy on its ranks.
         whole: the parameter.
-        dims: for each mesh axis the dim that it splits of the tensor that the parameter is computed with, or "".
+        dims: for each mesh axis the dim of that tensor that it splits, or "".
     """
     replicated = strategy.roles.replicated
     layout = ParameterLayout(tuple(Side("", int(size)) for size in whole.shape), replicated)

@@ -56,8 +56,8 @@ class KeptParameter:
         """Return the indices of the mesh axes along which it is gathered: they split it as kept, not as used.
 
         Raises:
-            UnsupportedError: a later axis splits the same dim as used, so that a rank would gather several ranges
-                of that dim instead of one.
+            UnsupportedError: a later mesh axis still splits the same dim where the parameter is used, so that a
+                rank would gather several ranges of that dim instead of one.
         """
         kept, used = self.layout.dims, self.used
         axes = tuple(axis for axis, dim in enumerate(kept) if dim and not used[axis])

@@ -76,7 +76,7 @@ def why_unlikely(module: nn.Module) -> str:
 
 
 def recognised(module: nn.Module) -> tuple[str, ModelMap]:
-    """Return (title, map): the key of `PLAIN` and the map whose module names a model of plain torch has all.
+    """Return (title, map) of a plain torch model: the first key of `PLAIN` whose map names only modules it has.
 
     Raises UnsupportedError, which names the modules that are missing, for another model, and for one that has a
     module of transformers in a class that is not of transformers.

@@ -191,10 +191,13 @@ class GradientSum:
 
 
 def terms(dims: AxisDims, over: tuple[str, ...]) -> AxisDims:
-    """Return the layout of a tensor that each rank has summed over its shard of some dims: partial on their axes.
+    """Return `dims` with "partial" for each dim in `over`: the layout of the terms that ranks have of a sum over
+    these.
+
+    So for `over` ("batch",): ("batch", "hidden") -> ("partial", "hidden").
 
     Args:
-        dims: the layout before: for each mesh axis the dim that it divides.
+        dims: the layout before the sum: for each mesh axis the dim that it divides.
         over: the dims that are summed over.
     """
     return tuple("partial" if dim in over else dim for dim in dims)

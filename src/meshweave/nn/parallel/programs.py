@@ -113,7 +113,7 @@ class ProductPrograms:
 
     @cached_property
     def sides(self) -> tuple[Sides, Sides]:
-        """Return the global dims (batch, sequence, features) of the operand and of the result."""
+        """Return (operand, result): the global dims (batch, sequence, features) of each."""
         own = self.site
         tokens = self.strategy.tokens(self.batch, self.sequence)
         hidden, inner = Side("hidden", own.hidden), Side("inner", own.units, own.unit)

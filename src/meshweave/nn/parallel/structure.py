@@ -186,16 +186,18 @@ def heads_of(module: nn.Module, number: int, model_map: ModelMap) -> Heads:
 
 
 def check_heads(layer: nn.Module, names: LayerMap, heads: Heads, where: str) -> None:
-    """Check that the linear layers of a layer fit its heads, and each other.
+    """Raise an error unless the linear layers of a layer fit its heads, and each other.
 
     Args:
+        layer: the transformer layer.
+        names: the names of its modules.
         heads: sizes over all ranks.
         where: the layer's name, for errors.
 
     Raises:
         LayoutError: a linear layer of attention does not have the features that the heads need.
-        UnsupportedError: heads of keys do not divide those of queries, or are fewer in a fused layer; or of
-            linear layers with one operand only some have a bias.
+        UnsupportedError: the number of key heads does not divide that of query heads, or is smaller in a fused
+            layer; or of linear layers with one operand only some have a bias.
     """
     of_queries, of_keys = heads.queries * heads.width, heads.keys * heads.width
     if names.fused:

@@ -196,9 +196,10 @@ class Trials:
 
 @dataclass(frozen=True)
 class TrialTable:
-    """What was predicted and what was measured, and what was chosen.
+    """What was predicted and what was measured of each plan, and which was chosen.
 
     Attributes:
+        trials: all plans that were tried or refused.
         within: the share by which another plan must be faster than plain data parallelism to be chosen.
         chosen: plain data parallelism, where no plan is faster by more than `within`; else the fastest.
 

@@ -307,13 +307,15 @@ def used_throughout(
     layers: Sequence[ParameterUse],
     first: Sequence[KeepsParameters],
 ) -> ThroughoutUse:
-    """Return the parameters that stay open in a call of a model, those used last first.
+    """Return the parameters that stay open (gathered) from their first use to the end of a call, those used last
+    first.
 
     These are all that modules outside of layers keep, and of layers those whose gradients are summed, but for
     those that each layer gathers and frees again. On a single rank they are all parameters: a node of autograd for
     each module would cost more than it computes.
 
     Args:
+        strategy: how the model runs on its ranks.
         last, first: the modules after the layers, and those before them.
         layers: the parameters of each layer, those of the last layer first.
     """

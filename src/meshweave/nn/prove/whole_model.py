@@ -68,11 +68,10 @@ class _Stop(Exception):
 def check_whole(
     made: nn.Module, module: nn.Module, names: ModelMap, kinds: Sequence[int], longest: int
 ) -> None:
-    """Raise ProofError where a model's forward pass does more than run its layers one after the other, or
-    something else.
+    """Raise ProofError where a model's forward pass is not just that of its layers one after the other.
 
-    That would be lost where parallel layers replace the model's own. Raises UnsupportedError where the copy does
-    not run.
+    What else it does would be lost where parallel layers replace the model's own. Raises UnsupportedError where
+    the copy does not run.
 
     Args:
         made: a copy with all layers, those of a kind with the same weights, few words, and dropout as it is.
