@@ -109,8 +109,7 @@ def function_of(handle: str) -> LocalFunction:
 
 
 class LocalOp:
-    """The ops `meshweave::NAME` and `meshweave::NAME_backward`; calling it as op(function, inputs) returns the
-    results.
+    """The ops `meshweave::NAME` and `meshweave::NAME_backward`; op(function, inputs) returns the results.
 
     The op takes any `LocalFunction`. torch.compile does not look inside, autocast casts none of its inputs, and it
     is differentiable once. Ranks must call ops in one order, and a compiler keeps the order of the program.
@@ -207,8 +206,7 @@ _NUMBERS: dict[Hashable, int] = {}
 
 
 def number_of(value: Hashable) -> int:
-    """Return an integer that stands for a value in the arguments of ops in this process, the same for equal
-    values.
+    """Return an integer that stands for a value in arguments of ops in this process, equal for equal values.
 
     `value_of` gives the value back. Compiled graphs hold the number, so the value is kept until the process ends.
     """

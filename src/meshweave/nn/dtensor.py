@@ -114,17 +114,14 @@ def layout_on(
 
 @dataclass(frozen=True)
 class MatrixView:
-    """A DTensor seen as a matrix: its leading dims are folded into rows; `is_transposed` takes the transpose of
-    that.
-    """
+    """A DTensor as a matrix: leading dims are folded into rows; `is_transposed` takes the transpose of that."""
 
     tensor: DTensor
     is_transposed: bool = False
 
     @property
     def local(self) -> Tensor:
-        """Return this rank's shard as a matrix, detached: (local rows, local columns), swapped where
-        `is_transposed`.
+        """Return this rank's shard as a detached matrix (local rows, local columns), swapped if `is_transposed`.
 
         It is a view of the shard where the strides allow, else a copy.
         """
@@ -184,8 +181,7 @@ def require_member(device_mesh: DeviceMesh, what: str) -> None:
 
 
 def ascending_dims(device_mesh: DeviceMesh) -> list[bool]:
-    """Return, for each dim of the mesh, whether global ranks increase along it at all coordinates of the other
-    dims.
+    """Return, for each mesh dim, whether global ranks increase along it at all coordinates of the other dims.
 
     `[[0, 1], [3, 2]]` -> [True, False]. Along a dim where they do not, torch's all-gather or reduce-scatter of a
     DTensor swaps the parts of ranks: it orders members of a process group by rank, not by coordinate.

@@ -111,8 +111,7 @@ class ExpertExchange:
         self._is_agreed = False
 
     def dispatch(self, x: Tensor, choices: Tensor) -> tuple[Tensor, DispatchHandle]:
-        """Return (rows, handle): `rows` (rows, hidden) for this rank's experts, sorted by expert, source rank and
-        token.
+        """Return (rows, handle): `rows` (rows, hidden) of this rank's experts, by expert, source rank and token.
 
         Collective among the ranks. The host waits once, for the counts of all ranks.
 
@@ -134,8 +133,7 @@ class ExpertExchange:
         return rows, handle
 
     def combine(self, x: Tensor, handle: DispatchHandle, gates: Tensor | None = None) -> Tensor:
-        """Return, for each of this rank's tokens, the sum of its experts' rows, each times its gate: (tokens,
-        hidden).
+        """Return, for each of this rank's tokens, the sum of its experts' rows times gates: (tokens, hidden).
 
         Collective among the ranks. A token all of whose choices are -1 or dropped gets 0.
 
@@ -221,8 +219,7 @@ class ExpertExchange:
     def run(
         self, part: Part, handle: DispatchHandle, hidden: int, tensors: dict[str, Tensor]
     ) -> BoundProgram:
-        """Run one exchange of rows among the ranks and return the bound program; its `outputs` have this rank's
-        results.
+        """Run an exchange of rows among ranks; return the bound program, whose `outputs` have this rank's results.
 
         Collective. T is the greatest number of tokens of any rank, at least 1; R is the greatest number of rows
         that any rank has for its experts.

@@ -128,8 +128,7 @@ def traced_product(
 
 
 def context_of(number: int, device: str) -> TorchContext:
-    """Return the context that has `number` in this process; for -1, the default context of `device`, such as
-    "cuda".
+    """Return the context that has `number` in this process; for -1, the default one of `device`, such as "cuda".
 
     Raises BindError where no context has this number any more.
     """

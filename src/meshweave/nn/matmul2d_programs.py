@@ -21,8 +21,7 @@ _INTEGERS = (int, np.integer)
 
 
 def slice_widths(slices: Slices) -> tuple[int, ...]:
-    """Return the relative widths of slices: 3 -> (1, 1, 1); a sequence of positive integers is returned as a
-    tuple.
+    """Return the relative widths of slices: 3 -> (1, 1, 1); a sequence of positive integers becomes a tuple.
 
     Raises BindError for anything else.
     """

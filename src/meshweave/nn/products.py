@@ -60,9 +60,7 @@ class Matrix:
 
     @property
     def transposed(self) -> Matrix:
-        """Return the transpose: layout and shape with rows and columns swapped, and the other `order`; no data
-        moves.
-        """
+        """Return the transpose: rows and columns of layout and shape swapped, and `order`; no data moves."""
         order = (1, 0) if self.order is None else None
         return Matrix(transposed_layout(self.layout), self.shape[::-1], order)
 

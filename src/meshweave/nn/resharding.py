@@ -80,9 +80,7 @@ class _AgreedReshard:
 
 @dataclass(frozen=True)
 class ReshardSession:
-    """The context of the ranks that reshard, and the cluster that they plan for; None plans for the hosts they
-    are on.
-    """
+    """The context of the ranks that reshard, and the cluster they plan for; None for the hosts they are on."""
 
     context: TorchContext
     cluster: Cluster | str | None
@@ -91,8 +89,7 @@ class ReshardSession:
     def of(
         cls, device_mesh: DeviceMesh, cluster: Cluster | str | None, context: TorchContext | None
     ) -> ReshardSession:
-        """Return the session of a call; without `context`, it has the default one for the type of device of the
-        mesh.
+        """Return the session of a call; `context` None is the default context of the mesh's device type.
 
         Raises:
             LayoutError: `device_mesh` is no DeviceMesh.
@@ -109,9 +106,7 @@ class ReshardSession:
         return self.context.rank or 0
 
     def no_elements(self, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of shape (0,), which torch has as the local part of a DTensor on a rank outside its
-        mesh.
-        """
+        """Return a tensor of shape (0,), torch's local part of a DTensor on a rank outside its mesh."""
         return torch.empty(0, dtype=dtype, device=self.context.device)
 
 
@@ -134,8 +129,7 @@ class DTensorMove:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, source: ShardSpec, target: ShardSpec) -> DTensorMove:
-        """Return the move of a tensor with the placements of `source`, partial sums among them, to those of
-        `target`.
+        """Return the move of a tensor from the placements of `source`, with partial sums, to those of `target`.
 
         Raises:
             LayoutError: the placements do not fit the tensor, `target` is partial, or the meshes are of different
@@ -161,9 +155,7 @@ class DTensorMove:
 
     @cached_property
     def tensor_move(self) -> TensorMove:
-        """Return the move as the planner takes it: a carrier dtype (`CARRIERS`), and shape (1,) for a 0-dim
-        tensor.
-        """
+        """Return the move for the planner: in a carrier dtype (`CARRIERS`), with shape (1,) for 0-dim tensors."""
         return TensorMove(self.name or "x", self.shape or (1,), CARRIERS[self.dtype], self.src, self.dst)
 
     @property
@@ -175,8 +167,7 @@ class DTensorMove:
         return f"{what} from {self.src} to {self.dst}"
 
     def as_carried(self, local: Tensor) -> Tensor:
-        """Return a local shard with its bits viewed as the program's dtype of equal size, and a 0-dim tensor as
-        (1,).
+        """Return a local shard with its bits viewed as the equally wide program dtype, a 0-dim tensor as (1,).
 
         Detached; shares memory with `local` unless that is lazily conjugated or negated.
         """
@@ -184,9 +175,7 @@ class DTensorMove:
         return local if self.shape else local.view(1)
 
     def check(self, local: Tensor, layout: Layout, rank: int) -> None:
-        """Raise LayoutError unless `local`, the shard of global rank `rank`, has the shape that `layout` gives
-        it there.
-        """
+        """Raise LayoutError unless `local` of global rank `rank` has the shape of its shard by `layout`."""
         if tuple(local.shape) != (shape := layout.local_shape(self.shape, rank)):
             raise LayoutError(
                 f"{self.name or 'the tensor'} is {tuple(local.shape)} on rank {rank}; as {layout} a tensor of "
@@ -329,8 +318,7 @@ def program_of(
     note: str = "",
     digests: Mapping[str, str] | None = None,
 ) -> Program:
-    """Return the program of `moves`, in which move i reads the buffer "xi" and writes the buffer "yi" (x0, y0,
-    ...).
+    """Return the program of `moves`: move i reads the buffer "xi" and writes the buffer "yi" (x0, y0, ...).
 
     Collective the first time that ranks ask for these moves, and at every call with `digests`.
 

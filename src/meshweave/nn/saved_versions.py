@@ -32,8 +32,7 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return torch's counts of in-place changes (`_version`): of each tensor in order, then of each local part in
-    order.
+    """Return torch's counts of in-place changes (`_version`): of each tensor, then of each local part.
 
     The local part of a plain tensor is the tensor itself. A tensor of inference mode, which has no count, gives 0.
     """
@@ -76,9 +75,7 @@ class SavedVersions:
         self._saved = [(weakref.ref(one), versions([one])) for one in bases]
 
     def check(self) -> None:
-        """Raise RuntimeError, as autograd does, where one of the DTensors was changed in place since this was
-        made.
-        """
+        """Raise RuntimeError, as autograd does, where a DTensor was changed in place since this was made."""
         for reference, version in self._saved:
             operand = reference()
             if operand is not None and versions([operand]) != version:

@@ -44,9 +44,7 @@ class ShardSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether all placements are Shard or Replicate, applied from left to right; true where there
-        are none.
-        """
+        """Return whether all placements are Shard or Replicate, applied left to right; true without placements."""
         plain = (TorchShard, TorchReplicate)
         return self.shard_order is None and all(
             type(placement) in plain for placement in self.placements or ()
@@ -76,10 +74,11 @@ class ShardSpec:
         """Return the layout of a tensor of global `shape`.
 
         Args:
-            side: "left" or "right" operand of a product, as whose matrix the tensor is seen; None keeps the
-                dims as they are.
+            side: "left" or "right" operand of a product, as whose matrix the tensor is seen; None keeps the dims
+                as they are.
 
-        Raises LayoutError where the placements do not fit the shape, or a layout has no counterpart of one.
+        Raises LayoutError where the placements do not fit the shape, or a `Layout` has nothing that stands for one
+        of them.
         """
         assert self.placements is not None
         # First, for torch makes no spec of what does not fit, in other words.

@@ -200,8 +200,7 @@ class StepWatch:
         self._warn(self.latest)
 
     def replan(self, step: Step, options: SpaceOptions | None = None) -> NewPlan:
-        """Return the best plan if links and products stay as slow as in `latest`, and what it gains over the
-        running one.
+        """Return the best plan if links and products stay as slow as `latest`, and its gain over the running one.
 
         Not collective: the answer is the same on all ranks.
 

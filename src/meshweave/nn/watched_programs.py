@@ -54,9 +54,7 @@ class SimulatedRun:
 
     @classmethod
     def of(cls, program: Program, cluster: Cluster) -> SimulatedRun:
-        """Simulate a program on a cluster, rank r on its chip r, and return the run. Raises what `simulate`
-        raises.
-        """
+        """Return the simulated run of a program on a cluster, rank r on its chip r. Raises as `simulate` does."""
         program = program.expanded
         trace = simulate(program, Machine(cluster, program.meshes, logical=True)).trace()
         durations: dict[int, dict[int, int]] = defaultdict(dict)
@@ -169,8 +167,7 @@ class StepTally:
                 add_pair(self.products, (op, rank), measured[rank].get(at, 0), expected[rank].get(at, 0))
 
     def told(self) -> list[list[tuple[str, str | int, int, int]]]:
-        """Return the four sums `links`, `products`, `late`, `levels`, each as a list of (op, where, measured,
-        predicted).
+        """Return the sums `links`, `products`, `late`, `levels`, each as [(op, where, measured, predicted)].
 
         `where` is the axis, the global rank or the level; measured and predicted are in picoseconds.
         """

@@ -219,8 +219,7 @@ def without_adapters(module: nn.Module, runs_own_code: bool) -> Iterator[list[Ta
 
 @contextmanager
 def all_trained(module: nn.Module) -> Iterator[None]:
-    """Let all parameters of a wholly frozen model require gradients in the block, so that a proof compares
-    gradients.
+    """Let all parameters of a wholly frozen model require gradients in the block, for a proof to compare them.
 
     A model with a parameter that is trained is left as it is.
     """

@@ -34,8 +34,7 @@ class HeadColumns:
     features: Mapping[str, int]
 
     def of_units(self, name: str, units: int) -> list[Columns]:
-        """Return, for each of `units` equal runs of consecutive heads, the columns of linear layer `name` that it
-        reads.
+        """Return, for each of `units` equal runs of heads, the columns of linear layer `name` that it reads.
 
         Columns of a run are ascending: 4 heads in 2 units -> columns of heads 0 and 1, then of heads 2 and 3.
         """

@@ -38,8 +38,7 @@ class RankDropout(TorchFunctionMode):  # type: ignore[misc]
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Intercept dropout in the block, which is a forward pass; not where an earlier pass drew no random
-        numbers.
+        """Intercept dropout in the block, a forward pass; not where an earlier pass drew no random numbers.
 
         Raises UnsupportedError where the block is not intercepted and draws random numbers all the same.
         """

@@ -71,8 +71,7 @@ class HostedExperts(nn.Module):  # type: ignore[misc]
 
     @torch.compiler.disable(reason="the rows of an expert are counted on the host")  # type: ignore[untyped-decorator]
     def forward(self, *given: Any, **named: Any) -> Tensor:
-        """Return the experts' results for this rank's tokens of the residual, in the shape of the tokens.
-        Collective.
+        """Return the experts' results for this rank's tokens of the residual, in their shape. Collective.
 
         Operands are those of the model's own class: the tokens, the experts chosen for each and their gates.
 
@@ -190,8 +189,7 @@ def _named(strategy: LayerStrategy) -> list[tuple[Dim, int]]:
 
 
 class BoundaryMoves:
-    """The moves of tokens from the ranks that have them in the residual to the ranks whose experts take them, and
-    back.
+    """The moves of tokens from ranks that have them in the residual to those whose experts take them, and back.
 
     Ranks that share each expert get the same tokens; all others get tokens of their own, so that none is computed
     twice.
@@ -223,8 +221,7 @@ class BoundaryMoves:
         )
 
     def to_experts(self, tokens: Tokens, x: Tensor, index: Tensor, gates: Tensor) -> list[Tensor]:
-        """Return [rows (tokens, hidden), choices, gates (tokens, choices)] for the tokens that this rank's experts
-        take.
+        """Return [rows (tokens, hidden), choices, gates (tokens, choices)] of the tokens for this rank's experts.
 
         Collective.
 

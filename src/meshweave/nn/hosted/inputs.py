@@ -153,8 +153,7 @@ class HostedArguments(ForwardArguments):
     # --- what a rank takes of it ----------------------------------------------------------------------------
 
     def local(self, inputs: CallInputs, batch: int) -> dict[str, Any]:
-        """Return arguments for the model's own forward pass, by name: `named` of the inputs, cut to this rank's
-        sequences.
+        """Return the model's own forward arguments, by name: `named` of the inputs, cut to this rank's sequences.
 
         Args:
             inputs: those of the call, of all ranks.

@@ -13,8 +13,7 @@ from meshweave.nn.hosted.residual import Tokens
 
 
 def share_last_position(module: nn.Module, tokens: Tokens) -> None:
-    """Make rotary embeddings that scale with the last position use `Tokens.last_position`, the last one of all
-    ranks.
+    """Make rotary embeddings that scale with the last position use that of all ranks, `Tokens.last_position`.
 
     These are the kinds "dynamic" and "longrope" of transformers. The modules of `module` are changed in place.
     """

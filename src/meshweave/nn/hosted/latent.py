@@ -95,8 +95,7 @@ class HostedLatent(OwnModule):
         self._back = PlacedMove(strategy, side, terms(core, ("inner",)), residual)
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
-        """Return the latent features (batch, sequence, features) of the tokens in this rank's attention.
-        Collective.
+        """Return the latent features (batch, sequence, features) of this rank's attention tokens. Collective.
 
         `given` and `named` are the arguments of the linear layer: this rank's part of the residual.
         """

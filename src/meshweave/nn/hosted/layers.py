@@ -85,8 +85,7 @@ class HostedLayer:
         self._results = model.anatomy.layers[number].results
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """Return what the layer returns; for a layer outside of the span the residual that it is given, in the
-        same form.
+        """Return what the layer returns; outside of the span the residual that it is given, in the same form.
 
         Raises StopError, with the residual, where the forward pass ends after this layer, or before the first.
         """

@@ -70,8 +70,7 @@ class HostedLinear(ParallelLinear):
         return None if bool((order == torch.arange(len(order))).all()) else order
 
     def bias_rows(self) -> Tensor:
-        """Return the indices of the output features that this rank has, int64, unit by unit in the order of
-        `table`.
+        """Return the indices of this rank's output features, int64, unit by unit in the order of `table`.
 
         Only for a layer with a `table`.
         """
@@ -91,8 +90,7 @@ class HostedGroup:
         self._results: dict[int, Tensor] = {}
 
     def __call__(self, linear: HostedLinear, x: Tensor) -> Tensor:
-        """Return the result of `linear`, one of the layers, on x; the first call on x computes those of all
-        layers.
+        """Return the result of `linear`, one of the layers, on x; the first call on x computes all the layers.
 
         x is this rank's shard of the operand. Collective in that first call.
         """
@@ -154,9 +152,7 @@ def units_of(columns: HeadColumns, strategy: LayerStrategy, where: str) -> int:
 
 
 def attention_units(columns: HeadColumns, name: str, units: int) -> FeatureUnits:
-    """Return how the output columns of linear layer `name`, before attention, fall into `units` equal runs of
-    heads.
-    """
+    """Return how the output columns of linear layer `name`, before attention, fall into `units` runs of heads."""
     of_units = columns.of_units(name, units)
     features, width = columns.features[name], len(of_units[0])
     runs = [tuple(range(unit * width, (unit + 1) * width)) for unit in range(units)]

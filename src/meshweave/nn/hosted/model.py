@@ -216,8 +216,7 @@ class HostedModel(ParallelModel):
     def run_blocks(
         self, x: Tensor, batch: int, sequence: int, blocks: Iterable[nn.Module] | None = None
     ) -> Tensor:
-        """Return this rank's part of the residual after consecutive layers `blocks`; None for all layers.
-        Collective.
+        """Return this rank's part of the residual after consecutive layers `blocks`, None for all. Collective.
 
         Args:
             x: this rank's part of the residual before them, (batch, sequence, hidden).

@@ -51,8 +51,7 @@ def kept_whole(strategy: LayerStrategy, whole: Tensor, dims: AxisDims) -> KeptPa
 
 
 class OwnModule(nn.Module):  # type: ignore[misc]
-    """A module that runs its own code on a rank's part of its arguments, with parameters that every rank has
-    whole.
+    """A module that runs its own code on a rank's part of its arguments; every rank has its whole parameters.
 
     Args:
         module: the module.
@@ -140,8 +139,7 @@ class OwnParameters:
         return self._module._parameters[name]
 
     def call(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Return what `forward` returns for `given` and `named`; the module's own parameters are plain tensors
-        meanwhile.
+        """Return what `forward` returns for `given` and `named`, with the own parameters as plain tensors.
 
         They are gathered whole, or with the rows of this rank's heads. Collective where they are gathered.
         """

@@ -43,8 +43,7 @@ def buffers_of(
 
 
 def shifts_labels(model: nn.Module, tokens: Tensor) -> bool:
-    """Return whether a model shifts labels: False if its loss is the cross entropy of each position with its own
-    label.
+    """Return whether a model shifts labels: False if its loss compares each position with its own label.
 
     Run one forward pass on `tokens` (batch, sequence), which are the labels too, without gradients. True as well
     for a model that takes no labels.
@@ -96,8 +95,7 @@ def norm_kind(call: ModuleCall) -> NormKind | str:
 
 
 def is_norm_before(inner: ModuleCall, leaving: ModuleCall) -> bool:
-    """Return whether the module called by `inner` is a norm of all features that the linear layer `leaving` is
-    given.
+    """Return whether `inner` calls a norm of all features whose result the linear layer `leaving` is given.
 
     That is so where `leaving` reads its result, and its weight has one element for each feature of the operand of
     `leaving`.
@@ -133,8 +131,7 @@ def wide_linear(
 
 
 def heads_in(attention: nn.Module, model: nn.Module, operand: Tensor) -> int:
-    """Return how many heads there are in `operand` (..., features), the operand of the linear layer after
-    attention.
+    """Return how many heads are in `operand` (..., features), the operand of the linear layer after attention.
 
     The number of heads, or the width of a head, is an attribute of `attention`, of its configuration or of that of
     `model`. Raises UnsupportedError where none of them has one that divides the features.

@@ -22,8 +22,7 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 
 
 class ResidualPart(Tensor):  # type: ignore[misc]
-    """A part (batch, sequence, features) of the residual whose `shape` has the number of tokens of this rank's
-    attention.
+    """A part (batch, sequence, features) of the residual; its `shape` counts the tokens of this rank's attention.
 
     Attributes:
         ratio: (r, t): a rank has r times as many sequences, and t times as many tokens of each, in attention as in
@@ -113,8 +112,7 @@ class Tokens:
         self.ratio = rows, tokens
 
     def check(self, ids: Tensor) -> None:
-        """Raise LayoutError where the tokens `ids` (batch, sequence) of all ranks cannot be shared out to the
-        ranks.
+        """Raise LayoutError where tokens `ids` (batch, sequence) of all ranks cannot be shared out to the ranks.
 
         Each rank must have some, in the residual and in every part of a layer. The batch or sequence of which a
         rank has more in parts of a layer than in the residual must be a multiple of the number of ranks that share
@@ -134,15 +132,12 @@ class Tokens:
                     )
 
     def core_span(self, sequence: int) -> tuple[int, int]:
-        """Return (first, end): this rank's attention has tokens `first` to `end` - 1 of each sequence of
-        `sequence` tokens.
-        """
+        """Return (first, end): this rank's attention has tokens `first` to `end` - 1 of `sequence` in each row."""
         return self.strategy.span(self.strategy.tokens(1, sequence)[1], self.strategy.roles.core(True))
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Return (batch, sequence) of all ranks, in a forward pass, or where a backward pass computes a layer
-        again.
+        """Return (batch, sequence) of all ranks, in a forward pass or when a backward pass computes a layer again.
 
         Raises UnsupportedError outside of both.
         """
@@ -173,8 +168,7 @@ class Tokens:
         return x[:, -self.last :], (batch, self.last)
 
     def told(self, x: Tensor) -> Tensor:
-        """Return x, this rank's part of the residual (batch, sequence, features), as a `ResidualPart`, without a
-        copy.
+        """Return x, this rank's part of the residual (batch, sequence, features), as a `ResidualPart`, uncopied.
 
         The result has the same elements, but its `shape` is (batch * ratio[0], sequence * ratio[1], features),
         with as many tokens as the rank has in attention. With ratio (1, 1) it is x itself. `as_plain` undoes it.

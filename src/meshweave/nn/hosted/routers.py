@@ -27,8 +27,7 @@ class HostedRouter(OwnModule):
 
     @classmethod
     def of(cls, module: nn.Module, tokens: Tokens, name: str, config: Any) -> nn.Module:
-        """Return the replacement of `module`, a router, or another module of a routed layer that computes on whole
-        rows.
+        """Return the replacement of `module`, a router or another module of a routed layer that needs whole rows.
 
         Args:
             module: the model's own, on meta.
@@ -92,8 +91,7 @@ def auxiliary_loss(module: nn.Module, out: Any, num_tokens: int) -> Tensor | Non
 
 
 def check_auxiliary(module: nn.Module, is_whole: bool, has_mask: bool) -> None:
-    """Raise UnsupportedError where a model is to compute an auxiliary loss that would not be of all tokens and
-    layers.
+    """Raise UnsupportedError where a model's auxiliary loss would not be computed of all tokens and layers.
 
     Args:
         module: the model; its configuration has `output_router_logits`.
@@ -112,8 +110,7 @@ def check_auxiliary(module: nn.Module, is_whole: bool, has_mask: bool) -> None:
 
 
 def check_noise(layer: nn.Module, where: str) -> None:
-    """Raise UnsupportedError where a router in `layer` adds random noise: ranks with copies of a token would
-    differ.
+    """Raise UnsupportedError where a router in `layer` adds random noise: copies of a token would differ.
 
     Such a module has a positive float attribute with "jitter" in its name. `where` is the layer's name.
     """

@@ -76,9 +76,7 @@ class FlowTrace:
         return made
 
     def sources(self, tensor: Tensor) -> tuple[frozenset[str], bool]:
-        """Return (names, attended): the nearest marks that a tensor was computed from, and whether a softmax is
-        between.
-        """
+        """Return (names, attended): the nearest marks a tensor was computed from; whether a softmax is between."""
         nodes = self._nodes(tensor)
         names = frozenset(self._marks[node] for node in nodes if node in self._marks)
         return names, any(word in node.name() for word in _SOFTMAX for node in nodes)

@@ -71,8 +71,7 @@ class AllRanks:
         return self.most(statistics.median(times[1:]))
 
     def median_more_s(self, run: Callable[[], object], than: Callable[[], object], repeat: int) -> float:
-        """Return by how many seconds a call of `run` takes longer than a call of `than`; negative where it is
-        shorter.
+        """Return by how many seconds a call of `run` takes longer than one of `than`; negative where shorter.
 
         Each rank calls `run`, then `than`, `repeat` times after one pair that is not counted, and takes the median
         of the differences: a machine that slows down does so for both calls. The result is the least median of all

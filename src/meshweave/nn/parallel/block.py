@@ -30,8 +30,7 @@ from meshweave.nn.parallel.uses import ParameterUse, entries_of, run_opened
 
 
 class ParallelBlock(nn.Module):  # type: ignore[misc]
-    """A transformer layer on the ranks of a strategy: attention and a feed-forward part, each with a norm and
-    residual.
+    """A transformer layer on a strategy's ranks: attention and a feed-forward part, each with norm and residual.
 
     Making it allocates no weights, and `layer` stays as it is until `take`. Then the block has the modules of the
     layer under the same names; those with parameters are replaced by parallel ones.
@@ -95,9 +94,7 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
         self.feed_forward_norm = self._made[names.feed_forward_norm]
 
     def take(self, layer: nn.Module) -> None:
-        """Move the modules of `layer`, from which the block was made, into it, with this rank's shards of the
-        weights.
-        """
+        """Move the modules of `layer`, of which the block was made, into it, with this rank's weight shards."""
         for name, child in layer.named_children():
             self.add_module(name, child)
         for name, buffer in layer.named_buffers(recurse=False):
@@ -110,8 +107,7 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
         del self._made
 
     def check_dropout(self) -> None:
-        """Raise UnsupportedError where a dropout has another probability than when the block was made, or another
-        mode.
+        """Raise UnsupportedError where a dropout's probability or mode is not as when the block was made.
 
         The mode, training or evaluation, must be that of the block.
         """

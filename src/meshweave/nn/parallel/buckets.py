@@ -77,8 +77,7 @@ class KeptParameter:
 
     @cached_property
     def compiled_move(self) -> GradientSum | Mover | None:
-        """Return what moves it in a compiled graph: a `Mover` if it is gathered, else a `GradientSum` if it is
-        summed.
+        """Return what moves it in a compiled graph: a `Mover` if it is gathered, a `GradientSum` if summed.
 
         None where neither its values nor its gradient move.
         """
@@ -166,18 +165,14 @@ class ParameterBucket:
         return self.kept[0].strategy
 
     def subset(self, places: tuple[int, ...]) -> ParameterBucket:
-        """Return a bucket of the parameters at the indices `places` of `kept`; equal `places` give the same
-        object.
-        """
+        """Return a bucket of the parameters at indices `places` of `kept`; equal `places` give the same object."""
         if len(places) == len(self.kept):
             return self
         return _some_of(self, places)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Return the element counts of a row: for each parameter the most that any rank keeps, then 1 for the
-        call number.
-        """
+        """Return the element counts of a row: the most of each parameter on a rank, then 1 for the call number."""
         return [*(each.max_kept_elements for each in self.kept), 1]
 
     @cached_property
@@ -198,8 +193,7 @@ class ParameterBucket:
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether its parameters are used as they are kept, without a gather; gradients are then
-        all-reduced.
+        """Return whether its parameters are used as kept, without a gather; gradients are then all-reduced.
 
         Else gradients are reduce-scattered.
         """
@@ -207,9 +201,7 @@ class ParameterBucket:
 
     @cached_property
     def reduction(self) -> SizedMove:
-        """Return the program that sums gradients over ranks: this rank's terms of all rows in, the sum of its
-        row out.
-        """
+        """Return the program that sums gradients over ranks: this rank's terms of all rows -> its row's sum."""
         first = self.kept[0]
         terms: AxisDims = tuple("partial" if a in first.summed else "" for a in range(len(first.used)))
         return sized_move(MoveSite(self._sides, terms, self._kept_dims), self.strategy, self.dtype, True)
@@ -233,9 +225,7 @@ class ParameterBucket:
         return {}
 
     def release(self) -> None:
-        """Free the bound reduction programs; memory on which tensors are alive stays. The next sum binds them
-        anew.
-        """
+        """Free the bound reduction programs; memory of living tensors stays. The next sum binds them anew."""
         self._bound.clear()
 
     @cached_property
@@ -244,9 +234,7 @@ class ParameterBucket:
         return sum(math.prod(each.used_shape) for each in self.kept)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return, for each parameter, a view in its `used_shape` of `flat`, a tensor (num_used,) with one after
-        the other.
-        """
+        """Return, for each parameter, a view in its `used_shape` of `flat` (num_used,), which has all in order."""
         shapes = [each.used_shape for each in self.kept]
         parts = flat.split([math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -273,8 +261,7 @@ class ParameterBucket:
     def begin_sum(
         self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size]
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begin to sum gradients over ranks; return (this rank's part of each sum, a function that waits for the
-        values).
+        """Begin to sum gradients over ranks; return (this rank's part of each sum, a function that awaits them).
 
         Collective, as is the returned function, which raises BindError where ranks are in other calls. On a CPU
         the sum runs beside what the caller does until it waits.
@@ -311,9 +298,7 @@ class BoundReduction:
 
     @property
     def is_free(self) -> bool:
-        """Return whether no tensor of an earlier `begin` is alive in its memory; always True where it does not
-        lend.
-        """
+        """Return whether no tensor of an earlier `begin` is alive in its memory; True where it does not lend."""
         return self._memory is None or self._memory.is_free
 
     @cached_property
@@ -326,8 +311,7 @@ class BoundReduction:
     def begin(
         self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size]
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begin to sum gradients over ranks; return (this rank's part of each sum, a function that waits for the
-        values).
+        """Begin to sum gradients over ranks; return (this rank's part of each sum, a function that awaits them).
 
         `grads` and `shapes` are those of `ParameterBucket.begin_sum`.
         """

@@ -27,9 +27,7 @@ _CALL, _STEP = (
 
 
 def check_transforms() -> None:
-    """Raise UnsupportedError inside of `torch.func` transforms (grad, vmap), which cannot transform
-    communication.
-    """
+    """Raise UnsupportedError inside `torch.func` transforms (grad, vmap), which cannot transform communication."""
     if compat_gradients.is_transformed():
         raise UnsupportedError(
             "torch.func.grad, vmap and the like do not transform what ranks exchange: call the model outside of "
@@ -38,9 +36,7 @@ def check_transforms() -> None:
 
 
 def check_anomaly_mode() -> None:
-    """Raise UnsupportedError where `torch.autograd.detect_anomaly` looks for nan in gradients: it fails for
-    DTensors.
-    """
+    """Raise UnsupportedError where `torch.autograd.detect_anomaly` looks for nan, which fails for DTensors."""
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and torch.is_grad_enabled():
         raise UnsupportedError(
             "detect_anomaly looks for nan in DTensors, which torch has no means for: give check_nan=False, or "
@@ -76,9 +72,7 @@ class CallInputs:
 
     @property
     def facts(self) -> Facts:
-        """Return what must be the same on all ranks, without values of tensors, as (name, value) pairs for
-        `CallFacts`.
-        """
+        """Return what must be the same on all ranks, but for tensors' values, as (name, value) for `CallFacts`."""
         cache = self.named.get("past_key_values")
         return (
             ("given", ", ".join(self.tensors)),
@@ -126,9 +120,7 @@ class CallFacts(NamedTuple):
 
 
 class GivenTensor(NamedTuple):
-    """What ranks compare of a tensor that a call is given, beside its values: shape, dtype, whether it is on
-    "meta".
-    """
+    """What ranks compare of a tensor given to a call, beside values: shape, dtype, whether it is on "meta"."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -53,8 +53,7 @@ def digest_of(own: Tensor) -> int:
 
 @lru_cache(8)
 def checksum_factors(device: torch.device) -> Tensor:
-    """Return int64 factors (`_CHUNK`,) on `device`: an odd, pseudo-random number for each position, always the
-    same.
+    """Return int64 factors (`_CHUNK`,) on `device`: a fixed odd, pseudo-random number for each position.
 
     They are made by splitmix64 (Steele et al., 2014).
     """

@@ -13,8 +13,7 @@ from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
 
 class ParallelEmbedding(nn.Module):  # type: ignore[misc]
-    """A table (words, features), split as the second weight of a feed-forward part is, with words as inner
-    features.
+    """A table (words, features), split as the second weight of a feed-forward part is; words are inner features.
 
     A rank looks up the tokens whose words it has, with rows of zeros for others; rows are then summed over ranks
     to the layout of the residual. As with an `nn.Embedding`, looking up `padding_idx` gives its row no gradient.
@@ -104,8 +103,7 @@ class ParallelPositions(nn.Module):  # type: ignore[misc]
         self._use = ParameterUse([entries_of([self])])
 
     def forward(self, sequence: int) -> Tensor:
-        """Return the embeddings of this rank's positions in the residual: (1, this rank's tokens, this rank's
-        features).
+        """Return the embeddings of this rank's positions in the residual: (1, local tokens, local features).
 
         `sequence` is the global number of tokens of a sequence, whose positions are 0 to `sequence` - 1.
         """

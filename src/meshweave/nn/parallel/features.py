@@ -135,8 +135,7 @@ class PlacedModules:
         self._unused_hooks, self._uncalled = [hooks for hooks, _ in uncalled], [path for _, path in uncalled]
 
     def check(self) -> None:
-        """Raise UnsupportedError, which names the module or parameter, where the model was changed since it was
-        noted.
+        """Raise UnsupportedError, naming the module or parameter, where the model was changed since it was noted.
 
         Changes are a module replaced, a hook that would not run, a parameter removed, or its `.data` assigned; a
         parameter on the meta device is refused, too.
@@ -310,8 +309,7 @@ class ForwardArguments:
     def inputs(
         self, tokens: Tensor | None, args: tuple[Any, ...], given: dict[str, Any], targets: Tensor | None
     ) -> CallInputs:
-        """Return what a call computes with beside tokens, after a check: its targets and the arguments that are
-        taken.
+        """Return what a call computes with beside tokens, after a check: targets and the arguments it takes.
 
         Args:
             tokens: the first argument, (batch, sequence).

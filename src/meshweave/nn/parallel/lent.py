@@ -24,9 +24,7 @@ class LentMemory:
 
     @property
     def is_free(self) -> bool:
-        """Return whether the tensor that `lend` returned last and all its views are gone; True before the first
-        loan.
-        """
+        """Return whether the tensor `lend` returned last and its views are gone; True before any loan."""
         return self._lent is None or self._lent() is None
 
     def lend(self) -> Tensor:

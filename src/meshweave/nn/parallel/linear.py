@@ -162,8 +162,7 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         return tuple("" if dim == "inner" and at > first else dim for at, dim in enumerate(dims))
 
     def weights(self, kept: Tensor) -> list[Tensor]:
-        """Return this rank's part (features out, features in) of each of the fused weights; of the one if none is
-        fused.
+        """Return this rank's part (features out, features in) of each fused weight, or of the one weight.
 
         `kept` is this rank's weight, already gathered along the axes that split it only while it is stored.
         """

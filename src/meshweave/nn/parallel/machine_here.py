@@ -110,8 +110,7 @@ class MeasuredStep:
     gather: TimedMove = _NOTHING
 
     def is_replicas(self, parallelism: Parallelism, batch: int) -> bool:
-        """Return whether a step of `batch` sequences by `parallelism` is the plain data parallelism that was
-        measured.
+        """Return whether a step of `batch` sequences by `parallelism` is the measured plain data parallelism.
 
         That is data parallelism on all ranks, two or more, each with the larger measured number of sequences in
         one micro-batch. `batch` is the number of sequences of all ranks.
@@ -184,11 +183,13 @@ def measured_problem(
 ) -> StepProblem:
     """Return the problem of a step on this machine, in fp32, whose predicted times are those measured.
 
-    On one rank `step_of` then predicts what was measured. Where `batch` is the larger measured number of
-    sequences times the number of ranks, `overlap` of the stack, from 0 to 1, is fitted so that plain data
-    parallelism takes the measured time; other plans are priced with it, too. For other batches it is 0.
+    On one rank `step_of` then predicts what was measured. Where `batch` is the larger measured number of sequences
+    times the number of ranks, `overlap` of the problem's `stack`, the share (0 to 1) of data-parallel
+    communication that overlaps with the backward pass, is fitted so that plain data parallelism takes the measured
+    time; other plans are priced with it, too. For other batches it is 0.
 
     Args:
+        measured: the measured times.
         model: whose parts were measured.
         batch: sequences of a step, of all ranks together.
         sequence: tokens of a sequence.

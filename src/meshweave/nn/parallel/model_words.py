@@ -146,9 +146,7 @@ def checksum_words(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def weight_words(module: nn.Module) -> dict[str, str]:
-    """Return the checksums of a model's plain parameters and buffers, by name, as `checksum_words`; DTensors
-    are left out.
-    """
+    """Return the checksums, by name, of a model's plain parameters and buffers (DTensors are left out)."""
     return checksum_words(_tensors(module))
 
 

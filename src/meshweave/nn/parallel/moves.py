@@ -191,8 +191,7 @@ class GradientSum:
 
 
 def terms(dims: AxisDims, over: tuple[str, ...]) -> AxisDims:
-    """Return `dims` with "partial" for each dim in `over`: the layout of the terms that ranks have of a sum over
-    these.
+    """Return `dims` with "partial" for each dim in `over`: the layout of the terms of a sum over these.
 
     So for `over` ("batch",): ("batch", "hidden") -> ("partial", "hidden").
 

@@ -35,8 +35,7 @@ EPSILON = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 
 
 def be_instance_of(made: nn.Module, replaced: nn.Module) -> None:
-    """Make `made` an instance also of the class of `replaced`, the module that it replaces; its own methods come
-    first.
+    """Make `made` an instance also of the class of `replaced`, which it replaces; its own methods come first.
 
     Code that groups parameters, such as those without weight decay, asks modules for their class.
     """

@@ -41,9 +41,7 @@ class NumberedSum:
         self._traced = Mover(site)
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return the sums over ranks of `values` (count,), differentiably. Collective. Raises BindError as
-        `run` does.
-        """
+        """Return the sums over ranks of `values` (count,), differentiably. Collective. Raises as `run` does."""
         if torch.compiler.is_compiling() or not self._traced.is_needed:
             return self._traced(values, 1, 1)
         total: Tensor = _SameGradient.apply(self, values)
@@ -88,8 +86,7 @@ def terms_of(strategy: LayerStrategy, axes: Sequence[int]) -> tuple[int, int]:
 
 
 def summed_number(bound: BoundProgram, dtype: torch.dtype, count: int, place: int) -> tuple[float, float]:
-    """Return (added, expected): the number that a rank adds beside its data in the next run, and the sum of all
-    ranks'.
+    """Return (added, expected): the number that a rank adds to its data in the next run, and all ranks' sum.
 
     The rank is at index `place` of the `count` ranks that have terms. In a `dtype` of 2 bytes only the first
     `_EXACT_TERMS` ranks add a number, the others 0. Ranks give `check_number` the sum that arrives and `expected`.
@@ -111,8 +108,7 @@ def call_number(bound: BoundProgram, dtype: torch.dtype, count: int = 1) -> floa
 
 
 def check_number(arrived: Tensor, expected: float) -> None:
-    """Raise BindError where an element of `arrived` is not `expected`: the data sent beside it are of another
-    call.
+    """Raise BindError where an element of `arrived` is not `expected`: its data are of another call.
 
     On CUDA nothing is checked, since the host would wait.
     """

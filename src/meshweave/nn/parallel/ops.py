@@ -25,8 +25,7 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 
 @dataclass(frozen=True)
 class SiteProduct:
-    """One product of a layer on the ranks of a strategy, with weights that share an operand and are multiplied at
-    once.
+    """One product of a layer on a strategy's ranks; weights that share an operand are multiplied at once.
 
     Attributes:
         site: which product of the layer it is, with its sizes.
@@ -40,8 +39,7 @@ class SiteProduct:
 
     @cached_property
     def is_interleaved(self) -> bool:
-        """Return whether the columns of the weights alternate unit by unit, as q0 k0 v0 q1 k1 v1 for heads 0 and
-        1.
+        """Return whether the weights' columns alternate unit by unit, as q0 k0 v0 q1 k1 v1 for heads 0 and 1.
 
         They do where a mesh axis splits inner features in the product and not after it, or the other way round, so
         that whole units move between ranks. Else all columns of a weight stand together within each rank's shard.

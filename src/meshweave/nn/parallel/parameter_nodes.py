@@ -152,16 +152,12 @@ class UsedTogether(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Begin the sum of gradients; return memory for this rank's part of each, None for parameters without
-        gradient.
-        """
+        """Begin the sum of gradients; return memory for this rank's part of each, None for a missing gradient."""
         return None, None, None, *_begun(ctx.bucket, ctx.shapes, ctx.sums, grads, ctx.needs_input_grad[3:])
 
 
 class GatherAgain(torch.autograd.Function):  # type: ignore[misc]
-    """The identity, for results of code that uses gathered parameters; its backward part gathers the parameters
-    again.
-    """
+    """The identity, for results of code that uses gathered parameters; its backward gathers them again."""
 
     @staticmethod
     def forward(
@@ -175,9 +171,7 @@ class GatherAgain(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gather again the buckets whose memory was freed; return None for `gathered`, then `grads` as they
-        are. Collective.
-        """
+        """Gather freed buckets again; return None for `gathered`, then `grads` as they are. Collective."""
         for bucket, flat in zip(ctx.buckets, ctx.saved_tensors, strict=True):
             bucket.fill_again(flat)
         return None, *grads

@@ -44,8 +44,7 @@ def plans_here(
     free_bytes: float,
     context: TorchContext | None = None,
 ) -> list[tuple[Parallelism, float]]:
-    """Return [(plan, predicted seconds of a step)] for a model on all ranks. Collective over all ranks of the
-    world.
+    """Return [(plan, predicted seconds of a step)] for a model on all ranks. Collective over the world.
 
     First come data parallelism and ZeRO-3, where the batch is a multiple of the ranks, then the fastest plans in
     which ranks share layers, `NUM_PLANNED` at most. The list is empty if the sizes of the model are not known, it

@@ -70,9 +70,7 @@ def bound_program(
 
 
 def on_device(program: Program, device: torch.device) -> Program:
-    """Return a program as it runs on `device`: on a CPU collectives are written out as messages, on CUDA they
-    stay.
-    """
+    """Return a program as it runs on `device`: a CPU has collectives written out as messages, CUDA keeps them."""
     return lower_small_sums(lower_rings(program)) if device.type == "cpu" else program
 
 

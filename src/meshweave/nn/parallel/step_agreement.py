@@ -166,8 +166,8 @@ class StepAgreement:
         """Begin to sum `term`, a tensor () of each rank, in one message with what the running call compares.
 
         Return a function that waits until `take` has been called with the sum; the next call of these ranks waits,
-        too. Return None where the call's number was sent already, or none is compared: the caller then sums the
-        terms.
+        too. Return None where the call's number was sent already, or the call compares none: the caller then sums
+        the terms.
         """
         joint = self._joint
         return None if joint is None or not joint.is_unsent else joint.begin(float(term.detach()), take)
@@ -302,8 +302,7 @@ class JointMessage:
         self.begin(None, lambda _: None)()
 
     def begin(self, term: float | None, take: Callable[[float], object]) -> Callable[[], None]:
-        """Send the message with `term`, this rank's term of the loss (None for no loss); return a function that
-        waits.
+        """Send this rank's `term` of the loss (None for no loss) in the message; return a function that waits.
 
         The returned function compares, and calls `take` with the sum of the terms. It raises LayoutError where
         ranks differ, and BindError where other ranks have ended the call without a loss.

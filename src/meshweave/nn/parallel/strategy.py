@@ -111,8 +111,7 @@ class LayerStrategy:
 
     @cached_property
     def only_splits_batch(self) -> bool:
-        """Return whether the mesh is plain data parallelism: each of several ranks has whole weights and its own
-        sequences.
+        """Return whether the mesh is plain data parallelism: several ranks with whole weights and own sequences.
 
         Nothing is then communicated before the loss. False for a mesh of one rank.
         """
@@ -142,9 +141,7 @@ class LayerStrategy:
         return start * side.unit, (start + count) * side.unit
 
     def local_shape(self, sides: Sides, dims: AxisDims) -> tuple[int, ...]:
-        """Return the shape of this rank's shard of a tensor with dims `sides`, where each mesh axis splits as
-        in `dims`.
-        """
+        """Return the shape of this rank's shard of a tensor with dims `sides`; mesh axes split it as in `dims`."""
         return tuple(stop - start for start, stop in (self.span(side, dims) for side in sides))
 
     def tokens(self, batch: int, sequence: int) -> Sides:
@@ -184,7 +181,7 @@ def chunked(config: BlockConfig, most: int) -> BlockConfig:
 
 
 def overlap_of(strategy: LayerStrategy) -> str:
-    """Return a sentence, for reports, on what communication of a parallelised model runs beside.
+    """Return a sentence, for reports, that says what the communication of a parallelised model overlaps with.
 
     In such a model each product is a program of its own, in contrast to programs of whole layers.
     """

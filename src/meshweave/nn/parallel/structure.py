@@ -44,9 +44,7 @@ class LayerMap:
 
     @property
     def into_feed_forward(self) -> tuple[str, ...]:
-        """Return the names of the first linear layers of the feed-forward half: (gate, up), or (up,) without a
-        gate.
-        """
+        """Return the names of the feed-forward half's first linear layers: (gate, up), or (up,) without a gate."""
         return (self.gate, self.up) if self.gate else (self.up,)
 
     @property
@@ -153,8 +151,7 @@ def _check_embedding(embedding: nn.Module, name: str) -> None:
 
 
 def heads_of(module: nn.Module, number: int, model_map: ModelMap) -> Heads:
-    """Return the numbers of heads, their width, scale, window and dropout of the attention of layer `number`, from
-    0.
+    """Return the head counts, width, scale, window and dropout of the attention of layer `number`, from 0.
 
     They are read from its module and the configuration of the model. Raises LayoutError where neither says how
     many heads there are, UnsupportedError where attention is not causal.

@@ -104,8 +104,7 @@ def is_adapter(module: nn.Module) -> bool:
 def check_takeable(
     module: nn.Module, embedding: str, head: str, positions: str = "", adds_bias: bool = False
 ) -> None:
-    """Raise UnsupportedError, which names a parameter, where a model shares it, or has an option that is not taken
-    over.
+    """Raise UnsupportedError, naming a parameter, where a model shares it or has an option not taken over.
 
     Shared is a parameter with several names, except the weight of embedding and head, or two that overlap in
     memory. Options are those of embeddings (`max_norm`, `scale_grad_by_freq`, `sparse`, `padding_idx` of

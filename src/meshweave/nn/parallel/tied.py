@@ -46,8 +46,7 @@ class TiedWeight:
             self.movers.append(Mover(there, back))
 
     def head(self, linear: nn.Module, name: str) -> ParallelLinear:
-        """Return the parallel layer that takes the place of the head `linear`; its weight is the embedding's
-        parameter.
+        """Return the parallel layer that replaces the head `linear`; its weight is the embedding's parameter.
 
         `name` is the head's name in the model, for errors.
         """

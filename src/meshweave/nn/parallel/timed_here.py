@@ -87,8 +87,7 @@ class TwoLayers:
 
 
 def sum_over(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False) -> Callable[[], object]:
-    """Return a function that all-reduces `num_bytes` of float32 zeros over the ranks of a strategy. Collective,
-    both.
+    """Return a function that all-reduces `num_bytes` of float32 zeros over a strategy's ranks. Collective, both.
 
     Args:
         strategy: the strategy on its ranks.
@@ -123,9 +122,7 @@ def added_s(among: AllRanks, run: Callable[[], object]) -> float:
 
 
 def each_s(among: AllRanks, run: Callable[[], object]) -> float:
-    """Return the seconds of a call of `run` on the slowest rank, the median over some series of calls.
-    Collective.
-    """
+    """Return the seconds of a call of `run` on the slowest rank, the median of some series. Collective."""
     return among.median_s(_several(run), _REPEATS) / _SUMS
 
 

@@ -26,15 +26,12 @@ class TokenLimits:
     positions: int | None = None
 
     def check(self, tokens: Tensor | None, targets: Tensor | None = None) -> None:
-        """Raise LayoutError where the model does not take tokens or targets (batch, sequence); None is not
-        checked.
-        """
+        """Raise LayoutError where the model does not take tokens or targets (batch, sequence); None passes."""
         if problem := self.problem(tokens, targets):
             raise LayoutError(problem)
 
     def problem(self, tokens: Tensor | None, targets: Tensor | None) -> str:
-        """Return, as a sentence, why the model does not take tokens or targets (batch, sequence); "" where it
-        does.
+        """Return a sentence why the model does not take tokens or targets (batch, sequence); "" where it does.
 
         What is None is not checked. Where all are in the vocabulary, each of the two takes one reduction and one
         copy to the host.

@@ -106,9 +106,7 @@ def _is_kept_row(row: Any) -> bool:
 
 
 def check_numbers(steps: Any, seconds: Any, within: Any) -> None:
-    """Raise LayoutError unless `steps` is a whole number, and `seconds` and the share `within` numbers, all
-    from 0 on.
-    """
+    """Raise LayoutError unless `steps` is an integer, and `seconds` and the share `within` numbers, all >= 0."""
     if not isinstance(steps, int) or not is_number(steps):
         raise LayoutError(f"steps of a trial are a whole number from 0 on, not {printable(steps)}")
     for name, value in (("seconds", seconds), ("within", within)):

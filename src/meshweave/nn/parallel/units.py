@@ -103,8 +103,7 @@ class UnitChoice:
         self.rows = (units[:, None] * inner.unit + torch.arange(inner.unit)).flatten()
 
     def terms(self, dims: AxisDims) -> AxisDims:
-        """Return the layout of the gradient of the parameter, from `dims`, the layout of the gradient of the
-        chosen rows.
+        """Return the layout of the parameter's gradient, from `dims`, that of the gradient of the chosen rows.
 
         Both have for each mesh axis the dim that it splits. Where the parameter is kept whole, axes that split
         inner features become "partial": ranks along them have terms of a sum.

@@ -119,8 +119,7 @@ class ParameterUse:
         return all(map(contains, self._opened, self._names))
 
     def are_here(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether all `parameters` are DTensors on the device mesh of their strategy; inside FSDP2 they are
-        not.
+        """Return whether all `parameters` are DTensors on their strategy's device mesh; inside FSDP2 they are not.
 
         `parameters` are in the order of `parameters()`.
         """
@@ -133,9 +132,7 @@ class ParameterUse:
 
     @property
     def is_computed(self) -> bool:
-        """Return whether a module computes some of the parameters at each use, as parametrizations and adapters
-        do.
-        """
+        """Return whether a module computes some parameters at each use, as parametrizations and adapters do."""
         return any(hasattr(type(module), name) for module, name in self.entries)
 
     def parameters(self) -> list[Tensor]:
@@ -259,8 +256,7 @@ class ThroughoutUse(ParameterUse):
             self._put(at_once, [self._own.pop(at) for at in at_once])
 
     def reach(self, layer: int) -> None:
-        """Open the parameters whose first use is in layer number `layer`, from 0, or before that layer.
-        Collective.
+        """Open the parameters first used in layer number `layer`, from 0, or before that layer. Collective.
 
         -1 stands for what comes before the layers, their number for what comes after them. Nothing is done outside
         of `open_by_layer`.
@@ -307,8 +303,7 @@ def used_throughout(
     layers: Sequence[ParameterUse],
     first: Sequence[KeepsParameters],
 ) -> ThroughoutUse:
-    """Return the parameters that stay open (gathered) from their first use to the end of a call, those used last
-    first.
+    """Return the parameters that stay open (gathered) from first use to the end of a call, last used first.
 
     These are all that modules outside of layers keep, and of layers those whose gradients are summed, but for
     those that each layer gathers and frees again. On a single rank they are all parameters: a node of autograd for

@@ -55,8 +55,7 @@ class BoundPipeline:
     tied: TiedTable | None
 
     def splits(self, number: int) -> bool:
-        """Return whether stage `number`, on this rank, computes the weight gradients of some micro-batch in an
-        action apart.
+        """Return whether stage `number` computes, on this rank, some weight gradient in an action of its own.
 
         False for the first stage, which has no input gradients.
         """

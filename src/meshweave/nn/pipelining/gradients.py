@@ -128,8 +128,7 @@ class StageGradients:
         return cls(own, parameters, vector, LossSum(vector[size:], index))
 
     def check(self, module: nn.Module, number: int, splits: bool) -> None:
-        """Raise LayoutError, which names a parameter, where the set of trained parameters has changed since the
-        first step.
+        """Raise LayoutError, naming a parameter, where other parameters are trained than in the first step.
 
         That is where a parameter requires a gradient and did not then, or is frozen since and data-parallel ranks
         sum its gradient. Raise UnsupportedError where a parameter has a hook to call after its gradient, and the

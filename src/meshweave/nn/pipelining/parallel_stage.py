@@ -127,9 +127,7 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         self._num_items = int(counts.sum()) / parts if parts and is_whole else None
 
     def check(self, tokens: Tensor | None = None, targets: Tensor | None = None) -> None:
-        """Raise LayoutError where tokens or targets (rows, sequence) are none that the model takes; None is not
-        checked.
-        """
+        """Raise LayoutError where the model does not take tokens or targets (rows, sequence); None passes."""
         self._model.agreement.limits.check(tokens, targets)
 
     @property

@@ -108,8 +108,7 @@ def meshes_of(meshes: DeviceMesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
 def schedule_of(
     plan: PipelineAlgorithm | Schedule, problem: PipelineProblem, config: PipelineConfig
 ) -> Schedule:
-    """Return a given schedule, or the one that an algorithm writes, with pipeline ranks numbered as in the
-    problem.
+    """Return a given schedule, or the one that an algorithm writes, with the problem's pipeline ranks.
 
     Raises LayoutError where the plan does not take the problem, or puts stages on one pipeline rank whose modules
     are on different ones, or the other way round.
@@ -140,8 +139,7 @@ def schedule_of(
 
 
 def forwards_of(schedule: Schedule) -> Schedule:
-    """Return the schedule without training: on each rank the forwards in order, then a RESHARD action for each
-    stage.
+    """Return the schedule without training: each rank's forwards in order, then a RESHARD action per stage.
 
     The RESHARD, after the last forward of a stage, says when data-parallel ranks may sum the losses: forwards add
     to the losses, which the program does not know.

@@ -12,9 +12,7 @@ from meshweave.nn.saved_versions import versions
 
 
 def random_states(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """Return [(type of device, state of its generator)]: "cpu", then "cuda" if one of the tensors is on such a
-    device.
-    """
+    """Return [(type of device, state of its generator)]: "cpu", then "cuda" if one of the tensors is there."""
     states = [("cpu", torch.get_rng_state())]
     if any(tensor.device.type == "cuda" for tensor in tensors):
         states.append(("cuda", torch.cuda.get_rng_state()))
@@ -32,8 +30,7 @@ def set_random_states(states: Sequence[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def kept_buffers(module: nn.Module, before: Sequence[int]) -> Iterator[None]:
-    """Let a module run again in the block on copies of the buffers that its first forward changed, then restore
-    them.
+    """Let a module run again in the block on copies of buffers that its first forward changed; restore them.
 
     So a second forward of a micro-batch does not change buffers, such as running statistics, a second time. Copied
     are buffers that have changed since `before`, the `versions` of all buffers before the first forward, and

@@ -35,7 +35,7 @@ class PipelineMemory:
 
 
 class SavedMemory:
-    """The bytes of storages that stages of this process keep between their parts.
+    """The bytes of storages that stages of this process keep between their parts (forward and backward passes).
 
     Attributes:
         bytes: those kept now.
@@ -54,9 +54,7 @@ class SavedMemory:
         self._excluded.update(key for key, _ in _storages((*module.parameters(), *module.buffers())))
 
     def exclude_batch(self, tensors: Iterable[Tensor]) -> None:
-        """Leave out of the count the tensors that the caller gives to this step, in place of those of earlier
-        steps.
-        """
+        """Leave out of the count the caller's tensors for this step, and no longer those of earlier steps."""
         self._of_batch = {key for key, _ in _storages(tensors)}
 
     def reset_peak(self) -> None:
@@ -84,9 +82,7 @@ class SavedMemory:
         return saved
 
     def add(self, key: int, num_bytes: int) -> None:
-        """Note one more use of the storage `key` (`storage_key`) of `num_bytes`; only its first use adds to
-        `bytes`.
-        """
+        """Note one more use of the storage `key` (`storage_key`) of `num_bytes`; the first adds to `bytes`."""
         self._uses[key] += 1
         if self._uses[key] == 1:
             self.bytes += num_bytes

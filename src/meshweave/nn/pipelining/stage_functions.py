@@ -297,10 +297,10 @@ class StageFunctions:
         ]
 
     def backward(self, stash: dict[str, Any], *operands: Any) -> list[Tensor]:
-        """Run a whole backward: return the gradients of the tensors that arrived, then the vector of gradients.
+        """Run a whole backward: return the gradients of the tensors that arrived, then `total` as it was given.
 
-        Gradients of parameters have been added to their `.grad`. `operands` are those of `input_grad`, with that
-        vector before the micro-batch's number.
+        Gradients of parameters have been added to their `.grad`. `operands` are those of `input_grad`, with
+        `total` of `weight_grad` before the micro-batch's number.
         """
         *before, total, micro_batch = operands
         return [*self.input_grad(stash, *before, micro_batch), total]
@@ -308,7 +308,8 @@ class StageFunctions:
     def weight_grad(self, stash: dict[str, Any], *operands: Any) -> Tensor:
         """Add the gradients of parameters to their `.grad`; do nothing where a whole backward has done it.
 
-        `operands` begin with the vector of gradients, which is returned, and end with the micro-batch's number.
+        `operands` begin with `total`, the gradients in the program, returned as they are, and end with the
+        micro-batch's number.
         """
         total, micro_batch = operands[0], operands[-1]
         if micro_batch in self.whole_backwards:

@@ -59,15 +59,11 @@ class StagePlaces:
         return tuple(sorted({rank for mesh in self.meshes for rank in mesh.ranks}))
 
     def sources(self, stage: int) -> tuple[int, ...]:
-        """Return the numbers of the stages whose results a stage reads, in the order of its inputs; () for the
-        first.
-        """
+        """Return the numbers of the stages whose results a stage reads, in its inputs' order; () for the first."""
         return tuple(source for source, target in self.edges if target == stage)
 
     def targets(self, stage: int) -> tuple[int, ...]:
-        """Return the numbers of the stages that read a stage's results, in the order of its outputs; () for the
-        last.
-        """
+        """Return the numbers of the stages that read a stage's results, in its outputs' order; () for the last."""
         return tuple(target for source, target in self.edges if source == stage)
 
     def data_axes_of(self, stage: int) -> tuple[str, ...]:
@@ -98,8 +94,7 @@ def agreed_places(
     data_axes: Sequence[str],
     skips: Sequence[tuple[int, int]],
 ) -> StagePlaces:
-    """Return which ranks have which stage, after each of `ranks` has said which stages it has. Collective among
-    them.
+    """Return which ranks have which stage, after each of `ranks` has said which it has. Collective for them.
 
     Args:
         context: communicates between the ranks.
@@ -160,8 +155,7 @@ class PipelineData:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of samples of a micro-batch, over all ranks of a stage: dim 0 of the first batch
-        tensor.
+        """Return the samples of a micro-batch over all ranks of a stage: dim 0 of the first batch tensor.
 
         Only for ranks of the first stage; others have no batch tensors.
         """
@@ -347,8 +341,7 @@ def _stage(
 
 
 def require_all_parameters(number: int, profile: StageProfile, schedule: Schedule) -> None:
-    """Raise UnsupportedError where a schedule splits backward passes of stage `number` in two, and that does not
-    work.
+    """Raise UnsupportedError where a schedule splits backward passes of stage `number`, which does not work.
 
     It does not where the split would miss the gradient of a parameter, or does not run, as the profile says.
     """

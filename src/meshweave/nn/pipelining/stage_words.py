@@ -24,8 +24,7 @@ def stage_words(
     target: Tensor | None,
     options: PipelineOptions,
 ) -> Words:
-    """Return {subject: {name: text}} to compare before a pipeline runs; ranks with a common subject must have
-    equal texts.
+    """Return {subject: {name: text}} to compare before a pipeline runs; equal subjects need equal texts.
 
     Subjects name the ranks: those along data axes share the weights of a stage, those along the other axes share
     tokens and targets, and all share options and versions. Ranks of a stage also compare which of its modules are

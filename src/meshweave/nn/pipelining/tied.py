@@ -76,8 +76,7 @@ class TiedTable:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def sum_gradients(self) -> None:
-        """Set the gradient of each copy to the sum of both. Collective among the ranks of the first and the last
-        stage.
+        """Set the gradient of each copy to the sum of both. Collective among the first and last stage's ranks.
 
         Raises LayoutError, and sets nothing, where a copy on this rank has no gradient or, on a CPU, copies
         differ.

@@ -96,9 +96,7 @@ def _with_parameter_actions(schedule: Schedule) -> Schedule:
 
 
 class ActionRecorder:
-    """Records the time spans of the actions that torch's pipeline runtime runs on this rank, in the order of
-    their ends.
-    """
+    """Records the time spans of actions that torch's pipeline runtime runs here, in the order of their ends."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []

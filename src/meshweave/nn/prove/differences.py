@@ -274,8 +274,7 @@ class ProofRanks:
         return {rank: text for rank, text in self.say(own).items() if text}
 
     def first_difference(self, compared: Iterable[Compared]) -> Difference | None:
-        """Return the first tensor that differs on any rank by more than allowed, or whose copies differ between
-        ranks.
+        """Return the first tensor that differs on a rank by more than allowed, or whose copies differ.
 
         None where there is none. Collective: every rank gives the same tensors in the same order, and gets the
         same answer. Where ranks give tensors of different names, that is the difference.

@@ -110,8 +110,7 @@ def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return the vocabulary size: `vocab_size` of the configuration, or the rows of the first embedding; 0 without
-    one.
+    """Return the vocabulary size: the configuration's `vocab_size`, the first embedding's rows, or else 0.
 
     It is at most the rows of the table of tokens, where the model says which embedding that is.
     """
@@ -155,9 +154,7 @@ def outputs_of(module: nn.Module, given: Given) -> dict[str, Tensor]:
 
 
 def arguments_of(module: nn.Module, given: Given) -> dict[str, Any]:
-    """Return keyword arguments for a call of a module, besides its inputs: no cache, and targets where it takes
-    them.
-    """
+    """Return keyword arguments to call a module with, beside inputs: no cache, and targets if it takes them."""
     named: dict[str, Any] = {"use_cache": False} if takes(module.forward, "use_cache") else {}
     wrapped = getattr(module, "module", module)
     word = next((each for each in _OWN if takes(module.forward, each) or takes(wrapped.forward, each)), "")
@@ -171,7 +168,9 @@ _OWN = {"labels": "loss of labels", "targets": "loss of targets"}
 
 
 def without_ignored(targets: Tensor) -> Tensor:
-    """Return targets with negative ones replaced by token 0: nanoGPT's loss ignores another number than -100."""
+    """Return targets with negative ones replaced by token 0, since losses such as nanoGPT's ignore -1, not
+    -100.
+    """
     return targets.clamp(min=0)
 
 
@@ -205,8 +204,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def loss_of(out: Tensor, targets: Tensor | None) -> Tensor:
-    """Return the mean cross entropy of logits `out` (..., words) with `targets` (...), a tensor (), without
-    `IGNORED` ones.
+    """Return the mean cross entropy () of logits `out` (..., words) with the `targets` (...) not `IGNORED`.
 
     Without targets, or where they have another shape, it is the mean of all elements of `out` times fixed weights
     between -1 and 1, which are the same for each row.

@@ -56,8 +56,7 @@ def narrowest_seen() -> Iterator[list[torch.dtype]]:
 
 
 def settled_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return a parameter's gradient, redistributed to the parameter's placements if it is a DTensor; None if it
-    has none.
+    """Return a parameter's gradient, None for none; that of a DTensor has the parameter's placements.
 
     Collective where the gradient has other placements.
     """

@@ -83,8 +83,7 @@ def prepared(
     casts_buffers: bool = True,
     drops: bool = False,
 ) -> Iterator[None]:
-    """Run the block with a module prepared for a proof, then restore it: no dropout, and gradients None at the
-    beginning.
+    """Run the block with a module prepared for a proof, then restore it: no dropout, no gradients at first.
 
     Gradients are computed in it, also under `torch.no_grad()`. Random numbers are drawn from a fixed seed.
 
@@ -159,9 +158,7 @@ def _lay(child: nn.Module, dtype: torch.dtype | None, made: dict[int, Tensor], c
 
 
 def without_dropout(owners: Iterable[Any]) -> list[tuple[Any, str, Any]]:
-    """Set the dropout probabilities of modules and their configurations to 0; return [(object, attribute, old
-    value)].
-    """
+    """Set dropout probabilities of modules and configurations to 0; return [(object, attribute, old value)]."""
     changed: list[tuple[Any, str, Any]] = []
     for owner in owners:
         for each in _dropouts(owner):
@@ -212,8 +209,7 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a tensor or module without the prefixes of torch's wrappers (DDP, FSDP, compile,
-    checkpoint).
+    """Return a tensor's or module's name without the prefixes of torch's wrappers (DDP, FSDP, compile, ...).
 
     "module.0._orig_mod.weight" -> "0.weight".
     """

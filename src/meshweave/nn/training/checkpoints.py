@@ -388,8 +388,7 @@ class Checkpoints:
         return dict(manifest.notes)
 
     def refuse_together(self, step: int, wrong: str, told: Any = None) -> list[Any]:
-        """Return each rank's `told`, by rank, or raise CheckpointError on all ranks where any has a `wrong`.
-        Collective.
+        """Return each rank's `told`, by rank; raise CheckpointError on all if any has a `wrong`. Collective.
 
         The message is "the checkpoint of step N in FOLDER", then `wrong`, such as "cannot be saved: ...".
         """

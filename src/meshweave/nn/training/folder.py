@@ -264,8 +264,7 @@ class FolderLock:
 
     @classmethod
     def take(cls, folder: Path, holder: Any, is_busy: Callable[[Any], bool]) -> None:
-        """Take the lock on a folder for `holder`, until that is garbage-collected; do nothing where `holder` has
-        it.
+        """Take the lock on a folder for `holder`, as long as that lives; do nothing where `holder` has it.
 
         Another holder in this process loses it, unless it is saving now. Where a file system has no such locks,
         warn, and keep no other process out.

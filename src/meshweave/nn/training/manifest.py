@@ -170,9 +170,7 @@ class Manifest:
         )
 
     def boxes(self) -> dict[str, list[tuple[str, int, SavedBox]]]:
-        """Return {name of a tensor: its boxes}, each as (name of its file, offset in bytes of the box in the
-        file, box).
-        """
+        """Return {tensor name: boxes}, each (name of its file, offset in bytes of the box in the file, box)."""
         by_tensor: dict[str, list[tuple[str, int, SavedBox]]] = {name: [] for name in self.tensors}
         for name, file in self.files.items():
             at = 0

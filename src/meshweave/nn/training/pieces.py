@@ -86,8 +86,7 @@ Saved: TypeAlias = Tensor | ShardPieces
 
 
 def pieces_of(name: str, value: Saved) -> ShardPieces:
-    """Return the boxes that this rank has of a tensor; a plain tensor is one box, the whole, and without elements
-    none.
+    """Return this rank's boxes of a tensor; a plain tensor is one box, the whole, or none if it is empty.
 
     Args:
         name: of the tensor, for errors.

@@ -50,9 +50,7 @@ class AgreementRound:
         return f"{self._key}/{rank}"
 
     def give(self, words: Any, name: int | str | None = None) -> None:
-        """Write `words`, JSON values, into the store for other ranks, under `name`; for None under this rank's
-        number.
-        """
+        """Write JSON values `words` into the store under `name`, for other ranks; None is this rank's number."""
         name = self._rank if name is None else name
         if self._is_alone:
             self._own[self._name(name)] = json.dumps(words)
@@ -69,9 +67,7 @@ class AgreementRound:
             self.give(self._num_ticks, f"tick{self._rank}")
 
     def given(self, names: Sequence[int | str]) -> list[Any] | None:
-        """Return what was written under each of `names`, in their order, without waiting; None until all of it
-        is there.
-        """
+        """Return what was written under each of `names`, in order, without waiting; None until all is there."""
         keys = [self._name(name) for name in names]
         if self._is_alone:
             return [json.loads(self._own[key]) for key in keys] if self._own.keys() >= set(keys) else None
@@ -132,8 +128,7 @@ class AgreementRound:
         return now - seen[rank][1] < within_s
 
     def is_at_work(self, within_s: float, seen: dict[int, tuple[int, float]]) -> bool:
-        """Return whether another rank has made a `tick` in the last `within_s` seconds, as far as this rank has
-        seen.
+        """Return whether another rank made a `tick` in the last `within_s` seconds, as far as this rank has seen.
 
         Only ranks that have yet to `give` count; where all have given, rank 0, which has yet to write the result.
 
@@ -176,8 +171,7 @@ class Rounds:
         self._ended.append(round_)
 
     def agree(self, round_: AgreementRound, topic: str, words: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchange `words` in a round; return each rank's, with `topic` in them, by rank in ascending order.
-        Collective.
+        """Exchange `words` in a round; return each rank's, with `topic`, by ascending rank. Collective.
 
         Args:
             round_: the round, as `begin` returned it.

@@ -55,8 +55,7 @@ class FolderTogether:
         return f"the checkpoint of step {step} in {self.folder}"
 
     def folder_if_unchanged(self, step: int, manifest: Manifest | None) -> Path:
-        """Return the folder of the checkpoint of a step, if its manifest there is still `manifest`; None skips the
-        check.
+        """Return the folder of a step's checkpoint if its manifest is still `manifest`; None skips the check.
 
         Raises CheckpointError where it is missing or incomplete, or has another manifest by now.
         """

@@ -23,8 +23,7 @@ Block = tuple[Runs, ...]
 
 
 def block_of(name: str, tensor: Tensor) -> Block:
-    """Return which part of a tensor this rank has: for each dim the (start, stop) ranges, in the order of its
-    shard.
+    """Return this rank's part of a tensor: for each dim (start, stop) ranges, in the order of its shard.
 
     (4, 6) with Shard(1) on 2 ranks -> (((0, 4),), ((0, 3),)) on the first. A plain tensor is whole. On a rank
     outside of a DTensor's mesh no dim has a range.
@@ -55,8 +54,7 @@ def _runs(indices: Any) -> Runs:
 
 
 def boxes_of(block: Block) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield, for each box of a block, (slices in this rank's shard, slices in the whole tensor), one slice per
-    dim.
+    """Yield, for each box of a block, (slices in this rank's shard, slices in the whole), a slice per dim.
 
     A box has one range of each dim; there is one for each combination of ranges.
     """
@@ -70,7 +68,5 @@ def boxes_of(block: Block) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...
 
 
 def sizes_of(block: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, ...]:
-    """Return the shape of the shard whose (start, stop) ranges for each dim are `block`: the ranges' lengths
-    summed.
-    """
+    """Return the shape of the shard whose (start, stop) ranges for each dim are `block`: summed lengths."""
     return tuple(sum(stop - start for start, stop in runs) for runs in block)

@@ -43,8 +43,7 @@ class Checkpoint:
         return tuple(self._part(name).get_shape())
 
     def read(self, name: str, block: Block) -> Tensor:
-        """Return a part of the stored tensor `name`, in the shape of the part, on the CPU; only its bytes are
-        read.
+        """Return a part of the stored tensor `name` on the CPU, in the part's shape; only its bytes are read.
 
         Args:
             name: the tensor's name in the checkpoint.

@@ -110,10 +110,11 @@ def bytes_of(size: int | str) -> int:
 
 
 def stored_names(module: nn.Module) -> dict[str, str]:
-    """Return {first name of a tensor in the module: the name under which transformers stores it}.
+    """Return {name of a tensor in the module: the name under which transformers stores it}.
 
-    Where transformers would join or split tensors as it saves them, all names are the module's own, for a tied
-    tensor the one that transformers keeps; `from_pretrained` reads these, too.
+    A tied tensor goes by the first of its names. Where transformers would join or split tensors as it saves them,
+    all names are the module's own, for a tied tensor the one that transformers keeps; `from_pretrained` reads
+    these, too.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
