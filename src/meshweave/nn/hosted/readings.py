@@ -95,7 +95,7 @@ def norm_kind(call: ModuleCall) -> NormKind | str:
 
 
 def is_norm_before(inner: ModuleCall, leaving: ModuleCall) -> bool:
-    """Return whether `inner` calls a norm of all features whose result the linear layer `leaving` is given.
+    """Return whether `inner` is a call of a norm of all features whose result the linear layer `leaving` gets.
 
     That is so where `leaving` reads its result, and its weight has one element for each feature of the operand of
     `leaving`.

@@ -91,7 +91,7 @@ def auxiliary_loss(module: nn.Module, out: Any, num_tokens: int) -> Tensor | Non
 
 
 def check_auxiliary(module: nn.Module, is_whole: bool, has_mask: bool) -> None:
-    """Raise UnsupportedError where a model's auxiliary loss would not be computed of all tokens and layers.
+    """Raise UnsupportedError where a model's auxiliary loss would not be that over all tokens and layers.
 
     Args:
         module: the model; its configuration has `output_router_logits`.

@@ -108,7 +108,7 @@ def meshes_of(meshes: DeviceMesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
 def schedule_of(
     plan: PipelineAlgorithm | Schedule, problem: PipelineProblem, config: PipelineConfig
 ) -> Schedule:
-    """Return a given schedule, or the one that an algorithm writes, with the problem's pipeline ranks.
+    """Return a given schedule, or the one an algorithm writes, with pipeline ranks numbered as in the problem.
 
     Raises LayoutError where the plan does not take the problem, or puts stages on one pipeline rank whose modules
     are on different ones, or the other way round.

@@ -308,8 +308,7 @@ class StageFunctions:
     def weight_grad(self, stash: dict[str, Any], *operands: Any) -> Tensor:
         """Add the gradients of parameters to their `.grad`; do nothing where a whole backward has done it.
 
-        `operands` begin with `total`, the gradients in the program, returned as they are, and end with the
-        micro-batch's number.
+        `operands` begin with `total`, which is returned as it is, and end with the micro-batch's number.
         """
         total, micro_batch = operands[0], operands[-1]
         if micro_batch in self.whole_backwards:

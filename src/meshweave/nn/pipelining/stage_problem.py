@@ -341,7 +341,7 @@ def _stage(
 
 
 def require_all_parameters(number: int, profile: StageProfile, schedule: Schedule) -> None:
-    """Raise UnsupportedError where a schedule splits backward passes of stage `number`, which does not work.
+    """Raise UnsupportedError where a schedule splits the backward passes of stage `number` and that fails.
 
     It does not where the split would miss the gradient of a parameter, or does not run, as the profile says.
     """

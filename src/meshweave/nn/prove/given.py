@@ -168,9 +168,7 @@ _OWN = {"labels": "loss of labels", "targets": "loss of targets"}
 
 
 def without_ignored(targets: Tensor) -> Tensor:
-    """Return targets with negative ones replaced by token 0, since losses such as nanoGPT's ignore -1, not
-    -100.
-    """
+    """Return targets with negative ones replaced by token 0: losses such as nanoGPT's ignore -1, not -100."""
     return targets.clamp(min=0)
 
 

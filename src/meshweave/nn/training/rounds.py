@@ -50,7 +50,7 @@ class AgreementRound:
         return f"{self._key}/{rank}"
 
     def give(self, words: Any, name: int | str | None = None) -> None:
-        """Write JSON values `words` into the store under `name`, for other ranks; None is this rank's number."""
+        """Write JSON values `words` into the store for other ranks, under `name` (None: this rank's number)."""
         name = self._rank if name is None else name
         if self._is_alone:
             self._own[self._name(name)] = json.dumps(words)
