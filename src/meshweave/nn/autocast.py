@@ -8,9 +8,10 @@ import torch
 
 
 def autocast_operands(device_type: str, *operands: Any) -> tuple[Any, ...]:
-    """Return the operands of a product cast as `torch.autocast` does, differentiably; None stays None.
+    """Return the operands of a product cast as `torch.autocast` does, differentiably, in the order given.
 
-    Where it is enabled for the device type, floating ones other than float64 get its dtype.
+    Where autocast is enabled for `device_type` ("cuda", "cpu"), an operand of a floating dtype other than float64
+    is cast to autocast's dtype. Every other operand, and None, is returned as it is.
     """
     if not torch.is_autocast_enabled(device_type):
         return operands

@@ -43,13 +43,17 @@ _FUNCTIONS: WeakValueDictionary[str, LocalFunction] = WeakValueDictionary()
 
 
 class LocalFunction(ABC):
-    """A function of tensors of this rank that `LocalOp` runs as one op.
+    """A function of tensors of this rank that `LocalOp` runs as one op of a compiled graph.
+
+    Args:
+        title: what the function computes, in words.
+        identity: text that says all that the shapes of outputs depend on beside the inputs, and all else in which
+            functions may differ.
 
     Attributes:
-        handle: what names it in a graph: the title and a digest of `identity`. A later function of the same
-            handle takes the place of an earlier one. So `identity` says all that shapes of outputs depend on, and
-            whatever else two functions of one program may differ in.
-        num_results: how many of the outputs are results; those after them are kept for `backward`.
+        handle: the function's name in a graph: the title and a digest of `identity`. A later function with the
+            same handle takes the place of an earlier one.
+        num_results: how many of the outputs of `forward` are results; those after them are kept for `backward`.
     """
 
     num_results = 1
@@ -61,13 +65,16 @@ class LocalFunction(ABC):
 
     @abstractmethod
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the results, then what `backward` gets as `kept`: all in new memory, none of them an input."""
+        """Return the results, then the tensors that `backward` gets as `kept`.
+
+        All are in new memory, and none is an input.
+        """
 
     @abstractmethod
     def empty(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return empty tensors like those of `forward`, of which only shapes, strides and dtypes count.
+        """Return tensors of the shapes, strides and dtypes of those of `forward`, with no values that count.
 
-        Inputs have shapes and no elements. It must run nothing and communicate with nobody.
+        The inputs are fake tensors without elements. Implementations run no kernels and do not communicate.
         """
 
     def backward(
@@ -91,7 +98,10 @@ class LocalFunction(ABC):
 
 
 def function_of(handle: str) -> LocalFunction:
-    """Return the function that a handle names in this process. Raises BindError where it is gone."""
+    """Return the `LocalFunction` of this process whose `handle` this is.
+
+    Raises BindError where the module that made it has been deleted.
+    """
     function = _FUNCTIONS.get(handle)
     if function is None:
         raise BindError(f"no function {handle!r} in this process: the module that made it is gone")
@@ -99,13 +109,13 @@ def function_of(handle: str) -> LocalFunction:
 
 
 class LocalOp:
-    """The ops `meshweave::NAME` and `meshweave::NAME_backward` of any `LocalFunction`: op(function, inputs).
+    """The ops `meshweave::NAME` and `meshweave::NAME_backward`; op(function, inputs) returns the results.
 
-    An op is opaque to torch.compile, autocast leaves it alone, and it is differentiable once. Ranks must call
-    ops in one order, and a compiler keeps the order of the program.
+    The op takes any `LocalFunction`. torch.compile does not look inside, autocast casts none of its inputs, and it
+    is differentiable once. Ranks must call ops in one order, and a compiler keeps the order of the program.
 
     Args:
-        name: NAME, of no other op of this process.
+        name: NAME, which no other op of this process has.
     """
 
     def __init__(self, name: str) -> None:
@@ -196,10 +206,9 @@ _NUMBERS: dict[Hashable, int] = {}
 
 
 def number_of(value: Hashable) -> int:
-    """Return the integer that stands for a value in the arguments of ops; it is the same for equal values.
+    """Return an integer that stands for a value in arguments of ops in this process, equal for equal values.
 
-    It is the same in this process only. A compiled graph holds it. The value is kept as long as the process
-    lives.
+    `value_of` gives the value back. Compiled graphs hold the number, so the value is kept until the process ends.
     """
     if value not in _NUMBERS:
         _NUMBERS[value] = len(_VALUES)
@@ -208,7 +217,7 @@ def number_of(value: Hashable) -> int:
 
 
 def value_of(number: int, kind: type[Value]) -> Value:
-    """Return the value to which `number_of` gave this number; asserts that it is of class `kind`."""
+    """Return the value to which `number_of` gave this number; raises AssertionError if its class is not `kind`."""
     value = _VALUES[number]
     assert isinstance(value, kind), (number, value)
     return value
@@ -217,8 +226,9 @@ def value_of(number: int, kind: type[Value]) -> Value:
 def refuse_second_derivative(what: str) -> None:
     """Raise UnsupportedError in a backward pass that is itself to be differentiated (`create_graph=True`).
 
-    `what` names the function in the error. torch's `once_differentiable` does not raise where the incoming
-    gradient requires no gradient: terms are missing then. Nothing is raised while a compiler traces.
+    `what` is the name of the function in the error. torch's `once_differentiable` would not do: it raises nothing
+    where the incoming gradient requires no gradient, and terms are then missing. Nothing is raised while a
+    compiler traces.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UnsupportedError(f"{what} is differentiable once, and create_graph=True asks for more")

@@ -114,14 +114,17 @@ def layout_on(
 
 @dataclass(frozen=True)
 class MatrixView:
-    """A DTensor as a matrix: leading dims are folded into rows, and `is_transposed` swaps rows and columns."""
+    """A DTensor as a matrix: leading dims are folded into rows; `is_transposed` takes the transpose of that."""
 
     tensor: DTensor
     is_transposed: bool = False
 
     @property
     def local(self) -> Tensor:
-        """This rank's shard as a matrix (local rows, local columns), detached; a view where its strides allow."""
+        """Return this rank's shard as a detached matrix (local rows, local columns), swapped if `is_transposed`.
+
+        It is a view of the shard where the strides allow, else a copy.
+        """
         local = compat.local_tensor(self.tensor)
         if local.ndim != 2:
             local = local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
@@ -129,20 +132,23 @@ class MatrixView:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the matrix before it is transposed.
+        """Return the layout of the matrix before `is_transposed` swaps rows and columns.
 
-        Raises LayoutError where it has none; see `layout_of`.
+        Raises LayoutError where the DTensor has none; see `layout_of`.
         """
         return layout_of(self.tensor)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Global (rows, columns) before it is transposed."""
+        """Return the global (rows, columns) before `is_transposed` swaps them."""
         return matrix_shape(tuple(self.tensor.shape))
 
     @property
     def order(self) -> tuple[int, int] | None:
-        """(1, 0) where a DTensor of two dims, before a transpose, is column-major by global strides; else None."""
+        """Return (1, 0) if the DTensor is a column-major matrix, ignoring `is_transposed`, else None.
+
+        Its global strides decide. None also where it does not have two dims.
+        """
         if self.tensor.ndim != 2:
             return None
         down, across = self.tensor.stride()
@@ -175,10 +181,10 @@ def require_member(device_mesh: DeviceMesh, what: str) -> None:
 
 
 def ascending_dims(device_mesh: DeviceMesh) -> list[bool]:
-    """Return for each mesh dim whether ranks ascend along it everywhere.
+    """Return, for each mesh dim, whether global ranks increase along it at all coordinates of the other dims.
 
-    Where they do not, torch's gathers and scatters of a DTensor put parts into the places of other ranks: the
-    members of a process group are ordered by rank, not by their coordinates in the mesh.
+    `[[0, 1], [3, 2]]` -> [True, False]. Along a dim where they do not, torch's all-gather or reduce-scatter of a
+    DTensor swaps the parts of ranks: it orders members of a process group by rank, not by coordinate.
     """
     mesh = mesh_of(device_mesh)
     grid = np.reshape(mesh.ranks, mesh.shape)
@@ -186,7 +192,7 @@ def ascending_dims(device_mesh: DeviceMesh) -> list[bool]:
 
 
 def size_text(shape: Sequence[int]) -> str:
-    """Return a shape as text: `4x6`, or `scalar`."""
+    """Return a shape as text: (4, 6) -> `4x6`, () -> `scalar`."""
     return "x".join(map(str, shape)) or "scalar"
 
 
@@ -222,9 +228,10 @@ def _placement(placement: TorchPlacement, axis: str, num_dims: int) -> Placement
 
 
 def from_the_front(placement: TorchPlacement, num_dims: int, where: str) -> TorchPlacement:
-    """Return a placement of a tensor of `num_dims` dims with its dim counted from the front, as torch does.
+    """Return a placement with a negative dim counted from the front: Shard(-1) -> Shard(1) for `num_dims` 2.
 
-    Raises LayoutError, which begins with `where`, for a dim that the tensor does not have.
+    Placements without a dim stay as they are. Raises LayoutError, whose text begins with `where`, for a dim that a
+    tensor of `num_dims` dims does not have.
     """
     if type(placement) is not TorchShard and not compat.is_strided_shard(placement):
         return placement
@@ -313,7 +320,7 @@ def _same(a: Layout, b: Layout, shape: Sequence[int]) -> bool:
 
 
 def kind_text(value: Any) -> str:
-    """Return type, shape and dtype of a value as text for an error: `a DTensor (4, 6) of float32`, `a list`."""
+    """Return what a value is, as text for an error: `a DTensor (4, 6) of float32` for tensors, else `a list`."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     name = "DTensor" if hasattr(value, "device_mesh") else "tensor"

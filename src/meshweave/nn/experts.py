@@ -42,17 +42,18 @@ _SIZES = ("tokens", "experts a token", "hidden", "dtype")
 
 @dataclass(frozen=True)
 class DispatchHandle:
-    """Where the rows of one dispatch came from, for `combine`.
+    """What `ExpertExchange.combine` needs to know of one dispatch on this rank.
 
     Attributes:
-        choices: the global experts of each own token, (most tokens of any rank, top_k); -1 for none, for those
-            beyond the capacity, and in the rows after `num_tokens`, which are padding.
-        counts: how many rows each of all experts gets from each rank, within the capacity, (experts, ranks), a
-            numpy array; ranks in the order of `ExpertExchange`'s.
-        rows_per_expert: how many rows each expert of this rank has, in the order of experts.
-        num_dropped: how many pairs of an own token and an expert were dropped, as beyond the capacity.
+        choices: the global expert numbers of each of this rank's tokens, (most tokens of any rank, top_k); -1 for
+            none, for a choice beyond the capacity, and in the padding rows after `num_tokens`.
+        counts: numpy array (experts, ranks): the number of rows that each global expert gets from each rank,
+            within the capacity; ranks in the order of `ExpertExchange`'s `ranks`.
+        rows_per_expert: the number of rows of each expert that this rank has, in ascending order of experts.
+        num_dropped: how many choices of this rank's tokens were dropped as beyond the capacity.
         num_tokens: how many tokens this rank has.
-        hidden, dtype: of the tokens; rows that are combined have the same.
+        hidden: features of a token; rows to combine have as many.
+        dtype: of the tokens, and of rows to combine.
     """
 
     choices: Tensor
@@ -110,17 +111,17 @@ class ExpertExchange:
         self._is_agreed = False
 
     def dispatch(self, x: Tensor, choices: Tensor) -> tuple[Tensor, DispatchHandle]:
-        """Return (rows, handle): rows (rows, hidden) of this rank's experts, by expert, source rank and token.
+        """Return (rows, handle): `rows` (rows, hidden) of this rank's experts, by expert, source rank and token.
 
-        Collective among the ranks; it waits for the counts of all on the host, once.
+        Collective among the ranks. The host waits once, for the counts of all ranks.
 
         Args:
             x: this rank's tokens, (tokens, hidden).
-            choices: the experts of each token, distinct integers (tokens, top_k); -1 for none.
+            choices: the global expert numbers of each token, distinct integers (tokens, top_k); -1 for none.
 
         Raises:
-            LayoutError: tokens and choices do not fit each other or this exchange, or ranks differ in hidden
-                size, top_k or dtype, or in the arguments of the exchange.
+            LayoutError: tokens and choices do not fit each other or this exchange, or ranks differ in hidden size,
+                top_k or dtype, or in the arguments of the exchange.
             BindError: another rank refuses what it was given.
             RankLostError, DeadlineError: other ranks are missing or late.
         """
@@ -132,13 +133,15 @@ class ExpertExchange:
         return rows, handle
 
     def combine(self, x: Tensor, handle: DispatchHandle, gates: Tensor | None = None) -> Tensor:
-        """Return for each of this rank's tokens the sum of its rows, each times its gate, (tokens, hidden).
+        """Return, for each of this rank's tokens, the sum of its experts' rows times gates: (tokens, hidden).
 
-        Collective. A token all of whose choices are -1 or dropped gets 0.
+        Collective among the ranks. A token all of whose choices are -1 or dropped gets 0.
 
         Args:
-            x: what experts made of the rows of the dispatch, in their order, (rows, hidden) of the same dtype.
-            gates: the weight of each choice, (tokens, top_k), of the dtype of the tokens; None for 1. Those of
+            x: the experts' results for the rows of the dispatch, in the same order, (rows, hidden), of the same
+                dtype.
+            handle: the one that the dispatch returned.
+            gates: the weight of each choice, (tokens, top_k), of the dtype of the tokens; None for 1. Weights of
                 choices that are -1 or dropped do not count.
 
         Raises:
@@ -216,15 +219,16 @@ class ExpertExchange:
     def run(
         self, part: Part, handle: DispatchHandle, hidden: int, tensors: dict[str, Tensor]
     ) -> BoundProgram:
-        """Run one exchange of rows and return the bound program, whose buffers have the results.
+        """Run an exchange of rows among ranks; return the bound program, whose `outputs` have this rank's results.
 
-        Collective. Choices and counts of rows are those of `handle`. A tokens side has T rows, the most tokens
-        of any rank; an experts side has R rows, the most that any rank has for its experts.
+        Collective. T is the greatest number of tokens of any rank, at least 1; R is the greatest number of rows
+        that any rank has for its experts.
 
         Args:
-            part: "dispatch": input "x" (T, hidden), output "q0" (1, R, hidden). "combine": inputs "z0"
-                (1, R, hidden) and "gates" (T, top_k), output "y" (T, hidden). "weighted_dispatch", the backward
-                pass of a combine: inputs "dy" (T, hidden) and "gates", output "q0".
+            part: "dispatch": input "x" (T, hidden), output "q0" (1, R, hidden). "combine": inputs "z0" (1, R,
+                hidden) and "gates" (T, top_k), output "y" (T, hidden). "weighted_dispatch", the backward pass of a
+                combine: inputs "dy" (T, hidden) and "gates", output "q0".
+            handle: the choices and the counts of rows, from `dispatch`.
             hidden: features of a row.
             tensors: the inputs of `part` by name, of one dtype, padded by `padded`, "z0" by `padded_rows`.
 
@@ -249,9 +253,10 @@ class ExpertExchange:
             return program.run({**tensors, "choices": handle.choices}, {"n0": handle.counts})
 
     def padded(self, tokens: Tensor, handle: DispatchHandle) -> Tensor:
-        """Return `tokens` (tokens, ...) of this rank, or their gates, detached, padded with rows of zeros.
+        """Return `tokens` (tokens, ...) of this rank, detached, with rows of zeros appended up to T rows.
 
-        The result has as many rows as the rank of the dispatch with most tokens, at least 1.
+        T is the greatest number of tokens of any rank in the dispatch of `handle`, at least 1. Gates (tokens,
+        top_k) are padded likewise.
         """
         rows = handle.choices.shape[0]
         if tokens.shape[0] == rows:
@@ -261,10 +266,9 @@ class ExpertExchange:
         return out
 
     def padded_rows(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
-        """Return the rows (rows, features) of this rank's experts, padded with zeros to (1, most, features).
+        """Return `rows` (rows, features) of this rank's experts, detached, padded with zeros to (1, R, features).
 
-        Nothing is communicated, and no gradient passes. `most` is the greatest number of rows that any rank has
-        for its experts, by `handle`.
+        R is the greatest number of rows that any rank has for its experts, by `handle`. Nothing is communicated.
         """
         most = int(handle.counts.reshape(len(self.mesh.ranks), -1).sum(axis=1).max())
         out = rows.new_zeros((1, most, rows.shape[1]))

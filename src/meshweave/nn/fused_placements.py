@@ -21,14 +21,14 @@ from meshweave.nn.products import DTYPES
 
 @dataclass(frozen=True)
 class PlacedLinear:
-    """A linear layer of DTensors as a product on this rank's ring.
+    """A linear layer of DTensors, x weight^T, as a product on this rank's ring.
 
     Attributes:
-        problem: the product on the ring.
+        problem: the product A B on the ring, with A the rows of x and B the transpose of weight.
         dim: the dim of x that is gathered, or of the result that is scattered.
         out: the placements of the result.
-        grads_x, grads_w: the placements of the gradients as each ring computes them: Partial on mesh dims along
-            which several rings have the same x or weight.
+        grads_x, grads_w: the placements of the gradients of x and weight as each ring computes them: Partial on
+            mesh dims along which several rings have the same x or weight.
     """
 
     problem: UniversalProblem

@@ -31,10 +31,10 @@ class FusedOptions:
 
     Attributes:
         algorithm: its name in `ALGORITHMS`.
-        tiles: sizes and order of tiles, for algorithms that have tiles.
-        transport: how ranks reach what others hold; "auto" chooses.
-        products: "tracked", one kernel that counts its tiles; "library", a call of torch for each tile; "auto",
-            tracked on CUDA where kernels have the dtype and ranks share memory, else library.
+        tiles: sizes and order of tiles; unused by algorithms without tiles.
+        transport: how ranks get the data of others; "auto" chooses.
+        products: "tracked", one kernel that counts the tiles it has finished; "library", a call of torch for each
+            tile; "auto", tracked on CUDA where kernels have the dtype and ranks share memory, else library.
     """
 
     algorithm: str
@@ -46,9 +46,9 @@ class FusedOptions:
 def bound_product(
     problem: UniversalProblem, options: FusedOptions, context: TorchContext
 ) -> CachedProgram[BoundProgram]:
-    """Return the bound program of a product on a ring, from the cache of `context`.
+    """Return the bound program of a product on this rank's ring, from the cache of `context` if it has one.
 
-    Where it is not there it is bound, which is collective.
+    Otherwise all ranks of the ring bind it together.
 
     Raises:
         LayoutError: the algorithm does not take the layouts.
@@ -68,10 +68,10 @@ def bound_product(
 def prepare_fused(
     problem: UniversalProblem, options: FusedOptions, context: TorchContext
 ) -> CachedProgram[LocalProduct]:
-    """Return a product as a function of this rank's shards of A and B to that of C, bound where it is not yet.
+    """Return a product C = A B, cached: its `value` is a function from this rank's shards of A and B to that of C.
 
-    The mesh of the problem is split into rings, each of which binds a program of its own. All ranks of the
-    problem call it.
+    All ranks of the problem call `prepare_fused`, and later the function. The mesh is split into rings, each of
+    which binds a program of its own unless `context` has it.
 
     Raises:
         LayoutError: the algorithm does not take the layouts.

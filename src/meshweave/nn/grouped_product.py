@@ -12,16 +12,16 @@ from meshweave.nn.dtensor import kind_text
 
 
 def grouped_product(rows: Tensor, weights: Tensor, rows_per_group: Sequence[int]) -> Tensor:
-    """Return the product of each group of rows with a matrix of its own, (rows, n), one group after another.
+    """Return (rows, n): the rows of each group times the matrix of that group, in the order of `rows`.
 
-    It is one kernel where torch has one (`torch.nn.functional.grouped_mm`: floats of at most 32 bits, matrices
-    whose rows are multiples of 16 bytes), else a product for each group. The result has the dtype of the rows:
-    `torch.autocast` casts nothing.
+    One kernel computes it where torch has one (`torch.nn.functional.grouped_mm`: floats of at most 32 bits,
+    matrices whose rows are multiples of 16 bytes), else one product per group. The result has the dtype of the
+    rows: `torch.autocast` casts nothing.
 
     Args:
-        rows: (rows, k).
+        rows: (rows, k), the rows of group 0 first, then those of group 1, and so on.
         weights: (groups, k, n).
-        rows_per_group: how many of the rows each group has, one group after another; together all of them.
+        rows_per_group: the number of rows of each group; their sum is the number of rows.
 
     Raises LayoutError where these do not fit each other.
     """

@@ -62,20 +62,20 @@ def placements_from(texts: Sequence[PlacementText] | None) -> tuple[Placement, .
 
 
 class LocalPlan(Protocol):
-    """A product that is tuned and bound."""
+    """A distributed product C = A B that is tuned and bound on this rank."""
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
         """Return this rank's shard of C from its shards of A and B, in new memory. Collective."""
 
 
 class TracedProduct(LocalFunction):
-    """A product of local matrices as a function of a graph, planned at its first run.
+    """A distributed product C = A B as a function of a compiled graph, planned at its first run.
 
     Args:
         title: what it multiplies, in words.
         identity: text that differs between any two products of a process that may not share a plan.
-        shape: of this rank's part of the result, (rows, columns).
-        plan: plans and binds it, all ranks together; outside of any trace.
+        shape: (rows, columns) of this rank's shard of C.
+        plan: tunes and binds the product, all ranks together; called outside of any trace.
     """
 
     def __init__(
@@ -85,17 +85,19 @@ class TracedProduct(LocalFunction):
         self.shape, self._plan = shape, plan
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return [this rank's shard of the product], from its shards of the operands. Collective."""
+        """Return [this rank's shard of C], from `inputs`, its shards of A and B. Collective."""
         a, b = inputs
         return [self._plan().multiply(a, b).contiguous()]
 
     def empty(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return [an empty tensor of the result's shape and dtype]."""
+        """Return [an empty tensor of the shape of this rank's shard of C, of the operands' dtype]."""
         return [inputs[0].new_empty(self.shape)]
 
 
 class TracedProducts(dict[Any, TracedProduct]):
-    """The traced products of a context, kept as long as it lives, for graphs name them by text."""
+    """The traced products of a `TorchContext` by key; kept as long as the context, since graphs name them by
+    text.
+    """
 
 
 def traced_product(
@@ -107,14 +109,15 @@ def traced_product(
     a: Tensor,
     b: Tensor,
 ) -> Tensor:
-    """Return the product of this rank's shards as one node of the graph that is being traced.
+    """Return this rank's shard of C = A B, computed by one node of the graph that is being traced.
 
     Args:
-        key: says, with the context, which product it is; hashable, and equal text for equal keys.
+        context: the ranks' context, which keeps the product for later calls with the same key.
+        key: which product of the context this is; hashable, and its `repr` is the same text for equal keys.
         title: what it multiplies, in words.
-        shape: of this rank's part of the result, (rows, columns).
-        plan: tunes and binds the product at its first run, all ranks together; outside of any trace.
-        a, b: this rank's shards of the operands.
+        shape: (rows, columns) of this rank's shard of C.
+        plan: tunes and binds the product at its first run, all ranks together; called outside of any trace.
+        a, b: this rank's shards of A and B.
     """
     known = context.cache(TracedProducts)
     product = known.get(key)
@@ -125,9 +128,9 @@ def traced_product(
 
 
 def context_of(number: int, device: str) -> TorchContext:
-    """Return the context that has `number` in this process; -1 is the default one of a device.
+    """Return the context that has `number` in this process; for -1, the default one of `device`, such as "cuda".
 
-    Raises BindError where it is gone.
+    Raises BindError where no context has this number any more.
     """
     return TorchContext.default(device) if number < 0 else TorchContext.numbered(number)
 

@@ -275,10 +275,10 @@ class _MatmulFunction(torch.autograd.Function):  # type: ignore[misc]
 
 
 def save_operands(ctx: Any, a: DTensor, b: DTensor) -> None:
-    """Save what gradients need, a for that of b and b for that of a, and note the versions of these.
+    """Save a and b in `ctx`, the context of an autograd function, for the backward pass.
 
-    `ctx` is the context of an autograd function whose first two arguments are a and b. What is not needed is
-    saved as None.
+    a is saved only if b needs a gradient, and b only if a does, else None. `ctx.versions` becomes the
+    `SavedVersions` of what is saved, with which the backward pass finds changes in place.
     """
     saved = a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None
     ctx.save_for_backward(*saved)

@@ -21,7 +21,7 @@ _INTEGERS = (int, np.integer)
 
 
 def slice_widths(slices: Slices) -> tuple[int, ...]:
-    """Return the relative widths of slices: (1, 1, 1) for 3, or the given sequence of positive integers.
+    """Return the relative widths of slices: 3 -> (1, 1, 1); a sequence of positive integers becomes a tuple.
 
     Raises BindError for anything else.
     """
@@ -48,11 +48,12 @@ def backward_problem(forward: Matmul2dProblem, name: PassName) -> Matmul2dProble
 def product_program(problem: Matmul2dProblem, name: str, config: Matmul2dConfig, ring_ways: int) -> Program:
     """Return the program that `matmul2d` runs for the algorithm `name`.
 
-    It has no more slices than the sliced dim has elements. Collectives are rings in `ring_ways` directions; 0
-    leaves them collectives.
+    It has at most as many slices as the sliced dim has elements; those of `config` after them are dropped. With
+    `ring_ways` 1 or 2, each collective is written out as a ring in that many directions; with 0 collectives stay
+    collectives.
 
-    Raises LayoutError where the algorithm shards otherwise than [Shard(0), Shard(1)], UnsupportedError where
-    there is none of that name.
+    Raises LayoutError where the algorithm shards otherwise than [Shard(0), Shard(1)], UnsupportedError where there
+    is none of that name.
     """
     if config.slice_count > problem.sliced_size:
         config = replace(config, slices=config.slices[: problem.sliced_size])

@@ -47,15 +47,18 @@ _MACHINES = {"cpu": "local-cpu", "cuda": "h100-node"}
 
 @dataclass(frozen=True)
 class MatmulOptions:
-    """How a product is computed, forward and backward.
+    """How a product of DTensors is computed, forward and backward.
 
     Attributes:
         stationary: the operand that is not moved in the forward pass; None leaves that to the tuner.
-        rates: those of the cluster that the caller names; None if it names none.
+        transport: how ranks get operands of others; "auto" chooses.
+        rates: FLOP/s and bytes/s of the cluster that the caller names; None if it names none.
         default_rates: the rates that decide between products that move equally many bytes, without a cluster.
+        context: process groups, deadline and liveness.
         schedule, limits: in which order ranks issue their steps, and how many at once.
-        overlap: how communication is hidden: "slices", "fused" or "auto" of `meshweave.matmul`. "fused" is
-            refused where no fused product takes the operands, unless `is_lenient`: it is then "slices".
+        overlap: how communication is hidden: "slices", "fused" or "auto" of `meshweave.matmul`. "fused" is refused
+            where no fused product takes the operands, unless `is_lenient`.
+        is_lenient: whether "fused" means "slices" where no fused product takes the operands.
         cluster: what the caller names, on which fused products are simulated; None if it names none.
     """
 
@@ -116,14 +119,15 @@ class MatmulOptions:
 
     @property
     def considers_fused(self) -> bool:
-        """Return whether a fused product may be taken where it is simulated to be faster."""
+        """Return whether a fused product may replace the universal one where it is simulated to be faster.
+
+        True with `overlap` "auto", no given stationary operand and the schedule "direct".
+        """
         return self.overlap == "auto" and self.stationary is None and self.schedule == "direct"
 
     @property
     def of_gradient(self) -> MatmulOptions:
-        """Return the options of a gradient's product: no stationary operand is given, and fusing is not
-        required.
-        """
+        """Return the options for the product that computes a gradient: `stationary` None and `is_lenient` True."""
         return replace(self, stationary=None, is_lenient=True)
 
 
@@ -158,26 +162,32 @@ def _rates(cluster: Cluster | str) -> RankRates:
 
 @dataclass(frozen=True)
 class MatmulPlan:
-    """A product, tuned and bound: what multiplies local parts, the spec of the result and its local shape."""
+    """A product C = A B, tuned and bound on this rank.
+
+    Attributes:
+        product: the cached function from this rank's shards of A and B, as matrices, to that of C.
+        spec: torch's spec of C, with its global shape.
+        local_shape: the shape of this rank's shard of C, with all its dims.
+    """
 
     product: CachedProgram[LocalProduct]
     spec: compat.DTensorSpec
     local_shape: tuple[int, ...]
 
     def run(self, a: Tensor, b: Tensor) -> DTensor:
-        """Return the product, from this rank's shards a (local rows, local k) and b (local k, local columns).
+        """Return the DTensor C, from this rank's shards a (local rows, local k) and b (local k, local columns).
 
         Collective.
         """
         return as_dtensor(self.multiply(a, b), self.local_shape, self.spec)
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return this rank's shard of the product as a matrix, from its shards of the operands. Collective."""
+        """Return this rank's shard of C as a matrix, from its shards of A and B as matrices. Collective."""
         return self.product.touch()(a, b)
 
 
 def as_dtensor(local: Tensor, shape: tuple[int, ...], spec: compat.DTensorSpec) -> DTensor:
-    """Return the DTensor of spec `spec` whose local part is the matrix `local`, in the local shape `shape`."""
+    """Return the DTensor of spec `spec` whose local shard is `local`, a matrix that is first viewed as `shape`."""
     if len(shape) != 2:
         local = local.view(shape)
     return compat.from_spec(local, spec)
@@ -188,17 +198,19 @@ class _Plans(dict[Any, MatmulPlan]):
 
 
 class Calls(dict[Any, MatmulPlan]):
-    """The plans of a context by the arguments of those calls of `matmul` that need no gradient."""
+    """The plans of a context, for calls of `matmul` that need no gradient, by the arguments of the call."""
 
 
 def multiply(
     a: MatrixView, b: MatrixView, shape: torch.Size, out: ShardSpec, options: MatmulOptions
 ) -> DTensor:
-    """Return the product of two matrices outside autograd. Collective.
+    """Return C = A B without recording it for autograd. Collective.
 
     Args:
-        shape: the global shape of the result, whose dims but the last are rows of the product.
-        out: how the result is placed; without placements the cheapest ones are taken.
+        a, b: the operands as matrices, this rank's shards of them inside.
+        shape: the global shape of C, whose dims but the last are rows of the product.
+        out: the device mesh and placements of C; without placements the cheapest ones are taken.
+        options: how the product is computed.
 
     Raises LayoutError, BindError and UnsupportedError where the product cannot be planned, see `plan_of`, and
     RankLostError or DeadlineError where other ranks are missing or late.
@@ -241,11 +253,13 @@ def _title(a: MatrixView, b: MatrixView) -> str:
 def plan_of(
     a: MatrixView, b: MatrixView, shape: torch.Size, out: ShardSpec, options: MatmulOptions
 ) -> MatmulPlan:
-    """Return the plan of a product, tuned and bound by all of its ranks together unless the context has it.
+    """Return the plan of C = A B; where the context has none, all ranks of the product tune and bind it together.
 
     Args:
-        shape: the global shape of the result, whose dims but the last are rows of the product.
-        out: how the result is placed; without placements the cheapest ones are taken.
+        a, b: the operands as matrices, this rank's shards of them inside.
+        shape: the global shape of C, whose dims but the last are rows of the product.
+        out: the device mesh and placements of C; without placements the cheapest ones are taken.
+        options: how the product is computed.
 
     Raises:
         LayoutError: sizes, meshes or placements do not fit each other, or `options` ask for a fused product and

@@ -14,16 +14,17 @@ from meshweave.tune.step_search import SpaceOptions, plan_step
 
 @dataclass(frozen=True)
 class NewPlan:
-    """The plan of a step that runs beside the best one, both priced at measured rates.
+    """The best plan of a training step beside the plan that runs, both priced at measured rates.
 
-    A rank that computes `compute_factor` times as long slows all kernels alike, so that only the rates of links
-    beside its own matter for a plan: both are priced on a cluster whose links are slower by their factor over
-    that of products, and their seconds are multiplied by that of products.
+    A plan is searched on the cluster with each level of its links slowed by (measured over predicted time of these
+    links) / (measured over predicted time of products). All predicted seconds are then multiplied by the factor of
+    products, `compute_factor`.
 
     Attributes:
-        running: the degrees that run.
-        running_s: predicted seconds of its step.
-        plan: the best plan; its seconds are those without `compute_factor`.
+        running: the degrees of parallelism of the plan that runs.
+        running_s: predicted seconds of a step of the plan that runs, times `compute_factor`.
+        plan: the plan that the search gives, its best row first; its seconds are not multiplied by
+            `compute_factor`.
         best_s: predicted seconds of a step of the first row of `plan`, times `compute_factor`.
     """
 
@@ -40,17 +41,17 @@ class NewPlan:
         level_factors: Mapping[int, float],
         compute_factor: float,
     ) -> NewPlan:
-        """Search the best plan at measured rates.
+        """Search the best plan of a step at measured rates.
 
         Args:
             step: the step that runs.
-            options: what is searched; None for all that the stack of the step executes.
-            level_factors: measured over predicted seconds on links, by position in `link_levels`; others are
-                taken to be as fast as described.
+            options: which plans are searched; None for all that the stack of the step executes.
+            level_factors: measured over predicted seconds of transfers, by position of their links in
+                `link_levels` of the cluster; links of other levels count as fast as described (factor 1).
             compute_factor: measured over predicted seconds of products.
 
         Raises:
-            UnsupportedError: nothing fits or can be laid out, or the stack does not execute the step.
+            UnsupportedError: no plan fits or can be laid out, or the stack does not execute the step.
         """
         cluster = step.problem.cluster
         for number in range(len(link_levels(cluster))):
@@ -63,12 +64,12 @@ class NewPlan:
 
     @property
     def best(self) -> Parallelism:
-        """Return the degrees of the best plan."""
+        """Return the degrees of parallelism of the first row of `plan`."""
         return Parallelism(**self.plan.step.ranked[0].degrees.model_dump())
 
     @property
     def gain_s(self) -> float:
-        """Return by how many seconds a step of the best plan is shorter than the running one; 0 if it is not."""
+        """Return `running_s` less `best_s`, in seconds a step; 0 where the best plan is not faster."""
         return max(self.running_s - self.best_s, 0.0)
 
     def __str__(self) -> str:

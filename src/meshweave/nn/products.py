@@ -46,9 +46,12 @@ Order = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Matrix:
-    """An operand as a product sees it: its layout, and its global (rows, columns).
+    """An operand of a product as a matrix.
 
-    `order` is (1, 0) where it is column-major in memory, None where it is row-major.
+    Attributes:
+        layout: how its elements lie on the ranks.
+        shape: the global (rows, columns).
+        order: (1, 0) where it is column-major in memory, None where it is row-major.
     """
 
     layout: Layout
@@ -57,15 +60,15 @@ class Matrix:
 
     @property
     def transposed(self) -> Matrix:
-        """Return the transpose, a view of the same memory."""
+        """Return the transpose: rows and columns of layout and shape swapped, and `order`; no data moves."""
         order = (1, 0) if self.order is None else None
         return Matrix(transposed_layout(self.layout), self.shape[::-1], order)
 
 
 def problem_of(a: Matrix, b: Matrix, c: Layout, dtype: torch.dtype) -> UniversalProblem:
-    """Return the problem of multiplying two operands into layout `c`; `dtype` is that of all three.
+    """Return the problem of multiplying a (m, k) by b (k, n) into layout `c`; `dtype` is that of all three.
 
-    Raises LayoutError where they do not fit.
+    Raises LayoutError where their sizes or layouts do not fit.
     """
     (m, k), (_, n) = a.shape, b.shape
     return UniversalProblem(m, n, k, a.layout, b.layout, c, DTYPES[dtype], (a.order, b.order, None))
@@ -83,18 +86,19 @@ def tune(
     schedule: ScheduleKind = "direct",
     limits: StageLimits = STAGE_LIMITS,
 ) -> TunedUniversal:
-    """Return how to compute a product over a transport: the stationary operand, slices and order.
+    """Return how to compute a product over a transport: the stationary operand, slices and order of steps.
 
-    With the caller's `rates`, it is what is estimated to be fastest. Without any, and not in shared memory, it
-    is what moves fewest bytes, which is never more than DTensor moves, and of several the fastest at
-    `default_rates`. In shared memory moving is cheaper than computing twice, so it is again the fastest, without
-    `rates` at those of a host; but one that moves nothing is preferred to one that is faster by less than the
-    fences take (`FENCES_S`).
+    With the caller's `rates` it is the config that is estimated to be fastest. Without them, over any transport
+    but shared memory, it is the one that moves fewest bytes, never more than DTensor moves, and of several the
+    fastest at `default_rates`. In shared memory without `rates` it is the fastest at the rates of one host. There,
+    in either case, a config that moves nothing is preferred if it is slower by no more than the seconds of the
+    fences (`FENCES_S`).
 
     Args:
+        transport: how ranks get operands of others.
         rates: FLOP/s and bytes/s that the caller gave; None if it gave none.
-        default_rates: taken for `rates` None; not with the transport "shared".
         stationary: the operand that must stay; None for any.
+        default_rates: taken for `rates` None; not with the transport "shared".
         schedule: how the local products of a rank are ordered.
         limits: the most products, fetches and accumulates of one stage of that order.
     """
@@ -120,14 +124,18 @@ def cheapest(
     stationary: Operand | None,
     default_rates: RankRates,
 ) -> int:
-    """Return the index of the product that costs least; the first of equals.
+    """Return the index in `problems` of the product that costs least; of equal ones the first.
 
-    Without the caller's `rates`, and not in shared memory, fewest moved bytes come first, then the time at
-    `default_rates`. Otherwise it is the estimated time, then bytes; in shared memory, without `rates`, at rates
-    of a host. Each product is priced with four slices.
+    Without the caller's `rates`, and not in shared memory, fewest moved bytes come first, then the estimated time
+    at `default_rates`. Otherwise it is the estimated time, then bytes; in shared memory without `rates`, the time
+    at the rates of one host. Each product is priced with four slices.
 
     Args:
+        problems: products of the same operands into different layouts.
+        transport: how ranks get operands of others.
+        rates: FLOP/s and bytes/s that the caller gave; None if it gave none.
         stationary: the operand that must stay; None for any.
+        default_rates: taken for `rates` None; not with the transport "shared".
     """
     if len(problems) == 1:
         return 0
@@ -172,26 +180,25 @@ def prepare(
 def prepare_cached(
     problem: UniversalProblem, tuned: TunedUniversal, rank: int, transport: Transport, context: TorchContext
 ) -> CachedProgram[LocalProduct]:
-    """Bind a product at its first use in a context, or the first since it was dropped; every rank does so.
+    """Return the product, cached in `context`; its `value` computes this rank's shard of C from those of A and B.
 
-    What is returned has in `value` a function from this rank's shards of A and B to that of C, in new
-    memory; all ranks call it.
+    Collective at its first use in the context, or the first since it was dropped: all ranks bind it then. `value`
+    returns new memory, and all ranks call it.
 
-    Where nothing has to move, and in shared memory, a rank reads its own operands where the caller has
-    them. In shared memory it first copies the parts that other ranks read. Where several ranks compute the
-    same copy of C, an operand with unusual strides or alignment is copied. Other transports copy operands
-    into buffers of the program.
+    Where nothing has to move, and in shared memory, a rank reads its own operands where the caller has them. In
+    shared memory it first copies the parts that other ranks read. Where several ranks compute the same copy of C,
+    an operand with unusual strides or alignment is copied. Other transports copy operands into buffers of the
+    program.
 
     Args:
         tuned: how it is computed, as `tune` returns it; the same on all ranks.
         rank: this one, global.
 
     Raises:
-        BindError: ranks are about to run different products; nothing has moved then. Some rank has no
-            memory for "shared"; "auto" takes messages then.
+        BindError: ranks are about to run different products; nothing has moved then. Some rank has no memory for
+            "shared"; "auto" takes messages then.
         UnsupportedError: there is no such transport, or it is not available here.
-        RankLostError, DeadlineError: other ranks are missing or late; the returned function raises them,
-            too.
+        RankLostError, DeadlineError: other ranks are missing or late; the returned function raises them, too.
     """
     resolved = resolve_transport(transport, problem.ranks, context)
     key = problem, tuned.config, transport
@@ -273,7 +280,7 @@ def _laid_out(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) 
 
 
 def copying(bound: BoundProgram) -> LocalProduct:
-    """Return a bound program as a function of A and B that copies them in and returns a copy of C."""
+    """Return a function that copies A and B into a bound program's buffers, runs it and returns a copy of C."""
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         bound.run({"a": a, "b": b})

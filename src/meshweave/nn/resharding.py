@@ -80,7 +80,7 @@ class _AgreedReshard:
 
 @dataclass(frozen=True)
 class ReshardSession:
-    """The context of the ranks that reshard, and the cluster that they plan for; None plans for their hosts."""
+    """The context of the ranks that reshard, and the cluster they plan for; None for the hosts they are on."""
 
     context: TorchContext
     cluster: Cluster | str | None
@@ -89,7 +89,7 @@ class ReshardSession:
     def of(
         cls, device_mesh: DeviceMesh, cluster: Cluster | str | None, context: TorchContext | None
     ) -> ReshardSession:
-        """Return the session of a call; by default in the context of the default process group.
+        """Return the session of a call; `context` None is the default context of the mesh's device type.
 
         Raises:
             LayoutError: `device_mesh` is no DeviceMesh.
@@ -106,7 +106,7 @@ class ReshardSession:
         return self.context.rank or 0
 
     def no_elements(self, dtype: torch.dtype) -> Tensor:
-        """Return an empty tensor: the local part of a DTensor on a rank outside its mesh, as torch has it."""
+        """Return a tensor of shape (0,), torch's local part of a DTensor on a rank outside its mesh."""
         return torch.empty(0, dtype=dtype, device=self.context.device)
 
 
@@ -117,8 +117,8 @@ class DTensorMove:
     Attributes:
         name: for errors, such as its key in a state dict; "" for none.
         shape: the global shape.
-        src: its layout at the source, once partial sums are made (`summed_spec`): partial along no axis.
-        dst: its layout at the destination; partial along no axis.
+        src: the source layout after partial sums are added up (`summed_spec`), so that no axis is partial.
+        dst: the destination layout; no axis is partial.
     """
 
     name: str
@@ -129,8 +129,7 @@ class DTensorMove:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, source: ShardSpec, target: ShardSpec) -> DTensorMove:
-        """Return the move of a tensor with the placements of `source`, partial sums among them, to those of
-        `target`.
+        """Return the move of a tensor from the placements of `source`, with partial sums, to those of `target`.
 
         Raises:
             LayoutError: the placements do not fit the tensor, `target` is partial, or the meshes are of different
@@ -156,17 +155,19 @@ class DTensorMove:
 
     @cached_property
     def tensor_move(self) -> TensorMove:
-        """Return the move for the planner, which takes a tensor without dims as one of a single element."""
+        """Return the move for the planner: in a carrier dtype (`CARRIERS`), with shape (1,) for 0-dim tensors."""
         return TensorMove(self.name or "x", self.shape or (1,), CARRIERS[self.dtype], self.src, self.dst)
 
     @property
     def description(self) -> str:
-        """Return text on the move; ranks compare it."""
+        """Return the name, dtype, shape and both layouts as text; ranks compare the texts before anything
+        moves.
+        """
         what = f"{self.name} {self.dtype} {size_text(self.shape)}".strip().replace("torch.", "")
         return f"{what} from {self.src} to {self.dst}"
 
     def as_carried(self, local: Tensor) -> Tensor:
-        """Reinterpret a local shard's bits in the program's dtype of equal size, and a 0-dim tensor as (1,).
+        """Return a local shard with its bits viewed as the equally wide program dtype, a 0-dim tensor as (1,).
 
         Detached; shares memory with `local` unless that is lazily conjugated or negated.
         """
@@ -174,7 +175,7 @@ class DTensorMove:
         return local if self.shape else local.view(1)
 
     def check(self, local: Tensor, layout: Layout, rank: int) -> None:
-        """Raise LayoutError unless `local`, the shard of a global rank, has the shape that `layout` gives it."""
+        """Raise LayoutError unless `local` of global rank `rank` has the shape of its shard by `layout`."""
         if tuple(local.shape) != (shape := layout.local_shape(self.shape, rank)):
             raise LayoutError(
                 f"{self.name or 'the tensor'} is {tuple(local.shape)} on rank {rank}; as {layout} a tensor of "
@@ -190,10 +191,9 @@ def check_dtype(dtype: torch.dtype, prefix: str = "") -> None:
 
 
 def given_spec(device_mesh: DeviceMesh, placements: Sequence[Placement], num_dims: int) -> ShardSpec:
-    """Return the spec that a caller gives for a tensor of `num_dims` dims, with dims counted from the front.
+    """Return the mesh and placements of a tensor of `num_dims` dims, with negative dims counted from the front.
 
-    Raises:
-        LayoutError: `placements` is no sequence, or names a dim that the tensor does not have.
+    Raises LayoutError where `placements` is no sequence, or names a dim that the tensor does not have.
     """
     if isinstance(placements, (Placement, str)) or not isinstance(placements, Sequence):
         raise LayoutError(f"placements is {placements!r}; it must be a sequence with one per dim of the mesh")
@@ -201,10 +201,10 @@ def given_spec(device_mesh: DeviceMesh, placements: Sequence[Placement], num_dim
 
 
 def summed_spec(source: ShardSpec, target: ShardSpec, shape: Sequence[int]) -> ShardSpec:
-    """Return the placements of a tensor of global `shape` once partial sums are made on its own mesh.
+    """Return the placements of a tensor of global `shape` after its partial sums are added up on its own mesh.
 
-    A sum is scattered over a dim that `target` shards and `source` does not, if the mesh dim divides its size
-    evenly, and its ranks ascend (`ascending_dims`); else it is replicated.
+    A Partial becomes Shard of a dim that `target` shards and `source` does not, if the mesh dim divides its size
+    and its ranks ascend (`ascending_dims`); else Replicate.
     """
     placements = source.placements or ()
     sharded_dims = [placement.dim for placement in placements if compat.is_sharded(placement)]
@@ -221,9 +221,9 @@ def summed_spec(source: ShardSpec, target: ShardSpec, shape: Sequence[int]) -> S
 
 
 def summed_part(tensor: DTensor, source: ShardSpec, target: ShardSpec) -> Tensor:
-    """Return this rank's shard of a tensor after its partial sums are made. Collective where there are any.
+    """Return this rank's shard of a tensor after its partial sums are added up, placed as `summed_spec` says.
 
-    Its placements are then those of `summed_spec`. `source` is its spec, `target` that to which it is to move.
+    Collective where `source`, its placements now, is partial. `target` is how the whole move is to place it.
     """
     if not source.is_partial:
         return compat.local_tensor(tensor)
@@ -232,12 +232,12 @@ def summed_part(tensor: DTensor, source: ShardSpec, target: ShardSpec) -> Tensor
 
 
 def ranks_of(meshes: Iterable[DeviceMesh]) -> tuple[int, ...]:
-    """Return the global ranks of all of these meshes, each once, ascending."""
+    """Return the global ranks of all these meshes together, each once, ascending."""
     return tuple(sorted({rank for mesh in meshes for rank in mesh_of(mesh).ranks}))
 
 
 def with_article(value: object) -> str:
-    """Return the type of a value for an error: `a list`."""
+    """Return the name of a value's type, with "a" before it, for an error: [] -> `a list`."""
     return f"a {type(value).__name__}"
 
 
@@ -318,21 +318,19 @@ def program_of(
     note: str = "",
     digests: Mapping[str, str] | None = None,
 ) -> Program:
-    """Return the program of `moves`: move number i is from buffer xi to buffer yi.
+    """Return the program of `moves`: move i reads the buffer "xi" and writes the buffer "yi" (x0, y0, ...).
 
-    Collective at the first of a kind, and at every call with `digests`.
+    Collective the first time that ranks ask for these moves, and at every call with `digests`.
 
     Args:
         extra_bytes: the most scratch memory of a rank, in bytes; None for no limit.
-        note: anything else that ranks must agree on at the first reshard of a kind.
-        digests: by name, of values that must be the same on all ranks that have them, exchanged at every
-            call; None for no check.
+        note: any other text that ranks must agree on the first time.
+        digests: by name, of values that must be the same on all ranks that have them; None for no check.
 
     Raises:
         LayoutError: the cluster has fewer chips than there are ranks, or `extra_bytes` is not enough.
         DescriptionError: there is no such cluster.
-        BindError: ranks are about to move different tensors, or have different values; nothing has moved
-            then.
+        BindError: ranks are about to move different tensors, or have different values; nothing has moved then.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     kind = moves, session.cluster, extra_bytes

@@ -32,9 +32,9 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return torch's counts of in-place changes (`_version`) of each tensor, then of each DTensor's local part.
+    """Return torch's counts of in-place changes (`_version`): of each tensor, then of each local part.
 
-    Of plain tensors it is theirs once more, and 0 of those of inference mode, which autograd refuses to save.
+    The local part of a plain tensor is the tensor itself. A tensor of inference mode, which has no count, gives 0.
     """
     if not _hooks:
         # Both, for the hooks of `parallel.optimizers` take parameters away between the one and the other.
@@ -47,9 +47,10 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 def check_versions(
     tensors: Sequence[Tensor], before: Sequence[int], what: str = "a parameter that is needed for gradients"
 ) -> None:
-    """Raise RuntimeError where tensors were changed in place since `versions` returned `before`.
+    """Raise RuntimeError where the tensors were changed in place since `versions(tensors)` returned `before`.
 
-    An op on a DTensor changes its local part, which graphs have saved, unseen by autograd. `what` names them.
+    `what` names the tensors in the error. Changes of the local part of a DTensor, which autograd does not see,
+    count.
     """
     if versions(tensors) != before:
         raise RuntimeError(
@@ -58,12 +59,13 @@ def check_versions(
 
 
 class SavedVersions:
-    """How often DTensors had been changed in place when a graph saved them, or parts of them.
+    """The counts of in-place changes of DTensors at the time when an autograd graph saved them.
 
-    It keeps none of them: who has none left changes none. Of a view it is the base that counts.
+    DTensors are held by weak references: one that nothing else holds can no longer be changed. For a view, its
+    base is counted. Nothing is noted for DTensors of a trace.
 
     Args:
-        operands: what is saved; None for what no gradient needs. Nothing is noted of what is only traced.
+        operands: the DTensors that the graph saves; None stands for an operand that no gradient needs.
     """
 
     def __init__(self, operands: Sequence[DTensor | None]) -> None:
@@ -73,7 +75,7 @@ class SavedVersions:
         self._saved = [(weakref.ref(one), versions([one])) for one in bases]
 
     def check(self) -> None:
-        """Raise RuntimeError, as autograd does, where one of the DTensors was changed in place since then."""
+        """Raise RuntimeError, as autograd does, where a DTensor was changed in place since this was made."""
         for reference, version in self._saved:
             operand = reference()
             if operand is not None and versions([operand]) != version:

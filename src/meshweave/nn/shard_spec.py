@@ -44,7 +44,7 @@ class ShardSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all placements are Shard or Replicate, and are applied from left to right; true for None."""
+        """Return whether all placements are Shard or Replicate, applied left to right; true without placements."""
         plain = (TorchShard, TorchReplicate)
         return self.shard_order is None and all(
             type(placement) in plain for placement in self.placements or ()
@@ -52,15 +52,15 @@ class ShardSpec:
 
     @property
     def gradient(self) -> ShardSpec:
-        """The spec of a gradient: replicated where the tensor is partial, since each term has the sum's
-        gradient.
+        """Return the placements of this tensor's gradient: Replicate where the tensor is partial, else the
+        same.
         """
         return self.without_partial([TorchReplicate()] * self.device_mesh.ndim)
 
     def without_partial(self, instead: Sequence[TorchPlacement]) -> ShardSpec:
-        """Return the spec with the placements of `instead` on the mesh dims where this one is partial.
+        """Return the spec with Partial placements replaced by those of `instead` on the same mesh dims.
 
-        Where there are any, the shard order becomes that from left to right.
+        `instead` has one placement per mesh dim. If anything is replaced, the shard order becomes left to right.
         """
         if not self.is_partial:
             return self
@@ -74,10 +74,11 @@ class ShardSpec:
         """Return the layout of a tensor of global `shape`.
 
         Args:
-            side: "left" or "right" operand of a product, as whose matrix the tensor is seen; None keeps the
-                dims as they are.
+            side: "left" or "right" operand of a product, as whose matrix the tensor is seen; None keeps the dims
+                as they are.
 
-        Raises LayoutError where the placements do not fit the shape, or a layout has no counterpart of one.
+        Raises LayoutError where the placements do not fit the shape, or a `Layout` has nothing that stands for one
+        of them.
         """
         assert self.placements is not None
         # First, for torch makes no spec of what does not fit, in other words.

@@ -47,14 +47,14 @@ class FallingBehindWarning(RuntimeWarning):
 
 @dataclass(frozen=True)
 class WatchRow:
-    """Measured and predicted seconds in a step of one link, or of one rank.
+    """Measured and predicted seconds, in one step, of one link or of one rank.
 
     Attributes:
-        kind: "link" for transfers of one op along an axis, "products" for those of a rank, "late" for how long
-            others waited for a rank.
-        op: the name of the op in its program; in rows of a rank, the op that lost most.
-        where: the mesh axes of a link, as "axis x" or "axes x and y", or its ranks, as "ranks 0, 3";
-            else the rank, as "rank 3".
+        kind: "link" for transfers of one op along an axis, "products" for matrix products of a rank, "late" for
+            how long others waited for a rank in collectives.
+        op: the name of the op in its program; in rows of a rank, the op that exceeds its prediction most.
+        where: the mesh axes of a link, as "axis x" or "axes x and y", or its ranks, as "ranks 0, 3"; else the
+            rank, as "rank 3".
     """
 
     kind: Kind
@@ -65,12 +65,13 @@ class WatchRow:
 
     @property
     def lost_s(self) -> float:
-        """Return the measured seconds less the predicted ones; negative where it was faster."""
+        """Return the measured seconds less the predicted ones; negative where measured is shorter."""
         return self.measured_s - self.predicted_s
 
     def is_behind(self, share: float, step_s: float) -> bool:
-        """Return whether it lost more than `share` of the predicted seconds, and more than `LEAST_SHARE_OF_STEP`
-        of `step_s`.
+        """Return whether `lost_s` exceeds both `share` times the predicted seconds and a share of the step.
+
+        The latter is `LEAST_SHARE_OF_STEP` times `step_s`, the seconds of the step. `share` 0.3 means 30 percent.
         """
         return self.lost_s > share * self.predicted_s and self.lost_s > LEAST_SHARE_OF_STEP * step_s
 
@@ -104,7 +105,10 @@ class StepComparison:
 
     @property
     def product_factor(self) -> float:
-        """Return measured over predicted seconds of the products of the slowest rank; 1 where none ran."""
+        """Return measured over predicted seconds of matrix products on the rank where this ratio is largest.
+
+        It is 1 where no products ran.
+        """
         products = (row for row in self.rows if row.kind == "products" and row.predicted_s and row.measured_s)
         return max((row.measured_s / row.predicted_s for row in products), default=1.0)
 
@@ -196,13 +200,13 @@ class StepWatch:
         self._warn(self.latest)
 
     def replan(self, step: Step, options: SpaceOptions | None = None) -> NewPlan:
-        """Return what the best plan wins if links and products stay as the latest recorded step measured them.
+        """Return the best plan if links and products stay as slow as `latest`, and its gain over the running one.
 
         Not collective: the answer is the same on all ranks.
 
         Args:
             step: the step that runs, planned for the cluster of this watch.
-            options: what is searched; None for all that the stack of the step executes.
+            options: which plans are searched; None for all that the stack of the step executes.
 
         Raises:
             DescriptionError: no step has been recorded yet, no program ran in it, or `step` is of another cluster.

@@ -37,10 +37,10 @@ _POOL_BYTES = 1 << 20
 
 @cache
 def shared_memory_rates() -> RankRates:
-    """Return rates for ranks that read each other's memory on one host, where the caller describes no machine.
+    """Return the FLOP/s, bytes/s and latencies assumed for ranks of one host that read each other's memory.
 
-    Products run at the rate of the catalog's `local-cpu`; copies between processes of the 2-core machine that
-    it describes ran at 6 to 12 GB/s, four processes at once.
+    They hold where the caller describes no machine: the catalog's `local-cpu`, with links as fast as copies
+    between processes of one host.
     """
     rates = RankRates.of(load_cluster("local-cpu"))
     return replace(
@@ -54,7 +54,7 @@ def shared_memory_rates() -> RankRates:
 
 
 def check_transport(transport: str) -> None:
-    """Raise UnsupportedError, which names the known ones, for an unknown transport."""
+    """Raise UnsupportedError, which lists the known names, unless `transport` is one of `TRANSPORTS`."""
     require_known(transport, TRANSPORTS, "there is no transport", UnsupportedError, "there are")
 
 

@@ -23,9 +23,10 @@ class WatchedTransfer:
     Attributes:
         op: its name.
         axis: the mesh axes along which its ranks differ, as "axis x" or "axes x and y"; or "ranks 0, 3".
-        ends: (global rank, position among the ops of that rank) of each rank that takes part.
-        is_joint: True for a collective.
-        level: the position in `link_levels` of the links that it takes; None where that has none of them.
+        ends: (global rank, index of the op among the ops of that rank) for each rank that takes part; of a message
+            the sender first.
+        is_joint: True for a collective, False for a message.
+        level: the position in `link_levels` of the cluster of the links that it takes; None where none of those.
     """
 
     op: str
@@ -37,13 +38,13 @@ class WatchedTransfer:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """A program simulated: the times of its ops, and which of them belong together.
+    """A simulation of a program: the predicted times of its ops, and which ops of ranks belong together.
 
     Attributes:
-        trace: the simulation, from 0 on.
-        durations: {global rank: {position among the ops of that rank: picoseconds}}.
+        trace: the simulated spans, from time 0 on.
+        durations: {global rank: {index of an op among the ops of that rank: picoseconds}}.
         transfers: the collectives and messages between different ranks.
-        products: {global rank: ((name of a product, its position among the ops of that rank), ...)}.
+        products: {global rank: ((name of a matrix product, its index among the ops of that rank), ...)}.
     """
 
     trace: Trace
@@ -53,7 +54,7 @@ class SimulatedRun:
 
     @classmethod
     def of(cls, program: Program, cluster: Cluster) -> SimulatedRun:
-        """Return the prediction for a cluster. Raises what `simulate` raises."""
+        """Return the simulated run of a program on a cluster, rank r on its chip r. Raises as `simulate` does."""
         program = program.expanded
         trace = simulate(program, Machine(cluster, program.meshes, logical=True)).trace()
         durations: dict[int, dict[int, int]] = defaultdict(dict)
@@ -70,7 +71,7 @@ class SimulatedRun:
         return cls(trace, durations, tuple(_transfers(program, cluster)), products)
 
     def spans(self, rank: int) -> list[Span]:
-        """Return the simulated spans of the ops of a global rank."""
+        """Return the simulated spans (start and end in picoseconds) of the ops of a global rank."""
         return [span for span in self.trace.spans if span.rank == rank]
 
 
@@ -129,12 +130,13 @@ Pair = tuple[int, int]
 
 @dataclass
 class StepTally:
-    """Sums of measured and predicted picoseconds over the programs of a step.
+    """Sums over the programs of a step: each value is (measured, predicted) picoseconds.
 
     Attributes:
-        links: of transfers, by (op, axis).
-        products: by (op, global rank).
-        late: how long others waited for a rank, by (op, global rank).
+        links: of transfers, by (op, axis); a transfer takes the shortest time of its ranks.
+        products: of matrix products, by (op, global rank).
+        late: how long others waited for a rank in collectives, by (op, global rank): the longest time of the ranks
+            less that of this one.
         levels: of transfers, by ("", position in `link_levels`).
     """
 
@@ -144,10 +146,11 @@ class StepTally:
     levels: dict[tuple[str, int], Pair] = field(default_factory=dict)
 
     def add(self, prediction: SimulatedRun, measured: Mapping[int, Mapping[int, int]]) -> None:
-        """Add one run of a program.
+        """Add one run of a program to the sums.
 
         Args:
-            measured: {global rank: {position among the ops of that rank: picoseconds}}; a missing op took 0.
+            prediction: the simulation of the program.
+            measured: {global rank: {index of an op among the ops of that rank: picoseconds}}; a missing op took 0.
         """
         expected = prediction.durations
         for transfer in prediction.transfers:
@@ -164,15 +167,15 @@ class StepTally:
                 add_pair(self.products, (op, rank), measured[rank].get(at, 0), expected[rank].get(at, 0))
 
     def told(self) -> list[list[tuple[str, str | int, int, int]]]:
-        """Return four lists, of links, products, late and levels, of (op, where, measured, predicted).
+        """Return the sums `links`, `products`, `late`, `levels`, each as [(op, where, measured, predicted)].
 
-        `where` is the axis, the global rank or the level; the sums are in picoseconds.
+        `where` is the axis, the global rank or the level; measured and predicted are in picoseconds.
         """
         sums = self.links, self.products, self.late, self.levels
         return [[(op, where, *pair) for (op, where), pair in each.items()] for each in sums]
 
 
 def add_pair(sums: dict[Any, Pair], key: Any, measured: int, predicted: int) -> None:
-    """Add measured and predicted picoseconds to the sums of `key` in `sums`, which begin at (0, 0)."""
+    """Add (measured, predicted) picoseconds to `sums[key]`, which counts as (0, 0) where there is none."""
     before = sums.get(key, (0, 0))
     sums[key] = before[0] + measured, before[1] + predicted

@@ -35,7 +35,7 @@ class TakenAdapter:
     """An adapter that was taken out of a model.
 
     Attributes:
-        path: the name of its layer.
+        path: the name, in the model, of the linear layer that it adapts.
         layer: the layer of PEFT, with the model's own in it.
         name: what PEFT calls the adapter.
     """
@@ -46,13 +46,13 @@ class TakenAdapter:
 
 
 class AdaptedLinear(HostedLinear):
-    """A linear layer whose weight, as it is used, has an adapter added to it."""
+    """A linear layer whose products use W + s B A: its weight W with an adapter (LoRA) added."""
 
     _adapter: Adapter
 
     @property
     def weight(self) -> Any:
-        """Return W + s B A, as a DTensor with the placements of W."""
+        """Return W + s B A, as a DTensor with the placements of W, computed at each access."""
         return self._adapter.added(self._parameters["weight"])
 
     def unload_and_optionally_merge_module(
@@ -108,10 +108,12 @@ class _Matrices(nn.ModuleDict):  # type: ignore[misc]
 
 
 class Adapter:
-    """The matrices A and B of an adapter, whole on every rank, for the shard of a weight that a rank keeps.
+    """The matrices A (rank, in features) and B (out features, rank) of a LoRA adapter, whole on every rank.
+
+    Each rank adds them to the shard of the weight that it keeps.
 
     Args:
-        linear: the layer.
+        linear: the parallel linear layer.
         taken: the adapter as PEFT made it.
     """
 
@@ -139,12 +141,11 @@ class Adapter:
         return self._holders[name].weight
 
     def added(self, weight: Any) -> Any:
-        """Return W + s B A for `weight` W, differentiably; s is `scale`. All ranks of the layer call it.
+        """Return W + s B A for `weight` W, differentiably; s is `scale`. Collective.
 
         Args:
-            weight: the layer's weight, a DTensor. The result is a DTensor of its placements and dtype, of
-                which each rank computes its own shard. Gradients of A and B are summed over the ranks that
-                split W.
+            weight: the layer's weight, a DTensor. The result is a DTensor of its placements and dtype, of which
+                each rank computes its own shard. Gradients of A and B are summed over the ranks that split W.
         """
         return _Added.apply(weight, *self._use(), self)
 
@@ -177,7 +178,10 @@ class _Added(torch.autograd.Function):  # type: ignore[misc]
 
 
 def positions_of(block: Block) -> list[Tensor]:
-    """Return for each dim of a block its positions in the whole tensor, int64, also where there are none."""
+    """Return, for each dim, the indices in the whole tensor of the elements of a block, as int64 (n,).
+
+    A block is, for each dim, a list of (start, stop) ranges: [[(0, 2), (4, 6)]] -> [tensor([0, 1, 4, 5])].
+    """
     return [torch.tensor([at for run in runs for at in range(*run)], dtype=torch.int64) for runs in block]
 
 
@@ -186,13 +190,14 @@ def positions_of(block: Block) -> list[Tensor]:
 
 @contextmanager
 def without_adapters(module: nn.Module, runs_own_code: bool) -> Iterator[list[TakenAdapter]]:
-    """Take PEFT's adapters out of a model, and yield them; put back where the block raises, else left out.
+    """Take PEFT's adapters out of a model, and yield them as a list; if the block raises, put them back.
 
     Args:
+        module: the model, changed in place.
         runs_own_code: whether the model runs by its own code, as one with adapters must.
 
-    Raises UnsupportedError, naming the layer, for an adapter of a kind that is not computed, and for any adapter
-    where the model does not run by its own code.
+    Raises UnsupportedError, with the name of the layer, for an adapter of a kind that is not computed, and for any
+    adapter where the model does not run by its own code.
     """
     taken = [
         TakenAdapter(path, child, _only(path, child))
@@ -214,8 +219,9 @@ def without_adapters(module: nn.Module, runs_own_code: bool) -> Iterator[list[Ta
 
 @contextmanager
 def all_trained(module: nn.Module) -> Iterator[None]:
-    """Let all parameters of a wholly frozen model be trained in the block, so that a proof compares gradients
-    too; a model with a parameter that is trained is left as it is.
+    """Let all parameters of a wholly frozen model require gradients in the block, for a proof to compare them.
+
+    A model with a parameter that is trained is left as it is.
     """
     parameters = list(module.parameters())
     if any(parameter.requires_grad for parameter in parameters):
@@ -235,7 +241,7 @@ def _place(module: nn.Module, taken: list[TakenAdapter], made: Callable[[TakenAd
 
 
 def put_in(model: ParallelModel, taken: list[TakenAdapter]) -> None:
-    """Put adapters back into the layers of a parallelised model, which then computes with them."""
+    """Put the adapters `taken` back into the layers of a parallelised model, which then computes with them."""
     if taken:
         from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -46,9 +46,10 @@ _WORDS = 32
 
 
 def anatomy_of(module: nn.Module, device: torch.device) -> Anatomy:
-    """Return the parts of a model, read off a forward pass of a copy on `device`, with one layer of each kind.
+    """Return the parts of a model, read off a forward pass of a reduced copy on `device`.
 
-    Raises UnsupportedError, naming the module, for one of an unknown form.
+    The copy has few words, and one layer of each kind. Raises UnsupportedError, with the name of the module, for
+    one of an unknown form.
     """
     names: Any = names_of(module)
     kinds = kinds_of(module, names)
@@ -88,7 +89,13 @@ def anatomy_of(module: nn.Module, device: torch.device) -> Anatomy:
 
 
 class AnatomyReader:
-    """Tell what each module of a model does, from a trace of one forward pass.
+    """Tells what each module of a model does, from a trace of one forward pass.
+
+    Args:
+        model: the reduced copy that was traced.
+        names: the names of its embedding, list of layers, and head.
+        trace: its calls, in order.
+        count: the number of its layers.
 
     Attributes:
         layers: the parts of each of the `count` layers of the model that was traced.
@@ -118,10 +125,11 @@ class AnatomyReader:
         self.routed = {each for each in self.prefixes if any(path.startswith(each) for path in experts)}
 
     def read(self) -> None:
-        """Fill the attributes, from the calls in their order, then by which linear layers lead to which.
+        """Fill the attributes, from the calls in their order, then from which linear layers lead to which.
 
-        Raises UnsupportedError, which names the module: one that is called twice, but for norms outside of layers;
-        a layer that is not called, a result that no linear layer adds to the residual, unknown parameters.
+        Raises UnsupportedError, which names the module, for a module that is called twice (norms outside of layers
+        may be), a layer that is not called, a result that no linear layer adds to the residual, and unknown
+        parameters.
         """
         for call in self.trace.calls:
             if call.path in self.calls and call.path in self.norms and call.sources <= self.residual:

@@ -15,14 +15,16 @@ Columns = tuple[int, ...]
 
 @dataclass(frozen=True)
 class HeadColumns:
-    """Which columns of the linear layers before attention each head of queries reads.
+    """Which columns of the linear layers before attention each query head reads.
+
+    A column is an output feature of such a linear layer.
 
     Attributes:
-        heads: how many heads of queries there are.
+        heads: how many query heads there are.
         groups: how many groups of equally many consecutive heads share keys and values.
         width: features of a head after attention.
-        of: per linear layer, and per head of queries, the columns that it reads, ascending.
-        features: per linear layer the number of its columns.
+        of: for each linear layer, for each query head, the columns that it reads, ascending.
+        features: for each linear layer the number of its columns.
     """
 
     heads: int
@@ -32,8 +34,9 @@ class HeadColumns:
     features: Mapping[str, int]
 
     def of_units(self, name: str, units: int) -> list[Columns]:
-        """Return for each of `units` equal runs of heads the columns of linear layer `name` that they read,
-        ascending.
+        """Return, for each of `units` equal runs of heads, the columns of linear layer `name` that it reads.
+
+        Columns of a run are ascending: 4 heads in 2 units -> columns of heads 0 and 1, then of heads 2 and 3.
         """
         own, count = self.of[name], self.heads // units
         runs = [own[unit * count : (unit + 1) * count] for unit in range(units)]
@@ -41,12 +44,13 @@ class HeadColumns:
 
 
 def head_columns(operand: Tensor, points: Mapping[str, Tensor | None], heads: int, where: str) -> HeadColumns:
-    """Return which columns of the linear layers before attention each head reads.
+    """Return which columns of the linear layers before attention each head reads, by derivatives.
 
     Args:
         operand: (batch, sequence, features) after attention; each head has equally many consecutive features.
-        points: per linear layer its result, or what a norm of whole rows makes of it, in the graph of `operand`.
-        heads: how many heads of queries there are.
+        points: for each linear layer its result, or what a norm of whole rows makes of it, in the graph of
+            `operand`.
+        heads: how many query heads there are.
         where: the name of the module of attention, for errors.
 
     Raises UnsupportedError where heads that share keys are not neighbours, groups are unequal, heads read
@@ -94,14 +98,14 @@ def feature_parts(
 
     Args:
         operand: (..., inner features), what the linear layer after them is given, with its autograd graph.
-        points: per linear layer its result (..., columns), or what a norm of whole rows makes of it, in the graph
-            of `operand`. None of them may be None.
+        points: for each linear layer its result (..., columns), or what a norm of whole rows makes of it, in the
+            graph of `operand`. None of them may be None.
         where: the name of the feed-forward part, for errors.
 
     Returns:
-        Per linear layer (parts, unit): its columns are `parts` matrices side by side, in each of which a feature
-            has `unit` neighbouring columns. (1, 1) is one matrix, (2, 1) two side by side, (1, 2) two whose
-            columns alternate. {} where all derivatives are 0 and there are fewer than 63 features.
+        For each linear layer (parts, unit): its columns are `parts` matrices side by side, in each of which a
+            feature has `unit` neighbouring columns. (1, 1) is one matrix, (2, 1) two side by side, (1, 2) two
+            whose columns alternate. {} where all derivatives are 0 and there are fewer than 63 features.
 
     Raises UnsupportedError where columns lie otherwise, or 64 features in a row were tried without a derivative.
     """

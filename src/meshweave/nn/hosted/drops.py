@@ -28,7 +28,7 @@ class RankDropout(TorchFunctionMode):  # type: ignore[misc]
 
     Args:
         tokens: its `place` is the layout of the tensor that is computed now.
-        sources: where the model's probabilities are set, as `sources_of` returns it.
+        sources: where the model's dropout probabilities are set, as `sources_of` returns it.
     """
 
     def __init__(self, tokens: Tokens, sources: Sequence[Source]) -> None:
@@ -38,10 +38,9 @@ class RankDropout(TorchFunctionMode):  # type: ignore[misc]
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Intercept dropout in the block, a forward pass, as the class says.
+        """Intercept dropout in the block, a forward pass; not where an earlier pass drew no random numbers.
 
-        Raises UnsupportedError where the block draws random numbers and is not intercepted, as an earlier one drew
-        none.
+        Raises UnsupportedError where the block is not intercepted and draws random numbers all the same.
         """
         probabilities = tuple([getattr(owner, name) for owner, name in self._sources])
         if probabilities not in self._drops_nothing:
@@ -116,7 +115,7 @@ Source = tuple[Any, str]
 
 
 def sources_of(module: nn.Module) -> list[Source]:
-    """Return where dropout probabilities of a model that are not 0 are set, as (object, attribute).
+    """Return (object, name of its attribute) for each dropout probability of a model that is not 0.
 
     Raises UnsupportedError where there are some, and attention kernels drop by themselves (flash, flex).
     """

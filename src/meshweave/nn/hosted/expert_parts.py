@@ -23,12 +23,12 @@ _WIDTHS = re.compile(r"inter|inner|ffn|expert_dim|ff_dim")
 
 @dataclass(frozen=True)
 class InnerForm:
-    """Where inner features lie in a parameter of experts.
+    """Where the inner features of experts lie in one of their parameters.
 
     Attributes:
         dim: the index of the dim along which they lie.
-        parts, unit: how many matrices lie side by side along it, and how many consecutive elements a feature has
-            in each.
+        parts: how many matrices lie side by side along that dim.
+        unit: how many consecutive elements of a matrix along that dim an inner feature has.
     """
 
     dim: int
@@ -36,9 +36,14 @@ class InnerForm:
     unit: int = 1
 
     def columns(self, features: range, inner: int) -> Tensor:
-        """Return a 1-D tensor of the indices along `dim` of the inner features in `features`, of `inner` in all.
+        """Return the indices along `dim` of some inner features, a 1-D int64 tensor.
 
-        They are ordered by matrix, then feature, then element.
+        They are ordered by matrix, then feature, then element: features 0 and 1 of 4 in two matrices -> [0, 1, 4,
+        5].
+
+        Args:
+            features: the numbers of the features.
+            inner: how many inner features each expert has in all.
         """
         own = [
             part * inner * self.unit + feature * self.unit + at
@@ -51,15 +56,15 @@ class InnerForm:
 
 @dataclass(frozen=True)
 class ExpertsPart:
-    """The experts of a layer.
+    """The experts of a layer, as a trace shows them.
 
     Attributes:
         path: the name of their module in the layer.
         count: how many experts there are.
         inner: how many inner features each has; 0 where that is not known.
         forms: for each parameter that has inner features, where they lie; empty where that is not known.
-        added: parameters that are added after the products over inner features.
-        order: for each operand of a call, in their order, "x", "index" or "gates".
+        added: names of parameters that are added after the products over inner features, such as biases.
+        order: for each operand of a call, in their order, "x" (rows), "index" (choices) or "gates".
     """
 
     path: str
@@ -72,8 +77,9 @@ class ExpertsPart:
     def sides(self, key: str, shape: Sequence[int]) -> tuple[Sides, int]:
         """Return (sides, parts) of the parameter `key`, whose global shape is `shape`.
 
-        Sides are its dims: "expert" first, then "inner" for the dim of inner features and "hidden" for the first
-        other one, "" for those after it. Parts are how many matrices lie side by side along the inner features.
+        Sides are its dims, named: "expert" first, then "inner" for the dim of inner features and "hidden" for the
+        first other one, "" for those after it. Parts are how many matrices lie side by side along the inner
+        features.
         """
         form, sides = self.forms.get(key), [Side("expert", self.count)]
         for dim, size in enumerate(shape[1:], 1):
@@ -91,9 +97,9 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def operand_indices(values: Sequence[Any]) -> tuple[int, int, int]:
-    """Return the indices of rows, choices and gates among the operands of a call of experts.
+    """Return the indices of (rows, choices, gates) among the operands `values` of a call of a module of experts.
 
-    Raises UnsupportedError where the operands are not these.
+    Raises UnsupportedError where the operands are not these three tensors.
     """
     tensors = [at for at, value in enumerate(values) if isinstance(value, Tensor)]
     whole = [at for at in tensors if not values[at].is_floating_point()]
@@ -118,16 +124,16 @@ def own_call(
     index: Tensor,
     gates: Tensor,
 ) -> Tensor:
-    """Return the result (rows, hidden) of a module of experts, by its own code, with `parameters` for its own.
+    """Return the result (rows, hidden) of a module of experts, by its own code, which computes with `parameters`.
 
     Args:
         own: the module, without parameters; its attributes are changed during the call.
         part: what a trace shows of it.
         parameters: by name, of all experts or of some, with all or some of their inner features.
-        sizes: how many experts the parameters are of, and how many inner features of each.
+        sizes: (experts that the parameters have, inner features of each).
         x: (rows, hidden).
-        index, gates: for each row the experts chosen, counted from the first of `parameters`, and their
-            weights, (rows, choices).
+        index: (rows, choices): for each row the experts chosen, counted from the first one in `parameters`.
+        gates: (rows, choices): the weights of these.
     """
     names = {"x": x, "index": index, "gates": gates}
     attributes = own.__dict__
@@ -161,14 +167,15 @@ def _sized(
 def experts_part(name: str, module: nn.Module, given: Sequence[Any], made: Tensor) -> ExpertsPart:
     """Return how many experts a module has and where their parameters lie, read off one call of it.
 
+    Where inner features do not lie in a known form, `inner` of the result is 0 and `forms` is empty.
+
     Args:
         name: the module's, in the layer.
+        module: the module of experts, with its parameters.
         given: the operands of the call.
         made: its result.
 
-    Where inner features are not found, `inner` is 0 and `forms` is empty.
-
-    Raises UnsupportedError, naming the module, for one of another form.
+    Raises UnsupportedError, with the name of the module, for one of another form.
     """
     kind = type(module).__name__
     own = {key: value.detach() for key, value in module._parameters.items() if value is not None}

@@ -32,15 +32,16 @@ from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
 
 class HostedExperts(nn.Module):  # type: ignore[misc]
-    """The experts of a layer in the place of the model's own, called as these are.
+    """The experts of a layer in the place of the model's own, called with the same arguments.
 
     Args:
         module: the model's own, on meta.
+        tokens: the tokens of the step that runs.
         name: that of the module in the model.
         part: what a trace shows of it.
 
-    Raises UnsupportedError where the strategy splits the features of the residual, or inner features of experts
-    whose places are not known.
+    Raises UnsupportedError where the strategy splits the features of the residual, or splits inner features of
+    experts whose places are not known.
     """
 
     def __init__(self, module: nn.Module, tokens: Tokens, name: str, part: ExpertsPart) -> None:
@@ -70,7 +71,7 @@ class HostedExperts(nn.Module):  # type: ignore[misc]
 
     @torch.compiler.disable(reason="the rows of an expert are counted on the host")  # type: ignore[untyped-decorator]
     def forward(self, *given: Any, **named: Any) -> Tensor:
-        """Return what the experts make of this rank's tokens of the residual, in their shape. Collective.
+        """Return the experts' results for this rank's tokens of the residual, in their shape. Collective.
 
         Operands are those of the model's own class: the tokens, the experts chosen for each and their gates.
 
@@ -113,8 +114,8 @@ class HostedExperts(nn.Module):  # type: ignore[misc]
         return made if x.shape[0] else _LeadsBack.apply(made, x, *used)
 
     def extra_repr(self) -> str:
-        """Return text for printing: the class whose code it runs, and which experts and inner features this
-        rank has.
+        """Return, for printing, the class whose code it runs, and which experts and inner features this rank
+        has.
         """
         return (
             f"{type(self._own).__name__}, {self.local} of {self._part.count} experts from {self.first} on, "
@@ -162,8 +163,10 @@ def kept_of(part: ExpertsPart, key: str, shape: Sequence[int], strategy: LayerSt
     The gradient is summed only along axes whose ranks have copies of this part of the parameter.
 
     Args:
+        part: the experts.
         key: the name of the parameter in the module of experts.
         shape: its global shape.
+        strategy: how ranks share experts.
     """
     sides, parts = part.sides(key, shape)
     names = {side.dim for side in sides}
@@ -186,10 +189,15 @@ def _named(strategy: LayerStrategy) -> list[tuple[Dim, int]]:
 
 
 class BoundaryMoves:
-    """The moves of tokens from where the residual has them to where experts take them, and back.
+    """The moves of tokens from ranks that have them in the residual to those whose experts take them, and back.
 
-    Ranks that share each expert have the same tokens there; all others have tokens of their own, so that none is
-    computed twice.
+    Ranks that share each expert get the same tokens; all others get tokens of their own, so that none is computed
+    twice.
+
+    Args:
+        strategy: the strategy on its ranks.
+        dims: for each mesh axis "expert" if its ranks have different experts, "inner" if they split each expert,
+            or "".
     """
 
     def __init__(self, strategy: LayerStrategy, dims: AxisDims) -> None:
@@ -213,13 +221,15 @@ class BoundaryMoves:
         )
 
     def to_experts(self, tokens: Tokens, x: Tensor, index: Tensor, gates: Tensor) -> list[Tensor]:
-        """Return [rows, choices, gates], (tokens, ...) each, of the tokens that this rank's experts take.
+        """Return [rows (tokens, hidden), choices, gates (tokens, choices)] of the tokens for this rank's experts.
 
         Collective.
 
         Args:
-            x, index, gates: of this rank's tokens in the residual the features (..., hidden), the indices of the
-                experts chosen (tokens, choices), and their weights (tokens, choices).
+            tokens: the tokens of the step that runs.
+            x: (..., hidden), this rank's tokens in the residual.
+            index: (tokens, choices), the indices of the experts chosen for them.
+            gates: (tokens, choices), the weights of these.
         """
         moved = []
         for each in (x, gates):
@@ -233,17 +243,18 @@ class BoundaryMoves:
         return [moved[0], chosen, moved[1]]
 
     def to_residual(self, tokens: Tokens, made: Tensor, index: Tensor, chosen: Tensor) -> Tensor:
-        """Return this rank's shard (tokens, hidden) of the residual, from what experts made. Collective.
+        """Return this rank's shard (tokens, hidden) of the residual, from the experts' results. Collective.
 
-        On CPUs, where ranks have terms of a sum, numbers that stand for each token's choices are summed with
-        them and compared.
+        On CPUs, where ranks have terms of a sum, numbers that stand for each token's choices are summed with the
+        terms and compared.
 
         Args:
+            tokens: the tokens of the step that runs.
             made: the experts' results (tokens, hidden), for the tokens that `to_experts` returned.
             index: the choices that `to_experts` returned, (tokens, choices).
-            chosen: those of this rank's router for its tokens in the residual.
+            chosen: the choices of this rank's router for its tokens in the residual, (tokens, choices).
 
-        Raises LayoutError, where it is compared, if ranks that share each expert have chosen others.
+        Raises LayoutError, where they are compared, if ranks that share each expert have made different choices.
         """
         is_checked = self._num_terms > 1 and made.device.type == "cpu"
         if is_checked:
@@ -266,10 +277,10 @@ _DIGITS = 4
 
 
 def choice_digits(index: Tensor, dtype: torch.dtype, num_terms: int) -> Tensor:
-    """Return numbers (tokens, `_DIGITS`) of `dtype` that stand for the choices (tokens, choices) of each token.
+    """Return numbers (tokens, `_DIGITS`) of `dtype`, a hash of the choices (tokens, choices) of each token.
 
-    Sums of those of `num_terms` ranks are exact, in any order. Together they have 28 bits for two ranks in
-    bfloat16, four less each time that there are twice as many, and 64 at most: so many bits of a hash.
+    Sums of the numbers of `num_terms` ranks are exact, in any order. Together they have 28 bits for two ranks in
+    bfloat16, four less each time that there are twice as many ranks, and 64 at most.
     """
     exact = int(2 / torch.finfo(dtype).eps)  # all whole numbers up to it are of that dtype
     bits = max(1, min((exact // num_terms).bit_length() - 1, 64 // _DIGITS))
@@ -280,9 +291,9 @@ def choice_digits(index: Tensor, dtype: torch.dtype, num_terms: int) -> Tensor:
 
 @lru_cache(64)
 def exchange_of(strategy: LayerStrategy, count: int, device: str) -> ExpertExchange:
-    """Return the exchange between this rank and those that have the other ones of `count` experts.
+    """Return the exchange between this rank and the ranks that have the others of `count` experts.
 
-    It is the same object for equal arguments.
+    Equal arguments give the same object.
     """
     around = [
         range(size) if dim == "expert" else (at,)

@@ -31,7 +31,7 @@ _ALONE = {
 
 
 class RankGenerate:
-    """Generate tokens with a parallelised model of transformers, in place of the model's own `generate`.
+    """The method `generate` of a parallelised model of transformers, in place of its own.
 
     All ranks of the mesh call it with equal arguments, and get equal tokens. Refused are pipelines, strategies
     that split sequences, `max_time`, `assistant_model`, `assistant_early_exit`, `inputs_embeds`, caches other than

@@ -26,13 +26,15 @@ _BY_HEAD = ("alibi", "position_bias", "attention_mask")
 def take_heads(
     attention: nn.Module, columns: HeadColumns, units: int, tokens: Tokens
 ) -> Callable[[], None] | None:
-    """Return a function that lets a module of attention compute with this rank's heads alone; None if it has all.
+    """Return a function that makes a module of attention compute with this rank's heads only; None if it has all.
 
     The function changes attributes of the module and its `forward`, and gives it a copy of its configuration.
 
     Args:
+        attention: the module.
         columns: which columns of the linear layers before attention each head reads, for all heads of the model.
         units: the number of equal runs of consecutive heads; a rank has whole runs.
+        tokens: gives the strategy.
     """
     first, end = local_heads(columns, units, tokens)
     if end - first == columns.heads:
@@ -54,7 +56,10 @@ def take_heads(
 
 
 def local_heads(columns: HeadColumns, units: int, tokens: Tokens) -> tuple[int, int]:
-    """Return (first, end) of the heads that this rank has, of `units` equal runs of consecutive heads."""
+    """Return (first, end): this rank has query heads `first` to `end` - 1.
+
+    Heads are cut into `units` equal runs of consecutive ones, of which a rank has whole ones.
+    """
     per_unit = columns.heads // units
     return tokens.strategy.span(Side("inner", units, per_unit), tokens.strategy.roles.core(True))
 

@@ -25,10 +25,10 @@ _CACHE = ("past_key_values", "use_cache")
 
 
 class HostedArguments(ForwardArguments):
-    """The arguments of a forward pass that the model's own code computes.
+    """The arguments that a forward pass by the model's own code takes on ranks.
 
     Attributes:
-        is_whole: whether this rank has a part of every layer, and not a stage of a pipeline.
+        is_whole: whether this rank has a part of every layer, and not only a stage of a pipeline.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class HostedArguments(ForwardArguments):
     def inputs(
         self, tokens: Tensor | None, args: tuple[Any, ...], given: dict[str, Any], targets: Tensor | None
     ) -> CallInputs:
-        """Return what a call computes with beside its tokens.
+        """Return what a call computes with beside its tokens, after a check of its arguments.
 
         In evaluation without gradients a call with labels returns logits beside the loss, as in transformers.
 
         Args:
-            tokens: the first argument.
-            args, given: further arguments, by their places and by names.
-            targets: per token the one that is to be predicted; None to make them of labels.
+            tokens: the first argument, (batch, sequence).
+            args, given: further arguments, by position and by name.
+            targets: for each token the one to predict; None to make them of the argument `labels`, if it is given.
 
         Raises:
-            LayoutError: tokens are no tensor, there are too many arguments, targets and labels are both given,
-                or an argument is of another form.
+            LayoutError: tokens are no tensor, there are too many arguments, targets and labels are both given, or
+                an argument is of another form.
             UnsupportedError: an argument would change the result, and is not computed.
         """
         made = super().inputs(tokens, args, given, targets)
@@ -62,10 +62,10 @@ class HostedArguments(ForwardArguments):
         return replace(made, with_logits=is_evaluated and targets is None and made.targets is not None)
 
     def takes(self, name: str, value: Any, tokens: Tensor) -> bool:
-        """Return whether a call of `tokens` (batch, sequence) computes with the argument `name` of this value.
+        """Return whether a call on `tokens` (batch, sequence) computes with the argument `name` of this value.
 
-        Raises LayoutError or UnsupportedError where it computes with the argument, but not with this value of
-        it, or the model's class does not take it.
+        Raises LayoutError or UnsupportedError where it computes with the argument, but not with this value, or
+        where the model's class does not take the argument.
         """
         if name in ("attention_mask", "position_ids"):
             return self.strategy.roles.ring_axis is None and self._takes_rows(name, value, tokens)
@@ -81,7 +81,7 @@ class HostedArguments(ForwardArguments):
         return name == "return_dict" and value is True
 
     def why_not(self, name: str) -> str:
-        """Return, for an error, why the argument `name` is not computed, and what to use."""
+        """Return, as text for an error, why the argument `name` has no effect, or what to use in its place."""
         if name in ("attention_mask", "position_ids"):
             return (
                 "keys go round in a ring by their places in whole rows; under all_to_all_heads it is computed"
@@ -126,7 +126,8 @@ class HostedArguments(ForwardArguments):
         """Return what a call on `tokens` (batch, sequence) computes with.
 
         Args:
-            targets: per token the one that is to be predicted; None where logits are wanted.
+            tokens: the tokens of all ranks.
+            targets: for each token the one to predict; None where logits are wanted.
             taken: by name, the other arguments of the call, for which `takes` is true.
 
         Raises LayoutError where a mask is not of all tokens, UnsupportedError for `logits_to_keep` with targets.
@@ -152,11 +153,11 @@ class HostedArguments(ForwardArguments):
     # --- what a rank takes of it ----------------------------------------------------------------------------
 
     def local(self, inputs: CallInputs, batch: int) -> dict[str, Any]:
-        """Return the arguments of the model's own forward pass by name, for this rank's sequences of the batch.
+        """Return the model's own forward arguments, by name: `named` of the inputs, cut to this rank's sequences.
 
         Args:
-            inputs: those of the call, whole.
-            batch: sequences of all ranks. Tensors with as many rows are cut; others are given whole.
+            inputs: those of the call, of all ranks.
+            batch: the number of sequences of all ranks. Tensors with as many rows are cut; others are given whole.
         """
         rows: AxisDims = tuple(dim if dim == "batch" else "" for dim in self.strategy.roles.core(True))
         return {
@@ -214,15 +215,16 @@ def why_no_generation(strategy: LayerStrategy) -> str:
 
 
 def splits_rows(strategy: LayerStrategy) -> bool:
-    """Return whether ranks have different sequences of the batch, in attention."""
+    """Return whether ranks have different sequences of the batch in attention."""
     return num_parts(strategy.roles.core(True), strategy.mesh.shape, ("batch",)) > 1
 
 
 def causal_lm_output(loss: Tensor | None, logits: Tensor | None, out: Any) -> Any:
-    """Return loss, logits and the cache of keys and values in the class that transformers returns.
+    """Return the `CausalLMOutputWithPast` of transformers with `loss` and `logits`.
 
     Args:
-        out: what the forward pass of the model's class returned.
+        loss, logits: None for none.
+        out: what the forward pass of the model's class returned; its cache of keys and values is taken over.
     """
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -232,9 +234,9 @@ def causal_lm_output(loss: Tensor | None, logits: Tensor | None, out: Any) -> An
 
 
 def with_own_signature(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """Return `forward` with the signature of the forward pass of the module's class, and a keyword `targets`.
+    """Return `forward` under the signature of the forward pass of the module's class, plus a keyword `targets`.
 
-    Libraries read there which arguments a model takes.
+    Libraries read from the signature which arguments a model takes.
     """
 
     def call(*args: Any, **given: Any) -> Any:

@@ -13,9 +13,9 @@ from meshweave.nn.hosted.residual import Tokens
 
 
 def share_last_position(module: nn.Module, tokens: Tokens) -> None:
-    """Let rotary embeddings that scale with the last position take `Tokens.last_position`, that of all ranks.
+    """Make rotary embeddings that scale with the last position use that of all ranks, `Tokens.last_position`.
 
-    These are the kinds "dynamic" and "longrope" of transformers.
+    These are the kinds "dynamic" and "longrope" of transformers. The modules of `module` are changed in place.
     """
     for path, child in module.named_modules():
         kinds = getattr(child, "rope_type", "")

@@ -25,7 +25,7 @@ from meshweave.nn.parallel.moves import PlacedMove, terms
 
 @dataclass(frozen=True)
 class Latents:
-    """The modules of latent attention, by path.
+    """The linear layers and norms of latent attention (as in DeepSeek-V2), by path in the model.
 
     Attributes:
         into: linear layers that make latent features.
@@ -39,9 +39,9 @@ class Latents:
 
 
 def latents_of(trace: FlowTrace) -> Latents:
-    """Return the modules of latent attention, where a linear layer before attention reads another of the layer.
+    """Return the modules of latent attention, read off a trace; all sets are empty for a model without it.
 
-    All sets are empty for a model without it.
+    A model has it where one linear layer before attention reads the result of another in the same layer.
     """
     calls = {call.path: call for call in trace.calls}
     into, between, out = set[str](), set[str](), set[str]()
@@ -95,7 +95,7 @@ class HostedLatent(OwnModule):
         self._back = PlacedMove(strategy, side, terms(core, ("inner",)), residual)
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
-        """Return the latent features of the tokens that this rank's heads compute with. Collective.
+        """Return the latent features (batch, sequence, features) of this rank's attention tokens. Collective.
 
         `given` and `named` are the arguments of the linear layer: this rank's part of the residual.
         """

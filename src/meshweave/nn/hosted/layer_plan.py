@@ -29,10 +29,12 @@ class LayerReplacements:
     """Plans the modules that take the places of a layer's own.
 
     Args:
+        layer: the layer of the model.
         parts: what a trace shows of the layer.
         where: its name in the model.
         new: `plan` adds the replacements to it, by the names of the modules in the model.
         then: `plan` adds functions to it that make further changes once the modules are replaced.
+        tokens: the tokens of the step that runs.
         model: the model, for its configuration.
     """
 
@@ -58,7 +60,7 @@ class LayerReplacements:
     def plan(self) -> ParameterUse:
         """Add a replacement for each module of the layer with parameters to `new`, and changes to `then`.
 
-        Returns the parameters of the replacements, to be gathered for a pass through the layer.
+        Return the parameters of the replacements, which a pass through the layer gathers.
 
         Raises LayoutError or UnsupportedError where ranks cannot share the layer.
         """

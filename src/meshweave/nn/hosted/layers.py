@@ -20,12 +20,12 @@ from meshweave.nn.parallel.uses import ParameterUse, ThroughoutUse, run_opened
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """Which layers run.
+    """Which consecutive layers a forward pass runs.
 
     Attributes:
-        end: the number after that of the last that runs; 0 to stop before the first layer.
-        first: the number of the first that runs; its residual is `Tokens.given` where that is set.
-        stops: whether the forward pass ends with the last one, and not with the head.
+        end: the number after that of the last layer that runs; 0 to stop before the first layer.
+        first: the number of the first layer that runs, from 0; it is given `Tokens.given` where that is set.
+        stops: whether the forward pass ends with the last of these layers, and not with the head.
     """
 
     end: int
@@ -40,7 +40,8 @@ class RunsLayers(Protocol):
         anatomy: its parts.
         tokens: those of the step that runs.
         span: which layers run.
-        recompute: whether the backward part computes layers again.
+        strategy: the strategy on its ranks.
+        recompute: whether the backward pass computes layers again (activation checkpointing).
         blocks: all layers, in order.
         throughout: parameters that stay gathered from their first use in a call of the model to its end.
     """
@@ -54,14 +55,14 @@ class RunsLayers(Protocol):
     throughout: ThroughoutUse
 
     def dropping(self) -> AbstractContextManager[Any]:
-        """Return the context manager for a forward pass: `RankDropout.around` in training with dropout.
+        """Return the context manager in which a forward pass runs.
 
-        Else it is one that does nothing.
+        In training with dropout it is `RankDropout.around`, else one that does nothing.
         """
 
 
 class StopError(Exception):
-    """Ends a forward pass early, with the residual at that place."""
+    """Raised to end a forward pass early; `residual` is this rank's part of the residual at that place."""
 
     def __init__(self, residual: Tensor) -> None:
         super().__init__()
@@ -69,12 +70,12 @@ class StopError(Exception):
 
 
 class HostedLayer:
-    """Stands for the forward pass of a layer: runs its own if the layer is in the running span, else skips it.
+    """Takes the place of a layer's forward pass: runs it if the layer is in the model's `span`, else skips it.
 
     Attributes:
-        use: its parameters.
-        opens: whether a forward pass gathers the parameters of all its modules together.
-        is_followed: whether other layers run between its forward and its backward part.
+        use: the layer's parameters.
+        opens: whether a forward pass gathers the parameters of all modules of the layer together.
+        is_followed: whether other layers run between the forward and the backward pass of this one.
     """
 
     def __init__(self, layer: nn.Module, number: int, model: RunsLayers, use: ParameterUse) -> None:
@@ -84,9 +85,9 @@ class HostedLayer:
         self._results = model.anatomy.layers[number].results
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """Return what the layer returns; for a layer outside of the span the residual in that form.
+        """Return what the layer returns; outside of the span the residual that it is given, in the same form.
 
-        Raises StopError, with the residual, where the span ends here.
+        Raises StopError, with the residual, where the forward pass ends after this layer, or before the first.
         """
         model, span = self._model, self._model.span
         if given:
@@ -153,11 +154,14 @@ class HostedLayer:
 
 
 def skipped_layer_results(model: RunsLayers, number: int, x: Tensor, results: int) -> Any:
-    """Return the residual x in the form of the results of layer `number`, which is not run.
+    """Return the residual x as layer `number`, which is not run, would return it.
 
-    For the last layer, where a span begins after it, this is the residual that the span is given.
+    For the last layer, where a span begins after it, the residual is `Tokens.given`.
 
     Args:
+        model: the model.
+        number: the layer's, from 0.
+        x: this rank's part of the residual before the layer.
         results: the length of the tuple that the layer returns; 0 for the residual alone.
     """
     tokens = model.tokens
@@ -167,9 +171,11 @@ def skipped_layer_results(model: RunsLayers, number: int, x: Tensor, results: in
 
 
 class OtherStage(nn.Module):  # type: ignore[misc]
-    """Stands where another stage of a pipeline has layer `number`.
+    """A stand-in for layer `number`, which is on another stage of a pipeline.
 
     Args:
+        number: that of the layer, from 0.
+        model: the model on this stage.
         results: the length of the tuple that the layer returns; 0 for the residual alone.
     """
 
@@ -187,7 +193,7 @@ class OtherStage(nn.Module):  # type: ignore[misc]
     def forward(self, x: Tensor | None = None, *given: Any, **named: Any) -> Any:
         """Return the residual x as the layer would return it: alone, or with None for its other results.
 
-        x is the first argument, by place or by name. In the place of the model's last layer the residual is
+        x is the first argument, by position or by name. In the place of the model's last layer the residual is
         `Tokens.given`, where that is set and only the head runs. Raises StopError where a forward pass stops
         before the first layer.
         """
@@ -199,14 +205,15 @@ class OtherStage(nn.Module):  # type: ignore[misc]
 
 
 class OtherStageModule(nn.Module):  # type: ignore[misc]
-    """Stands where another stage of a pipeline has a table or a norm."""
+    """A stand-in for a table or a norm that is on another stage of a pipeline."""
 
     def __init__(self, tokens: Tokens) -> None:
         super().__init__()
         object.__setattr__(self, "_tokens", tokens)
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
-        """Return zeros in the shape of this rank's residual, whatever is given: the first layer that runs here is
-        given the real one.
+        """Return zeros in the shape of this rank's residual, whatever is given.
+
+        The first layer that runs on this stage is given the real residual.
         """
         return self._tokens.stand_in()

@@ -20,9 +20,11 @@ from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
 
 class HostedLinear(ParallelLinear):
-    """A linear layer in the place of the model's own, called with an operand alone.
+    """A linear layer in the place of the model's own, called as that is, with its operand alone.
 
     Args:
+        linear: the model's own, on meta.
+        tokens: the tokens of the step that runs.
         name: that of the layer in the model.
         options: further arguments of `ParallelLinear`: `place`, `units`, `is_attention`.
     """
@@ -37,15 +39,18 @@ class HostedLinear(ParallelLinear):
         self._lands = roles.core(self.site.is_attention) if self.site.is_first else roles.residual
 
     def join(self, group: HostedGroup) -> None:
-        """Set the group of layers with one operand that this layer belongs to.
+        """Set the group of linear layers, called with the same operand, that this layer belongs to.
 
-        The first call of a layer of the group on an operand computes the results of all of them, as one
-        product. To be called before `forward`, except for a layer that is local.
+        The first call of a layer of the group on an operand computes the results of all of them, as one product.
+        To be called before `forward`, except for a layer that is local.
         """
         object.__setattr__(self, "group", group)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Return this rank's shard of the result for its shard x of the operand. Collective."""
+        """Return this rank's shard of the result, from x, its shard of the operand. Collective.
+
+        x is (batch, sequence, features) or (batch * sequence, features), and so is the result.
+        """
         if self.is_local:  # the columns of a table and fused weights are then those of the weight itself
             weight, *bias = self._use()
             self.tokens.place = self._lands
@@ -65,9 +70,9 @@ class HostedLinear(ParallelLinear):
         return None if bool((order == torch.arange(len(order))).all()) else order
 
     def bias_rows(self) -> Tensor:
-        """Return the indices of the layer's columns that this rank has, unit by unit in the order of `table`.
+        """Return the indices of this rank's output features, int64, unit by unit in the order of `table`.
 
-        `table` must not be None.
+        Only for a layer with a `table`.
         """
         assert self.table is not None
         side, dims = self.bias_placement()
@@ -76,7 +81,7 @@ class HostedLinear(ParallelLinear):
 
 
 class HostedGroup:
-    """Linear layers that the code of a layer calls one after the other with one operand."""
+    """Linear layers that the code of a layer calls one after the other with the same operand."""
 
     def __init__(self, linears: Sequence[HostedLinear]) -> None:
         self.linears = list(linears)
@@ -85,7 +90,10 @@ class HostedGroup:
         self._results: dict[int, Tensor] = {}
 
     def __call__(self, linear: HostedLinear, x: Tensor) -> Tensor:
-        """Return the result of one of the layers; with the first that is called all are computed."""
+        """Return the result of `linear`, one of the layers, on x; the first call on x computes all the layers.
+
+        x is this rank's shard of the operand. Collective in that first call.
+        """
         if self._operand is not x or id(linear) not in self._results:
             if self._operand is not None and self._operand is not x:
                 self._drop()
@@ -115,13 +123,15 @@ class HostedGroup:
 
 
 def units_of(columns: HeadColumns, strategy: LayerStrategy, where: str) -> int:
-    """Return into how many equal runs of consecutive heads attention is cut, of which each rank has whole ones.
+    """Return the number of equal runs of consecutive heads into which attention is cut; a rank has whole runs.
 
-    A run is a group of heads that share keys and values. Where ranks cannot share the groups evenly, but can
-    share equal parts of groups, it is such a part, whose keys and values several ranks then have.
+    A run is a group of heads that share keys and values. Where ranks cannot share the groups evenly, but can share
+    equal parts of groups, it is such a part, whose keys and values several ranks then have.
 
     Args:
-        where: the name of the module of attention, for errors.
+        columns: the heads of the module of attention.
+        strategy: the strategy on its ranks.
+        where: the name of the module, for errors.
 
     Raises LayoutError where a rank would have no heads: the model's own code does not run without.
     """
@@ -142,7 +152,7 @@ def units_of(columns: HeadColumns, strategy: LayerStrategy, where: str) -> int:
 
 
 def attention_units(columns: HeadColumns, name: str, units: int) -> FeatureUnits:
-    """Return how the columns of linear layer `name`, before attention, fall into `units` equal runs of heads."""
+    """Return how the output columns of linear layer `name`, before attention, fall into `units` runs of heads."""
     of_units = columns.of_units(name, units)
     features, width = columns.features[name], len(of_units[0])
     runs = [tuple(range(unit * width, (unit + 1) * width)) for unit in range(units)]

@@ -55,7 +55,7 @@ class HostedModel(ParallelModel):
 
     Attributes:
         anatomy: its parts, as a trace of its forward pass shows them.
-        tokens: those of the step that runs.
+        tokens: the tokens of the step that runs, and what ranks have of them.
     """
 
     def __init__(self, module: nn.Module, settings: ModelSettings) -> None:
@@ -207,7 +207,7 @@ class HostedModel(ParallelModel):
     # --- running --------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return this rank's part of the residual before the first layer (batch, sequence, hidden).
+        """Return this rank's part of the residual before the first layer (batch, sequence, hidden). Collective.
 
         `tokens` are those of all ranks, (batch, sequence).
         """
@@ -216,12 +216,12 @@ class HostedModel(ParallelModel):
     def run_blocks(
         self, x: Tensor, batch: int, sequence: int, blocks: Iterable[nn.Module] | None = None
     ) -> Tensor:
-        """Return this rank's part of the residual after consecutive layers `blocks`; None for all layers.
+        """Return this rank's part of the residual after consecutive layers `blocks`, None for all. Collective.
 
         Args:
             x: this rank's part of the residual before them, (batch, sequence, hidden).
-            batch: sequences of all ranks.
-            sequence: tokens of each.
+            batch: the number of sequences of all ranks.
+            sequence: the number of tokens of each.
         """
         numbers = [self.blocks.index(block) for block in (self.blocks if blocks is None else blocks)]
         if not numbers:
@@ -230,9 +230,9 @@ class HostedModel(ParallelModel):
         return self._through(self._any_tokens(x, batch, sequence), x, span)
 
     def local_logits(self, x: Tensor, batch: int, sequence: int) -> Tensor:
-        """Return this rank's part of the logits (batch, sequence, words) of all tokens.
+        """Return this rank's part of the logits (batch, sequence, words) of all tokens. Collective.
 
-        x is its part of the residual after the last layer. `batch` and `sequence` are those of all ranks.
+        x is its part of the residual after the last layer. `batch` and `sequence` are global numbers.
         """
         span = LayerSpan(len(self.blocks), len(self.blocks))
         return self._through(self._any_tokens(x, batch, sequence), x, span)
@@ -305,17 +305,17 @@ class HostedModel(ParallelModel):
             ) from cause
 
     def dropping(self) -> AbstractContextManager[Any]:
-        """Return the context manager for a forward pass: `RankDropout.around` in training with dropout.
+        """Return the context manager in which a forward pass runs.
 
-        Else it is one that does nothing.
+        In training with dropout it is `RankDropout.around`, else one that does nothing.
         """
         return self._drops.around() if self._drops is not None and self.module.training else nullcontext()
 
     def prune(self, first: int, end: int) -> None:
         """Replace the modules of other pipeline stages by stand-ins; layers `first` to `end` - 1 stay.
 
-        Names of the rest stay. Raises UnsupportedError, for a part of the layers, where a norm is called twice, or
-        the configuration asks for an auxiliary loss.
+        The names of modules stay the same. Raises UnsupportedError, where not all layers stay, if a norm is called
+        twice, or the configuration asks for an auxiliary loss.
         """
         names, module = self.anatomy.names, self.module
         self.arguments.is_whole = (first, end) == (0, len(self.blocks))
@@ -345,7 +345,7 @@ class HostedModel(ParallelModel):
 
 
 class HostedHead(ParallelLinear):
-    """The head in the place of the model's own: it makes this rank's part of the logits."""
+    """The head in the place of the model's own; it makes this rank's part of the logits."""
 
     def __init__(self, linear: nn.Module, tokens: Tokens, name: str, tied: TiedWeight | None) -> None:
         stored = None if tied is None or tied.is_shared else tied.wanted
@@ -357,9 +357,9 @@ class HostedHead(ParallelLinear):
         self._use = ParameterUse([entries_of([self])])
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Return this rank's part of the logits (batch, sequence, words), of tokens that get logits. Collective.
+        """Return this rank's part (batch, sequence, words) of the logits of the tokens that get some. Collective.
 
-        x is its part of the residual (batch, sequence, hidden), of all tokens; see `Tokens.last` for which get
+        x is its part of the residual (batch, sequence, hidden), of all tokens; `Tokens.last` says which get
         logits.
         """
         rows, sizes = self._tokens.kept_rows(as_plain(x))
@@ -373,7 +373,10 @@ class HostedHead(ParallelLinear):
 
 
 def logits_of(out: Any) -> Tensor:
-    """Return this rank's part of the logits, of what the forward pass of a model's class returned."""
+    """Return the logits, as a plain tensor, from `out`, what the forward pass of a model's class returned.
+
+    They are this rank's part of the logits.
+    """
     logits: Tensor = out.logits if hasattr(out, "logits") else out[0]
     return as_plain(logits)
 

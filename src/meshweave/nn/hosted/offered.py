@@ -14,12 +14,12 @@ from meshweave.nn.weights.pretrained import RankSavePretrained
 def offer_methods(model: ParallelModel) -> set[str]:
     """Give the module of a model methods that all its ranks call together, in place of its own.
 
-    A model that runs by its own code (`HostedModel`) gets `generate`, if it has one, and is then marked
-    for transformers' `Trainer` (`offer_to_trainer`). Any module with `save_pretrained` and a `config`
-    gets `save_pretrained`.
+    A model that runs by its own code (`HostedModel`) gets `generate`, if it has one, and is then marked for
+    transformers' `Trainer` (`offer_to_trainer`). Any module with `save_pretrained` and a `config` gets
+    `save_pretrained`.
 
-    Returns the names of methods that `refuse_features` is to leave alone: with `generate` all public
-    ones of transformers' `GenerationMixin`; "save_pretrained" where it was given; empty if neither was.
+    Return the names of methods that `refuse_features` is to leave alone: with `generate` all public ones of
+    transformers' `GenerationMixin`; "save_pretrained" where it was given; empty if neither was.
     """
     module: Any = model.module
     offered: set[str] = set()

@@ -24,7 +24,7 @@ _SPLITS: tuple[Dim, ...] = ("batch", "sequence", "hidden", "inner")
 
 
 def without_parameters(module: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return a shallow copy of a module that has none of its parameters, and these by name.
+    """Return (copy, parameters): a shallow copy of a module without its own parameters, and these by name.
 
     A parameter that is None in the module, as a bias left out, is an attribute None of the copy.
     """
@@ -36,11 +36,14 @@ def without_parameters(module: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]
 
 
 def kept_whole(strategy: LayerStrategy, whole: Tensor, dims: AxisDims) -> KeptParameter:
-    """Return how a parameter is kept: whole on every rank, its gradient summed along axes that split `dims`.
+    """Return the `KeptParameter` of a parameter that every rank keeps whole.
+
+    Its gradient is summed along the mesh axes that split the tensor it is computed with.
 
     Args:
+        strategy: the strategy on its ranks.
         whole: the parameter.
-        dims: for each mesh axis, which dim it splits of what the parameter is computed with.
+        dims: for each mesh axis the dim of that tensor that it splits, or "".
     """
     replicated = strategy.roles.replicated
     layout = ParameterLayout(tuple(Side("", int(size)) for size in whole.shape), replicated)
@@ -48,12 +51,14 @@ def kept_whole(strategy: LayerStrategy, whole: Tensor, dims: AxisDims) -> KeptPa
 
 
 class OwnModule(nn.Module):  # type: ignore[misc]
-    """A module whose code is its own, and whose parameters every rank has whole.
+    """A module that runs its own code on a rank's part of its arguments; every rank has its whole parameters.
 
     Args:
         module: the module.
+        strategy: the strategy on its ranks.
         name: that of the module in the model.
-        dims: the layout of what it is given; gradients are summed along the axes that split it.
+        dims: for each mesh axis the dim that it splits of the module's argument, or ""; gradients are summed along
+            axes that split one.
         rows: {parameter: indices of the rows of this rank's heads}, for parameters with a row for each head.
 
     Raises UnsupportedError where the module has modules in it.
@@ -87,7 +92,7 @@ class OwnModule(nn.Module):  # type: ignore[misc]
     def forward(self, *given: Any, **named: Any) -> Any:
         """Return what the module's own code returns for `given` and `named`, this rank's parts of its arguments.
 
-        Parameters are whole, but for those with rows for heads, of which the code sees those of this rank's
+        The code sees whole parameters; of parameters with a row for each head it sees the rows of this rank's
         heads.
         """
         own = self._own
@@ -101,15 +106,18 @@ class OwnModule(nn.Module):  # type: ignore[misc]
                 own.__dict__[key] = None
 
     def extra_repr(self) -> str:
-        """Return the class whose code it runs."""
+        """Return the name of the class whose code it runs."""
         return type(self._own).__name__
 
 
 class OwnParameters:
-    """Own parameters of a module that has other modules in it, which its code gets for the time of a call.
+    """The own parameters of a module that has other modules in it; its code sees them for the time of a call.
 
     Args:
-        dims: by parameter the layout of what it is computed with; gradients are summed along axes that split it.
+        module: the module.
+        strategy: the strategy on its ranks.
+        dims: for each parameter, for each mesh axis the dim that it splits of what the parameter is computed with,
+            or ""; gradients are summed along axes that split one.
         rows: {parameter: indices of the rows of this rank's heads}, for parameters with a row for each head.
     """
 
@@ -131,7 +139,10 @@ class OwnParameters:
         return self._module._parameters[name]
 
     def call(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Return what `forward` returns, while the module has this rank's parameters as plain attributes."""
+        """Return what `forward` returns for `given` and `named`, with the own parameters as plain tensors.
+
+        They are gathered whole, or with the rows of this rank's heads. Collective where they are gathered.
+        """
         own = self._module.__dict__
         for key, value in zip(self.kept, self._use(), strict=True):
             own[key] = value[self._rows[key].to(value.device)] if key in self._rows else value
@@ -145,7 +156,7 @@ class OwnParameters:
 class OwnTable(OwnModule):
     """A module that makes rows of the residual by positions, such as learned ones; a rank takes its part.
 
-    A call raises LayoutError, with the name, for a position that it has no row for.
+    A call raises LayoutError, with the module's name, for a position that it has no row for.
     """
 
     def __init__(self, module: nn.Module, tokens: Tokens, name: str) -> None:
@@ -155,8 +166,8 @@ class OwnTable(OwnModule):
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Return this rank's part (..., sequence, hidden) of the rows that the module's own code makes.
 
-        Takes the arguments of the module's own forward pass. Raises LayoutError for a position that there is no
-        row for, UnsupportedError outside of a forward pass of the whole model.
+        Its arguments are those of the module's own forward pass. Raises LayoutError for a position that there is
+        no row for, UnsupportedError outside of a forward pass of the whole model.
         """
         try:
             rows: Tensor = super().forward(*given, **named)
@@ -185,10 +196,10 @@ class HostedEmbedding(ParallelEmbedding):
         self._by_number = scale != 1 and _multiplies_by_number(embedding, scale)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return this rank's part (batch, sequence, hidden) of the residual of the step's tokens.
+        """Return this rank's part (batch, sequence, hidden) of the residual before the first layer. Collective.
 
-        `ids` are ignored. It is zeros where the first layer that runs is given the residual. Raises
-        UnsupportedError outside of a forward pass of the whole model.
+        The tokens are those of the step that runs; `ids` are ignored. It is zeros where the first layer that runs
+        is given the residual. Raises UnsupportedError outside of a forward pass of the whole model.
         """
         tokens = self._tokens
         if tokens.given is not None:
@@ -253,9 +264,11 @@ def hosted_norm(
     kernel of torch.
 
     Args:
+        norm: the model's own, on meta.
+        tokens: the tokens of the step that runs.
         name: that of the norm in the model.
         kind: what it computes, or a message why that is not known.
-        dims: the layout of the rows.
+        dims: the layout of the rows: for each mesh axis the dim that it splits, or "".
         side: the dim of their features.
 
     Raises:

@@ -31,7 +31,10 @@ class ModelNames:
 
 
 def names_of(module: nn.Module) -> ModelNames:
-    """Return the paths of embedding, layers and head. Raises UnsupportedError for unknown or compound ones."""
+    """Return the names of the embedding, the list of layers and the head of a causal language model.
+
+    Raises UnsupportedError where one of them is not there, or embedding or head have modules in them.
+    """
     kind, config = type(module).__name__, getattr(module, "config", None)
     config = getattr(config, "get_text_config", lambda: config)()
     paths = {id(child): path for path, child in reversed(list(module.named_modules()))}
@@ -58,7 +61,7 @@ def names_of(module: nn.Module) -> ModelNames:
 
 
 def shared_depth(path: str, other: str) -> int:
-    """Return how many modules two names have in common from the first on."""
+    """Return how many leading parts two dotted names have in common: "a.b.c" and "a.b.d" -> 2."""
     pairs = zip(path.split("."), other.split("."), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -168,11 +171,11 @@ class Anatomy:
         norms: norms of the residual outside of layers, and what they compute or why that is not known.
         tables: names of modules outside of layers that make rows for the residual.
         scale: what rows of the embedding are multiplied by.
-        norms_before: those of the norms that come before the layers.
-        buffers: values by (module, buffer) for buffers on the meta device, as the classes of modules compute them.
-        shifts_labels: whether the model's own forward shifts labels by one.
-        norms_twice: those that are called more than once, as before and after the layers.
+        norms_before: the names of those norms that come before the layers.
+        norms_twice: the names of those norms that are called more than once, as before and after the layers.
         ends: other modules outside of layers that compute on the residual, and whether each comes before layers.
+        shifts_labels: whether the model's own forward shifts labels by one.
+        buffers: values by (module, buffer) for buffers on the meta device, as the classes of modules compute them.
     """
 
     names: ModelNames

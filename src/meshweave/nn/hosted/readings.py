@@ -21,10 +21,11 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "attention_he
 def buffers_of(
     module: nn.Module, copied: nn.Module, layers: str, numbers: Sequence[int]
 ) -> dict[tuple[str, str], Tensor]:
-    """Return values for the buffers of a model on the meta device, from a copy, by (module, buffer).
+    """Return values for those buffers of a model that are on the meta device, by (name of module, name of buffer).
 
     Args:
-        copied: the copy, with memory and fewer layers.
+        module: the model.
+        copied: a copy of it, with memory and fewer layers, from which the values are taken.
         layers: the name of the list of layers.
         numbers: for each layer of the model the index of the copy's layer that stands for it.
     """
@@ -42,10 +43,10 @@ def buffers_of(
 
 
 def shifts_labels(model: nn.Module, tokens: Tensor) -> bool:
-    """Return whether a model's loss is another than the cross entropy of each position with its own label.
+    """Return whether a model shifts labels: False if its loss compares each position with its own label.
 
-    Runs one forward pass on `tokens` (batch, sequence), which are the labels too, without gradients. True as
-    well for a model that takes no labels.
+    Run one forward pass on `tokens` (batch, sequence), which are the labels too, without gradients. True as well
+    for a model that takes no labels.
 
     Raises UnsupportedError where the model does not run with labels.
     """
@@ -65,13 +66,15 @@ def shifts_labels(model: nn.Module, tokens: Tensor) -> bool:
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """Return whether the weight of a module is a matrix, as that of a linear layer; not for norms."""
+    """Return whether a module has a weight with two dims, as a linear layer has, and is no norm."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.ndim == 2 and not is_norm(module)
 
 
 def norm_kind(call: ModuleCall) -> NormKind | str:
-    """Return the `NormKind` that gives what a call of a norm has returned; if none does, the reason as text."""
+    """Return the `NormKind` that computes what the norm returned in `call`; if there is none, the reason as
+    text.
+    """
     module, rows = call.module, call.operand
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     stated = (getattr(module, name, None) for name in EPSILON)
@@ -92,10 +95,10 @@ def norm_kind(call: ModuleCall) -> NormKind | str:
 
 
 def is_norm_before(inner: ModuleCall, leaving: ModuleCall) -> bool:
-    """Return whether the norm `inner` is over all inner features, just before the linear layer `leaving`.
+    """Return whether `inner` is a call of a norm of all features whose result the linear layer `leaving` gets.
 
-    That is where `leaving` reads what it returns, and its weight has an element for each feature of the operand
-    of `leaving`.
+    That is so where `leaving` reads its result, and its weight has one element for each feature of the operand of
+    `leaving`.
     """
     weight = getattr(inner.module, "weight", None)
     return (
@@ -128,9 +131,9 @@ def wide_linear(
 
 
 def heads_in(attention: nn.Module, model: nn.Module, operand: Tensor) -> int:
-    """Return how many heads there are in `operand` (..., features), what the linear layer after attention takes.
+    """Return how many heads are in `operand` (..., features), the operand of the linear layer after attention.
 
-    The number, or the width of a head, is an attribute of `attention`, of its configuration or of that of
+    The number of heads, or the width of a head, is an attribute of `attention`, of its configuration or of that of
     `model`. Raises UnsupportedError where none of them has one that divides the features.
     """
     features = int(operand.shape[-1])
@@ -151,9 +154,10 @@ def scale_of(call: ModuleCall, weight: Tensor) -> float:
     """Return the factor by which an embedding multiplies the rows of its table, 1.0 for none.
 
     Args:
-        weight: the table.
+        call: a call of the embedding.
+        weight: the table (words, features).
 
-    Raises UnsupportedError where its result is not rows of the table times a factor.
+    Raises UnsupportedError where its result is not rows of the table times one factor.
     """
     assert call.made is not None
     rows = call.made.flatten(0, -2)

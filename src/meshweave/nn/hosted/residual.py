@@ -22,10 +22,11 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 
 
 class ResidualPart(Tensor):  # type: ignore[misc]
-    """A part (batch, sequence, features) of the residual whose `shape` is that of the tokens of attention.
+    """A part (batch, sequence, features) of the residual; its `shape` counts the tokens of this rank's attention.
 
     Attributes:
-        ratio: how many times as many sequences, and tokens of each, a rank has in attention as in this part.
+        ratio: (r, t): a rank has r times as many sequences, and t times as many tokens of each, in attention as in
+            this part.
     """
 
     ratio: ClassVar[tuple[int, int]] = (1, 1)
@@ -72,7 +73,7 @@ def _part_class(ratio: tuple[int, int]) -> type[ResidualPart]:
 
 
 def as_plain(x: Tensor) -> Tensor:
-    """Return a `ResidualPart` as a plain tensor with its real shape, others as they are."""
+    """Return a `ResidualPart` as a plain tensor with its real shape; another tensor is returned as it is."""
     return x.as_subclass(Tensor) if isinstance(x, ResidualPart) else x
 
 
@@ -81,12 +82,15 @@ class Tokens:
     """The tokens of a step, and what ranks have of them; one object for all modules of a model.
 
     Attributes:
+        strategy: the strategy on its ranks.
         ids: the tokens (batch, sequence) of all ranks; None outside of a forward pass.
-        given: this rank's part of the residual, where the embedding is not to make it.
-        held: batch and sequence of all ranks, for a layer that is computed again in a backward pass.
-        place: the layout of what is computed now: of the residual, or of inner features.
-        last: of how many last tokens of a sequence there are logits; 0 for all.
-        last_position: the greatest position that any rank has, a tensor (); None where each rank has it itself.
+        given: this rank's part of the residual, where a pass begins with it and not with the embedding; else None.
+        held: (batch, sequence) of all ranks, for a layer that is computed again in a backward pass.
+        place: the layout of what is computed now, of the residual or of inner features: for each mesh axis the dim
+            that it splits, or "".
+        last: for how many last tokens of a sequence there are logits; 0 for all.
+        last_position: the greatest position that any rank has, a tensor (); None where each rank has that position
+            itself.
         ratio: that of `ResidualPart`.
     """
 
@@ -108,10 +112,11 @@ class Tokens:
         self.ratio = rows, tokens
 
     def check(self, ids: Tensor) -> None:
-        """Raise LayoutError where the tokens `ids` (batch, sequence) are too few, or do not divide as they must.
+        """Raise LayoutError where tokens `ids` (batch, sequence) of all ranks cannot be shared out to the ranks.
 
-        Each rank needs some, of the residual and in every part of a layer. A dim of which a rank has more in
-        parts of a layer than in the residual must be a multiple of the number of ranks that share it.
+        Each rank must have some, in the residual and in every part of a layer. The batch or sequence of which a
+        rank has more in parts of a layer than in the residual must be a multiple of the number of ranks that share
+        it.
         """
         shape, roles = self.strategy.mesh.shape, self.strategy.roles
         last = tuple(parts - 1 for parts in shape)  # those of the rank with fewest
@@ -127,12 +132,12 @@ class Tokens:
                     )
 
     def core_span(self, sequence: int) -> tuple[int, int]:
-        """Return (first, end): the tokens of a sequence that this rank's attention has."""
+        """Return (first, end): this rank's attention has tokens `first` to `end` - 1 of `sequence` in each row."""
         return self.strategy.span(self.strategy.tokens(1, sequence)[1], self.strategy.roles.core(True))
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Return batch and sequence of all ranks, of the layer that runs: forward, or again in a backward pass.
+        """Return (batch, sequence) of all ranks, in a forward pass or when a backward pass computes a layer again.
 
         Raises UnsupportedError outside of both.
         """
@@ -142,9 +147,9 @@ class Tokens:
         return int(ids.shape[0]), int(ids.shape[1])
 
     def rows_of(self, x: Tensor, dims: AxisDims) -> Tensor:
-        """Return rows x (batch * sequence, features) as (batch, sequence, features).
+        """Return x (batch * sequence, features), this rank's rows, as (batch, sequence, features).
 
-        `dims` is the layout of x; batch and sequence are this rank's part by it.
+        `dims` is the layout of x: for each mesh axis the dim that it splits, or "".
         """
         batch, sequence = (
             stop - start
@@ -153,9 +158,9 @@ class Tokens:
         return x.unflatten(0, (batch, sequence))
 
     def kept_rows(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Return the rows of x (batch, sequence, features) whose tokens get logits, and the sizes of these.
+        """Return (rows, sizes): the rows of x (batch, sequence, features) whose tokens get logits, by `last`.
 
-        Sizes are (batch, sequence) of all ranks.
+        Sizes are (batch, sequence) of these tokens over all ranks.
         """
         batch, sequence = self.sizes
         if not self.last or self.last >= sequence:
@@ -163,16 +168,18 @@ class Tokens:
         return x[:, -self.last :], (batch, self.last)
 
     def told(self, x: Tensor) -> Tensor:
-        """Return this rank's part x of the residual as a `ResidualPart`, without a copy.
+        """Return x, this rank's part of the residual (batch, sequence, features), as a `ResidualPart`, uncopied.
 
-        x is (batch, sequence, features). The result has the same elements, but its `shape` says
-        (batch * ratio[0], sequence * ratio[1], features), as many tokens as the rank has in attention.
-        With ratio (1, 1) it is x itself. `as_plain` undoes it.
+        The result has the same elements, but its `shape` is (batch * ratio[0], sequence * ratio[1], features),
+        with as many tokens as the rank has in attention. With ratio (1, 1) it is x itself. `as_plain` undoes it.
         """
         return x if self.ratio == (1, 1) else x.as_subclass(_part_class(self.ratio))
 
     def uncompiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `run`, kept out of compiled graphs where it is to see another shape than the residual has."""
+        """Return `run`, excluded from torch.compile where `ratio` is not (1, 1).
+
+        A graph would not know that the `shape` which code sees differs from the real one.
+        """
         if self.ratio == (1, 1):
             return run
         reason = (
@@ -184,9 +191,9 @@ class Tokens:
         return made
 
     def stand_in(self) -> Tensor:
-        """Return zeros for the code before the first layer that runs, which may change them in place.
+        """Return zeros in the shape of `given`, for the code before the first layer that runs.
 
-        That layer is given the residual itself.
+        That layer is then given the residual itself. The code may change the zeros in place.
         """
         assert self.given is not None
         return self.told(torch.zeros_like(self.given, requires_grad=False))

@@ -20,12 +20,14 @@ _ARGUMENTS = ("softcap", "s_aux", "position_bias", "sinks", "head_mask")
 
 
 def run_in_ring(module: nn.Module, tokens: Tokens, heads: Mapping[str, int]) -> list[int]:
-    """Let a model's attention run as ring attention of its strategy; return [0], to which each call adds 1.
+    """Make a model's attention run as ring attention of its strategy; return [0], to which each call adds 1.
 
     The configurations of its modules then name `NAME` as their attention.
 
     Args:
-        heads: {path of a module of attention: its number of heads of queries, over all ranks}.
+        module: the model, changed in place.
+        tokens: the tokens of the step that runs.
+        heads: {path of a module of attention: its number of query heads, over all ranks}.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface

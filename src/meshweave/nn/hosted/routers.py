@@ -18,7 +18,8 @@ from meshweave.nn.parallel.norm import be_instance_of
 class HostedRouter(OwnModule):
     """A router in the place of the model's own, whose class it extends, so that transformers records its logits.
 
-    Where the model computes an auxiliary loss, these are the logits of all tokens: the loss is no sum over tokens.
+    Where the model computes an auxiliary loss, its logits are gathered for all tokens of all ranks, since that
+    loss is not a sum over tokens.
     """
 
     _tokens: Tokens
@@ -26,9 +27,11 @@ class HostedRouter(OwnModule):
 
     @classmethod
     def of(cls, module: nn.Module, tokens: Tokens, name: str, config: Any) -> nn.Module:
-        """Return the replacement of `module`: a router, or what else computes on whole rows of the residual.
+        """Return the replacement of `module`, a router or another module of a routed layer that needs whole rows.
 
         Args:
+            module: the model's own, on meta.
+            tokens: the tokens of the step that runs.
             name: that of the module in the model.
             config: the model's configuration, of which `output_router_logits` is read at each call.
         """
@@ -41,8 +44,8 @@ class HostedRouter(OwnModule):
     def forward(self, *given: Any, **named: Any) -> Any:
         """Return the module's own results for this rank's rows.
 
-        With `output_router_logits` in the configuration, the logits that come first are those of all tokens, and
-        it is collective.
+        With `output_router_logits` in the configuration, the first result, the logits, is gathered for the tokens
+        of all ranks (tokens, experts), and the call is collective.
         """
         out = OwnModule.forward(self, *given, **named)
         if not getattr(self._config, "output_router_logits", False) or not isinstance(out, tuple):
@@ -60,14 +63,17 @@ class HostedRouter(OwnModule):
 
 
 def auxiliary_loss(module: nn.Module, out: Any, num_tokens: int) -> Tensor | None:
-    """Return what a model's class adds to the loss of tokens for its routers, times its factor; None if nothing.
+    """Return what a model adds to its loss for its routers: the auxiliary loss times its factor, a tensor ().
+
+    None where the result of the forward pass has no auxiliary loss.
 
     Args:
         module: the model, which has the factor (`router_aux_loss_coef`).
         out: the result of the class's forward pass.
-        num_tokens: tokens of all ranks.
+        num_tokens: the number of tokens of all ranks.
 
-    Raises UnsupportedError where it was not computed of so many tokens, or its factor is unknown.
+    Raises UnsupportedError where the loss was not computed from the logits of all tokens, or its factor is
+    unknown.
     """
     loss = getattr(out, "aux_loss", None)
     if loss is None or not isinstance(loss, Tensor):
@@ -85,10 +91,11 @@ def auxiliary_loss(module: nn.Module, out: Any, num_tokens: int) -> Tensor | Non
 
 
 def check_auxiliary(module: nn.Module, is_whole: bool, has_mask: bool) -> None:
-    """Raise UnsupportedError where an auxiliary loss would not be that of all tokens and layers.
+    """Raise UnsupportedError where a model's auxiliary loss would not be that over all tokens and layers.
 
     Args:
-        is_whole: whether this rank has a part of every layer, and not a stage of a pipeline.
+        module: the model; its configuration has `output_router_logits`.
+        is_whole: whether this rank has a part of every layer, and not only a stage of a pipeline.
         has_mask: whether the call has an attention mask.
     """
     if not getattr(getattr(module, "config", None), "output_router_logits", False):
@@ -103,9 +110,9 @@ def check_auxiliary(module: nn.Module, is_whole: bool, has_mask: bool) -> None:
 
 
 def check_noise(layer: nn.Module, where: str) -> None:
-    """Raise UnsupportedError where a router in `layer` draws noise: ranks with copies of a token would differ.
+    """Raise UnsupportedError where a router in `layer` adds random noise: copies of a token would differ.
 
-    That is a module with a positive float attribute that has "jitter" in its name. `where` is the layer's name.
+    Such a module has a positive float attribute with "jitter" in its name. `where` is the layer's name.
     """
     for path, module in layer.named_modules():
         for name, value in vars(module).items():

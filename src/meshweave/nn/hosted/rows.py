@@ -11,14 +11,15 @@ from meshweave.nn.parallel.moves import PlacedMove
 
 
 class MovedRows(torch.autograd.Function):  # type: ignore[misc]
-    """A move of rows (batch, sequence, features), and one of their gradient; either may move nothing."""
+    """A move of rows (batch, sequence, features) to other ranks, and another one of their gradients back."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, there: PlacedMove, back: PlacedMove, batch: int, sequence: int
     ) -> Tensor:
-        """Return this rank's shard of the rows after move `there`; `batch` and `sequence` are those of all
-        ranks.
+        """Return this rank's shard of the rows after move `there`; x is its shard before. Collective.
+
+        `batch` and `sequence` are global: the number of sequences, and the tokens of each.
         """
         ctx.back, ctx.sizes = back, (batch, sequence)
         return _run(x, there, batch, sequence)

@@ -25,14 +25,17 @@ _SOFTMAX = ("Softmax", "ScaledDotProduct")
 class ModuleCall:
     """One call of a module.
 
+    A mark is a node in the autograd graph, with the path of the module whose result it is.
+
     Attributes:
         path: its name in the model.
-        operand: the first tensor of real numbers that it was given; None where there was none.
-        result: what it returned, marked, where that is a tensor; later code may change it in place.
+        module: the module.
+        operand: the first floating-point tensor that it was given; None where there was none.
+        result: the tensor that it returned, marked; later code may change it in place. None for another result.
         made: a detached copy of `result`, which nothing changes.
         sources: the nearest marks that the operand was computed from: paths of modules.
         attended: whether a softmax stands between these and the operand.
-        given: of experts, all that they were given; else ().
+        given: for a module of experts, all that it was given; else ().
     """
 
     path: str
@@ -47,11 +50,15 @@ class ModuleCall:
 
 @dataclass
 class FlowTrace:
-    """The calls of a forward pass, in order; graphs are kept as long as this is.
+    """The calls of modules in a forward pass, and what flows between them; it keeps the autograd graph alive.
+
+    A mark is a node in the autograd graph, with the path of the module whose result it is.
 
     Attributes:
-        layer_sources: per name of a layer, the nearest marks that its result was computed from.
-        layer_results: per name of a layer, the length of the tuple that it returns, 0 where it returns a tensor.
+        calls: the calls, in order.
+        layer_sources: for each layer, by name, the nearest marks that its result was computed from.
+        layer_results: for each layer, by name, the length of the tuple that it returns, 0 where it returns a
+            tensor.
     """
 
     calls: list[ModuleCall] = field(default_factory=list)
@@ -60,20 +67,22 @@ class FlowTrace:
     _marks: dict[Any, str] = field(default_factory=dict)
 
     def marked(self, tensor: Tensor, name: str) -> Tensor:
-        """Return a copy of a tensor, with `name` as a mark in its autograd graph; no mark without a graph."""
+        """Return a copy of a tensor with a mark `name` in its autograd graph; without a mark if it has no
+        graph.
+        """
         made: Tensor = _Mark.apply(tensor)
         if made.grad_fn is not None:
             self._marks[made.grad_fn] = name
         return made
 
     def sources(self, tensor: Tensor) -> tuple[frozenset[str], bool]:
-        """Return (names of the nearest marks that a tensor was computed from, whether a softmax is between)."""
+        """Return (names, attended): the nearest marks a tensor was computed from; whether a softmax is between."""
         nodes = self._nodes(tensor)
         names = frozenset(self._marks[node] for node in nodes if node in self._marks)
         return names, any(word in node.name() for word in _SOFTMAX for node in nodes)
 
     def parameters(self, tensor: Tensor) -> set[Tensor]:
-        """Return the parameters that a tensor was computed from since the nearest marks."""
+        """Return the parameters that a tensor was computed from, back to the nearest marks."""
         leaves = (getattr(node, "variable", None) for node in self._nodes(tensor))
         return {leaf for leaf in leaves if leaf is not None}
 
@@ -137,9 +146,9 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Return whether calls of a module are traced.
+    """Return whether the trace records calls of a module.
 
-    Those of experts are, and those of norms and modules with parameters that have no children.
+    It does for modules of experts, norms, and modules that have parameters and no children.
     """
     if is_experts(module):
         return True

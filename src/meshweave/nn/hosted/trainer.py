@@ -11,12 +11,12 @@ from meshweave.nn.parallel.model import ParallelModel
 
 
 def offer_to_trainer(model: ParallelModel) -> None:
-    """Mark a model of transformers as distributed, as its own loader does: all its ranks take the same batch.
+    """Mark a model of transformers as distributed, so that `Trainer` gives all its ranks the same batch.
 
-    A `Trainer` then neither wraps nor moves it, gives these ranks the same rows, and lets all of them save.
-    To it they are ranks of tensor parallelism, whatever they share; ranks along other dims of the mesh have
-    other rows. Nothing is done if their number does not divide that of the world, or this version of transformers
-    has no such mark.
+    A `Trainer` then neither wraps nor moves the model, and lets all of these ranks save. It takes them for ranks
+    of tensor parallelism, whatever their strategy; ranks outside of the model's mesh get other rows. Nothing is
+    done if the number of ranks does not divide that of the world, or this version of transformers has no such
+    mark.
     """
     module: Any = model.module
     size = len(model.strategy.mesh.ranks)
@@ -30,7 +30,7 @@ def offer_to_trainer(model: ParallelModel) -> None:
 
 
 def accelerate_config(model: ParallelModel) -> Any:
-    """Return the `ParallelismConfig` of accelerate for a parallelised model, which takes ranks on CPUs, too.
+    """Return the `ParallelismConfig` of accelerate for a parallelised model, on CPUs, too.
 
     Give it to `Accelerator` or `TrainingArguments` as `parallelism_config`. A `Trainer` on GPUs makes its own.
 
@@ -38,8 +38,8 @@ def accelerate_config(model: ParallelModel) -> Any:
         model: what `parallelize` returned.
 
     Raises:
-        UnsupportedError: accelerate is not installed, or it is no model of transformers on a number of ranks that
-            divides that of the job.
+        UnsupportedError: accelerate is not installed, the model is not one of transformers, or the number of its
+            ranks does not divide that of the job.
     """
     try:
         from accelerate import ParallelismConfig

@@ -64,15 +64,17 @@ def digest(words: Mapping[str, Any]) -> str:
 
 
 def agree(context: TorchContext, ranks: Sequence[int], words: Words, what: str) -> None:
-    """Make sure that ranks have equal words under each subject that they have in common. Collective.
+    """Raise an error on all ranks unless they have equal words under each subject that they share. Collective.
 
     Args:
+        context: communicates between the ranks.
         ranks: the global ranks that compare, this one among them; nothing is done for a single one.
-        words: this rank's, {subject: {name of a thing: text}}; ranks may have different subjects.
+        words: this rank's, {subject: {name of a thing: text}}; a subject that other ranks lack is not compared
+            with theirs.
         what: completes "waiting for ..." in errors.
 
     Raises:
-        LayoutError: some differ; on all ranks, it names them.
+        LayoutError: words of a subject differ; it names the subject, the ranks and the first thing that differs.
         RankLostError, DeadlineError: another rank died, or did not come in time.
         BindError: another rank is in another call.
     """
@@ -90,11 +92,11 @@ def agree(context: TorchContext, ranks: Sequence[int], words: Words, what: str) 
 
 
 def difference(subject: str, said: Mapping[int, Mapping[str, str]]) -> str:
-    """Return an error's sentence: which ranks differ from most ranks, the first thing that differs, a remedy.
+    """Return the sentence of an error: which ranks differ from most ranks, in which thing first, and a remedy.
 
     Args:
         subject: what is compared, a key of `REMEDIES` or another; " of parts ..." of `copy_words` may follow.
-        said: {global rank: {name of a thing: text}}; not all are equal.
+        said: {global rank: {name of a thing: text}}; the texts of at least two ranks differ.
     """
     parties: dict[str, list[int]] = {}
     for rank in sorted(said):

@@ -18,15 +18,18 @@ from meshweave.execute.torch.counted import gathered
 
 
 def device_type_here() -> str:
-    """Return the type of device of ranks: "cuda" where they communicate by NCCL, else "cpu"."""
+    """Return "cuda" where the default process group uses NCCL, else "cpu": the type of device that ranks train
+    on.
+    """
     return "cuda" if dist.is_initialized() and "nccl" in dist.get_backend() else "cpu"
 
 
 @dataclass(frozen=True)
 class AllRanks:
-    """All ranks of the world, in a context that communicates between them.
+    """All ranks of the world, with collectives of small values among them.
 
     Attributes:
+        context: communicates between the ranks.
         ranks: their global ranks, ascending.
     """
 
@@ -50,7 +53,7 @@ class AllRanks:
         return -self.least(-value)
 
     def of_first(self, make: Callable[[], Any], what: str) -> Any:
-        """Return on all ranks what `make` returns on rank 0, where alone it is called. Collective.
+        """Call `make` on rank 0 alone, and return its result on all ranks. Collective.
 
         Args:
             make: returns a value that JSON can hold; a tuple arrives as a list.
@@ -60,21 +63,20 @@ class AllRanks:
         return json.loads(exchange(self.context, self.ranks, own, what)[0])
 
     def median_s(self, run: Callable[[], object], repeat: int = 3) -> float:
-        """Return the median seconds of `repeat` calls of `run`, after one that is not counted: the greatest
-        median of all ranks.
+        """Return the median time of `repeat` calls of `run`, in seconds, after one call that is not counted.
 
-        Collective; all ranks begin each call together.
+        Collective: all ranks begin each call together. It is the greatest of the medians of the ranks.
         """
         times = [self._taken_s(run) for _ in range(repeat + 1)]
         return self.most(statistics.median(times[1:]))
 
     def median_more_s(self, run: Callable[[], object], than: Callable[[], object], repeat: int) -> float:
-        """Return the median of the seconds that a call of `run` takes more than the call of `than` after it.
+        """Return by how many seconds a call of `run` takes longer than one of `than`; negative where shorter.
 
-        It is that of `repeat` such pairs, after one that is not counted, and may be negative: a machine that
-        becomes slower does so for both. The result is the least median of all ranks, since what waits for other
-        ranks ends at one time, and on the slowest rank what does not wait takes longest. Collective; all ranks
-        begin each call together.
+        Each rank calls `run`, then `than`, `repeat` times after one pair that is not counted, and takes the median
+        of the differences: a machine that slows down does so for both calls. The result is the least median of all
+        ranks, as the ranks that wait for the slowest one measure their waiting, too. Collective: all ranks begin
+        each call together.
         """
         pairs = [(self._taken_s(run), self._taken_s(than)) for _ in range(repeat + 1)]
         return self.least(statistics.median(took_s - other_s for took_s, other_s in pairs[1:]))

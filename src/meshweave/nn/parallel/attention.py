@@ -18,13 +18,14 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 
 @dataclass(frozen=True)
 class Heads:
-    """The sizes of attention.
+    """The heads of attention in a layer.
 
     Attributes:
-        queries, keys: the number of heads of queries, and of heads of keys and values, over all ranks.
+        queries: the number of query heads, over all ranks.
+        keys: the number of heads of keys and values, over all ranks.
         width: features of a head.
-        scale: what scores are multiplied by.
-        window: how many keys a query attends to, itself included; None for all before it.
+        scale: what scores are multiplied by before the softmax.
+        window: how many keys a query attends to, its own among them; None for all up to its own.
         dropout: the probability with which attention weights are dropped.
     """
 
@@ -37,10 +38,10 @@ class Heads:
 
 
 class AttentionCore:
-    """Causal softmax attention of this rank's part of queries, keys and values, as the strategy splits them.
+    """Causal softmax attention of this rank's queries, keys and values, from the projections to their output.
 
-    It splits them by batch, by heads, or by sequence in a ring of ranks. Raises UnsupportedError for a ring
-    where attention weights are dropped.
+    The strategy splits attention over ranks by batch, by heads, or by sequence in a ring of ranks. Raises
+    UnsupportedError for a ring where attention weights are dropped.
     """
 
     def __init__(self, heads: Heads, strategy: LayerStrategy) -> None:
@@ -58,7 +59,10 @@ class AttentionCore:
             )
 
     def positions(self, sequence: int) -> tuple[int, int]:
-        """Return [first, end), the positions of this rank's queries in a row of `sequence` tokens in all."""
+        """Return (first, end): this rank's queries are those of positions `first` to `end` - 1.
+
+        `sequence` is the global number of tokens of a sequence.
+        """
         return self.strategy.span(Side("sequence", sequence), self.dims)
 
     def __call__(
@@ -128,7 +132,7 @@ class AttentionCore:
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x (batch, sequence, heads, width) rotated by position (RoPE); feature i pairs with i + width / 2.
 
-    `cos` and `sin` are those of this rank's positions: (1, sequence, 1, width).
+    `cos` and `sin`, each (1, sequence, 1, width), are the cosines and sines of this rank's positions.
     """
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin

@@ -16,11 +16,11 @@ from meshweave.execute.torch import compat
 
 
 class AwaitedTensor(Tensor):  # type: ignore[misc]
-    """A tensor () whose value arrives later; its memory is nan until the ranks have waited.
+    """A scalar tensor, of shape (), whose value arrives later from a sum over ranks; until then it holds nan.
 
-    The first function of torch that needs the value waits, and makes it a plain tensor. Those that need none, as
-    `backward` does, do not wait. What takes no notice of subclasses, such as `torch.tensor` or an extension in
-    C++, reads nan before the next call of the ranks, which waits as well.
+    The first torch function that needs the value waits for it, and turns the object into a plain tensor. Functions
+    that need no value, such as `backward`, do not wait. Code that ignores tensor subclasses, such as
+    `torch.tensor` or a C++ extension, reads nan until the ranks make their next call, which waits as well.
     """
 
     _arrive: Callable[[], None]
@@ -79,15 +79,15 @@ def awaited_mean(
     count: Tensor | float,
     begin: Callable[[Tensor, Callable[[float], object]], Callable[[], None] | None],
 ) -> Tensor | None:
-    """Return the sum over ranks of `term`, divided by `count`, differentiable in this rank's term.
+    """Return the sum over ranks of `term`, divided by `count`; its gradient goes to this rank's term alone.
 
-    It is an `AwaitedTensor`; where the term needs no gradient a plain tensor, after waiting.
+    The result is an `AwaitedTensor`; where the term needs no gradient it is a plain tensor, after waiting.
 
     Args:
         term: this rank's term, a tensor ().
         count: the divisor, a number or a tensor of one element.
-        begin: called as `begin(term, take)`. It begins the sum over ranks, and returns a function that waits until
-            `take` has been called with the sum. It may return None: nothing is summed, and the result is None.
+        begin: called as `begin(term, take)`: begins the sum over ranks, and returns a function that waits until
+            `take` has been called with the sum. If it returns None, nothing is summed and the result is None.
     """
     divisor = count.detach().reshape(()).clone() if isinstance(count, Tensor) else count  # read later
     mean: Tensor = _Mean.apply(term, divisor)

@@ -30,24 +30,25 @@ from meshweave.nn.parallel.uses import ParameterUse, entries_of, run_opened
 
 
 class ParallelBlock(nn.Module):  # type: ignore[misc]
-    """A layer with attention and a feed-forward part, each after its norm and with its residual.
+    """A transformer layer on a strategy's ranks: attention and a feed-forward part, each with norm and residual.
 
-    Making it allocates no weights, and `layer` stays as it is until `take`. Then the block has the modules of
-    the layer under the same names; those with parameters are replaced by parallel ones.
+    Making it allocates no weights, and `layer` stays as it is until `take`. Then the block has the modules of the
+    layer under the same names; those with parameters are replaced by parallel ones.
 
     Args:
         layer: the layer.
         names: the names of its norms, linear layers and activation.
         heads: the numbers of heads over all ranks, and their width.
+        strategy: how ranks share the layer.
         where: its name in the model, for errors.
 
     Attributes:
-        use: gathers its parameters, and sums their gradients.
-        opens: whether a forward pass gathers the parameters of all its modules together, in one node of
+        use: gathers the parameters of the block, and sums their gradients.
+        opens: whether a forward pass gathers the parameters of all modules of the block together, in one node of
             autograd. False in pipelines, where gradients of weights may be computed apart from those of
             activations, product by product: each module then gathers its own.
-        is_followed: whether other layers run between its forward and its backward part. Gathered weights that a
-            strategy does not keep are then freed in between.
+        is_followed: whether other layers run between the forward and the backward pass of this one. Gathered
+            weights that a strategy does not keep are then freed in between.
 
     Raises:
         UnsupportedError: the layer has parameters that `names` leaves out, a norm that is not known, or heads or
@@ -93,9 +94,7 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
         self.feed_forward_norm = self._made[names.feed_forward_norm]
 
     def take(self, layer: nn.Module) -> None:
-        """Fill the block from the layer that it was planned for: its modules, and this rank's shards of its
-        weights.
-        """
+        """Move the modules of `layer`, of which the block was made, into it, with this rank's weight shards."""
         for name, child in layer.named_children():
             self.add_module(name, child)
         for name, buffer in layer.named_buffers(recurse=False):
@@ -108,8 +107,9 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
         del self._made
 
     def check_dropout(self) -> None:
-        """Raise UnsupportedError where dropout has another probability than was read, or another mode than the
-        layer.
+        """Raise UnsupportedError where a dropout's probability or mode is not as when the block was made.
+
+        The mode, training or evaluation, must be that of the block.
         """
         names, where = self.names, self.where
         check_read(

@@ -33,12 +33,17 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 
 @dataclass(frozen=True, eq=False)
 class KeptParameter:
-    """How a parameter is kept, used and summed.
+    """How a parameter is stored, used and summed on the ranks of a strategy.
+
+    A rank keeps ("stores") one shard between steps, for example under ZeRO-3; before a product it is all-gathered
+    to the part that this rank "uses", which tensor parallelism may still split.
 
     Attributes:
-        layout: that in which ranks keep it.
+        strategy: the strategy on its ranks.
+        layout: which part each rank keeps.
         used: for each mesh axis the dim that it splits where a product uses the parameter; "" for none.
-        terms: the same of its gradient as a rank computes it; "partial" where ranks have terms of a sum.
+        terms: for each mesh axis the dim that it splits of the gradient as a rank computes it; "partial" where the
+            ranks along it have terms of a sum; "" for none.
     """
 
     strategy: LayerStrategy
@@ -51,8 +56,8 @@ class KeptParameter:
         """Return the indices of the mesh axes along which it is gathered: they split it as kept, not as used.
 
         Raises:
-            UnsupportedError: a later axis splits the same dim and stays split: a rank would gather several
-                ranges of it, and not one.
+            UnsupportedError: a later mesh axis still splits the same dim where the parameter is used, so that a
+                rank would gather several ranges of that dim instead of one.
         """
         kept, used = self.layout.dims, self.used
         axes = tuple(axis for axis, dim in enumerate(kept) if dim and not used[axis])
@@ -67,12 +72,15 @@ class KeptParameter:
 
     @cached_property
     def summed(self) -> tuple[int, ...]:
-        """Return the indices of the mesh axes along which its gradient is summed, or reduced and scattered."""
+        """Return the indices of the mesh axes along which its gradient is all-reduced, or reduce-scattered."""
         return tuple(axis for axis, dim in enumerate(self.terms) if dim == "partial")
 
     @cached_property
     def compiled_move(self) -> GradientSum | Mover | None:
-        """Return its `Mover` if gathered, else its `GradientSum` if summed, else None; for compiled graphs."""
+        """Return what moves it in a compiled graph: a `Mover` if it is gathered, a `GradientSum` if summed.
+
+        None where neither its values nor its gradient move.
+        """
         parts, kept = self.layout.parts, self.layout.dims
         sides = tuple(
             Side(s.dim, s.count * parts, s.unit) if s.dim == "inner" else s for s in self.layout.sides
@@ -84,7 +92,7 @@ class KeptParameter:
 
     @cached_property
     def max_kept_elements(self) -> int:
-        """Return the greatest number of its elements that any rank keeps."""
+        """Return how many elements of it the rank that keeps most of them keeps."""
         counts = (
             math.prod(sum(b - a for a, b in spans) for spans in self._spans(self.layout.dims, at))
             for at in map(self.strategy.mesh.coords, self.strategy.mesh.ranks)
@@ -93,7 +101,7 @@ class KeptParameter:
 
     @cached_property
     def used_shape(self) -> tuple[int, ...]:
-        """Return the shape of this rank's part of the parameter where it is used."""
+        """Return the shape of the part of the parameter that this rank uses in products."""
         return tuple(sum(b - a for a, b in spans) for spans in self._spans(self.used))
 
     def _spans(
@@ -103,8 +111,9 @@ class KeptParameter:
 
     @cached_property
     def parts(self) -> tuple[int, list[list[tuple[int, int]]]]:
-        """Return (dim, ranges): the index of the gathered dim of the parameter; and for each rank along the
-        gathered axes, in row-major order, the (start, stop) ranges of elements of that dim that it keeps.
+        """Return (dim, ranges): the index of the gathered dim, and which elements of that dim each rank keeps.
+
+        `ranges` has one list of (start, stop) for each rank along the gathered axes, in row-major order.
         """
         (name,), here = {self.layout.dims[axis] for axis in self.gathered}, self.strategy.coordinates
         dim = [side.dim for side in self.layout.sides].index(name)
@@ -115,9 +124,10 @@ class KeptParameter:
         return dim, [self._spans(self.layout.dims, at)[dim] for at in itertools.product(*ranges)]
 
     def pairs(self, used: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of views of equal shape: (a part of `used`, in `used_shape`; the same part in `rows`).
+        """Return pairs of views of equal shape: (a part of `used`, the same elements in `rows`).
 
         Args:
+            used: a tensor of `used_shape`.
             rows: (ranks, elements): what each rank along the gathered axes keeps, in the order of `parts`.
         """
         dim, parts = self.parts
@@ -136,25 +146,33 @@ class KeptParameter:
 
 @dataclass(frozen=True, eq=False)
 class ParameterBucket:
-    """Parameters of one dtype that are gathered along the same axes, or none, and summed along the same axes."""
+    """Parameters of one dtype that are gathered along the same mesh axes, or none, and summed along the same axes.
+
+    A row is the flat memory of what one rank keeps of all of them, one parameter after the other, and then one
+    element for the number of the call, by which ranks see that they are in the same call.
+
+    Attributes:
+        kept: how each parameter is kept; one row has them in this order.
+        dtype: that of the parameters.
+    """
 
     kept: tuple[KeptParameter, ...]
     dtype: torch.dtype
 
     @property
     def strategy(self) -> LayerStrategy:
-        """Return the strategy of its parameters."""
+        """Return the strategy that its parameters share."""
         return self.kept[0].strategy
 
     def subset(self, places: tuple[int, ...]) -> ParameterBucket:
-        """Return a bucket of the parameters at the indices `places` of `kept`; one object for equal places."""
+        """Return a bucket of the parameters at indices `places` of `kept`; equal `places` give the same object."""
         if len(places) == len(self.kept):
             return self
         return _some_of(self, places)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Return a row's element counts: per parameter the most that a rank keeps; 1 for the call's number."""
+        """Return the element counts of a row: the most of each parameter on a rank, then 1 for the call number."""
         return [*(each.max_kept_elements for each in self.kept), 1]
 
     @cached_property
@@ -169,18 +187,21 @@ class ParameterBucket:
 
     @cached_property
     def gather(self) -> SizedMove:
-        """Return the program that gathers it: from this rank's row to those of all along gathered axes."""
+        """Return the program that all-gathers the bucket: this rank's row in, the rows of all ranks out."""
         replicated = self.strategy.roles.replicated
         return sized_move(MoveSite(self._sides, self._kept_dims, replicated), self.strategy, self.dtype, True)
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether nothing is gathered: gradients are then all-reduced, else reduced and scattered."""
+        """Return whether its parameters are used as kept, without a gather; gradients are then all-reduced.
+
+        Else gradients are reduce-scattered.
+        """
         return not self.kept[0].gathered
 
     @cached_property
     def reduction(self) -> SizedMove:
-        """Return the program that sums gradients: this rank's terms of all rows in, its own row's sum out."""
+        """Return the program that sums gradients over ranks: this rank's terms of all rows -> its row's sum."""
         first = self.kept[0]
         terms: AxisDims = tuple("partial" if a in first.summed else "" for a in range(len(first.used)))
         return sized_move(MoveSite(self._sides, terms, self._kept_dims), self.strategy, self.dtype, True)
@@ -204,22 +225,25 @@ class ParameterBucket:
         return {}
 
     def release(self) -> None:
-        """Drop the bound reductions; memory on which tensors are alive stays. The next sum binds anew."""
+        """Free the bound reduction programs; memory of living tensors stays. The next sum binds them anew."""
         self._bound.clear()
 
     @cached_property
     def num_used(self) -> int:
-        """Return the elements that all parameters have on this rank as they are used."""
+        """Return how many elements of all its parameters this rank uses: the sum of the sizes of `used_shape`."""
         return sum(math.prod(each.used_shape) for each in self.kept)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return a view of `flat`, which has `num_used` elements, for each parameter in its `used_shape`."""
+        """Return, for each parameter, a view in its `used_shape` of `flat` (num_used,), which has all in order."""
         shapes = [each.used_shape for each in self.kept]
         parts = flat.split([math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def fill(self, views: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        """Gather parameters from this rank's parts `kept` into `views`, each in its `used_shape`. Collective."""
+        """All-gather the parameters into `views`, tensors in the `used_shape` of each. Collective.
+
+        `kept` has this rank's shards of the parameters, in the same order.
+        """
         bound = self.gather.bound(views[0].device)
         (row,) = bound.inputs["x"]
         *places, last = row.split(self.sizes)
@@ -237,14 +261,14 @@ class ParameterBucket:
     def begin_sum(
         self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size]
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begin to sum gradients; return (this rank's part of each sum, a function that waits for the values).
+        """Begin to sum gradients over ranks; return (this rank's part of each sum, a function that awaits them).
 
-        All ranks call both. On a CPU the sum runs beside what the caller does until then, and the function
-        raises BindError where ranks are in other calls.
+        Collective, as is the returned function, which raises BindError where ranks are in other calls. On a CPU
+        the sum runs beside what the caller does until it waits.
 
         Args:
-            grads: this rank's terms, in the shapes of the parameters as used; None for zeros, but not for all.
-            shapes: those of this rank's parts of the parameters.
+            grads: this rank's terms, one per parameter in its `used_shape`; None for zeros, but not all are None.
+            shapes: the shapes of this rank's shards of the parameters.
         """
         first, *others = self._reductions(next(grad.device for grad in grads if grad is not None))
         # Which one it is is each rank's own affair: they are twins, one call with the same bytes.
@@ -256,7 +280,10 @@ class BoundReduction:
     """The program that reduces the gradients of a bucket, bound to memory of this rank.
 
     Args:
-        lends: whether `begin` returns the sums in that memory, not free while they live; else copies.
+        bucket: the parameters.
+        bound: its `reduction`, bound.
+        lends: whether `begin` returns the sums in the program's own memory, which is not free while they live;
+            else it returns copies.
     """
 
     def __init__(self, bucket: ParameterBucket, bound: BoundProgram, *, lends: bool) -> None:
@@ -271,7 +298,7 @@ class BoundReduction:
 
     @property
     def is_free(self) -> bool:
-        """Return whether no tensor is alive that an earlier run has lent; always True if it lends none."""
+        """Return whether no tensor of an earlier `begin` is alive in its memory; True where it does not lend."""
         return self._memory is None or self._memory.is_free
 
     @cached_property
@@ -284,7 +311,10 @@ class BoundReduction:
     def begin(
         self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size]
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begin to sum `grads` (None is 0); return (own sums in `shapes`, a function that awaits them)."""
+        """Begin to sum gradients over ranks; return (this rank's part of each sum, a function that awaits them).
+
+        `grads` and `shapes` are those of `ParameterBucket.begin_sum`.
+        """
         bound = self.bound
         bound.end_begun()
         self._put(grads)

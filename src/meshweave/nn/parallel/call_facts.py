@@ -27,7 +27,7 @@ _CALL, _STEP = (
 
 
 def check_transforms() -> None:
-    """Raise UnsupportedError inside of transforms of `torch.func`, which do not see what ranks exchange."""
+    """Raise UnsupportedError inside `torch.func` transforms (grad, vmap), which cannot transform communication."""
     if compat_gradients.is_transformed():
         raise UnsupportedError(
             "torch.func.grad, vmap and the like do not transform what ranks exchange: call the model outside of "
@@ -36,7 +36,7 @@ def check_transforms() -> None:
 
 
 def check_anomaly_mode() -> None:
-    """Raise UnsupportedError where `detect_anomaly` looks for nan in gradients, which fails for DTensors."""
+    """Raise UnsupportedError where `torch.autograd.detect_anomaly` looks for nan, which fails for DTensors."""
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and torch.is_grad_enabled():
         raise UnsupportedError(
             "detect_anomaly looks for nan in DTensors, which torch has no means for: give check_nan=False, or "
@@ -46,14 +46,14 @@ def check_anomaly_mode() -> None:
 
 @dataclass(frozen=True)
 class CallInputs:
-    """What a call of a parallelised module computes with beside its tokens.
+    """What a call of a parallelised module computes with beside its tokens (batch, sequence).
 
     Attributes:
-        targets: per token the one that is to be predicted; None where logits are wanted.
+        targets: (batch, sequence): for each token the one that is to be predicted; None where logits are wanted.
         named: by name, arguments of the model's own forward pass that its code computes with; tensors are whole.
-        logits_to_keep: of how many last tokens there are logits; 0 for all.
-        num_items: by what the sum of losses is divided; None for the number of tokens that have a target.
-        with_logits: whether there are logits beside the loss.
+        logits_to_keep: for how many last tokens of a sequence logits are returned; 0 for all.
+        num_items: the divisor of the sum of losses; None for the number of tokens that have a target.
+        with_logits: whether logits are returned beside the loss.
     """
 
     targets: Tensor | None = None
@@ -64,13 +64,15 @@ class CallInputs:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors but for targets, by name; all ranks must give the same."""
+        """Return the tensors among `named` and `num_items`, by argument name; they must be the same on all
+        ranks.
+        """
         every = {**self.named, "num_items_in_batch": self.num_items}
         return {name: value for name, value in every.items() if isinstance(value, Tensor)}
 
     @property
     def facts(self) -> Facts:
-        """Return what ranks must give alike but for values of tensors: (name, value) pairs, for `CallFacts`."""
+        """Return what must be the same on all ranks, but for tensors' values, as (name, value) for `CallFacts`."""
         cache = self.named.get("past_key_values")
         return (
             ("given", ", ".join(self.tensors)),
@@ -83,14 +85,14 @@ class CallInputs:
 
 
 class CallFacts(NamedTuple):
-    """What ranks must have alike in a call.
+    """What must be the same on all ranks in one call of a model.
 
     Attributes:
-        steady: (subject, ((name, value), ...)) of what is mostly as in the call before, so that its number
-            is kept.
+        steady: (subject, ((name, value), ...)) of what seldom changes between calls; its part of `number` is
+            cached.
         calls: forward calls so far.
         steps: steps of optimizers so far.
-        generator: a hash of the state of torch's generator; None where ranks need not have it alike.
+        generator: a hash of the state of torch's generator; None where it may differ between ranks.
     """
 
     steady: tuple[tuple[str, Facts], ...]
@@ -100,13 +102,15 @@ class CallFacts(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Return an integer, equal for equal facts and hardly ever for others; it may have more than 64 bits."""
+        """Return a hash of all four attributes, equal on ranks with equal facts; it may have more than 64 bits."""
         drawn = 0 if self.generator is None else 2 * self.generator + 1
         return _steady_number(self.steady) + self.calls * _CALL + self.steps * _STEP + drawn
 
     @property
     def words(self) -> dict[str, Mapping[str, str]]:
-        """Return all of it as {subject: {name: text}}, for `agree` to compare and to name what differs."""
+        """Return the facts as {subject: {name: text}}, which `agree` compares between ranks to name what
+        differs.
+        """
         words = _words(self.steady)
         counts = {"optimizer steps": str(self.steps), "forward calls": str(self.calls)}
         words["progress"] = {**counts, **words.get("progress", {})}
@@ -116,7 +120,7 @@ class CallFacts(NamedTuple):
 
 
 class GivenTensor(NamedTuple):
-    """What ranks compare of a tensor that a call is given, beside its values."""
+    """What ranks compare of a tensor given to a call, beside values: shape, dtype, whether it is on "meta"."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -124,7 +128,7 @@ class GivenTensor(NamedTuple):
 
     @classmethod
     def of(cls, given: Tensor | None) -> GivenTensor | str:
-        """Return the facts of a tensor; "none" for None."""
+        """Return shape, dtype and whether the tensor is on the meta device; "none" for None."""
         return "none" if given is None else cls(given.shape, given.dtype, given.is_meta)
 
     def __str__(self) -> str:

@@ -24,13 +24,13 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def bits_number(tensor: Tensor) -> Tensor | int:
-    """Return a signed 64-bit checksum of the bits of a tensor or a DTensor's local part, computed where it lies.
+    """Return a signed 64-bit checksum of the bits of a tensor or a DTensor's local part, computed on its device.
 
-    It is an int for a tensor on a CPU, a tensor () on the device for others. It is the sum of words of at most
-    32 bits times odd numbers that depend on their positions, modulo 2**64, taken `_CHUNK` words at a time. Such
-    a sum always changes with a single word; two tensors that differ in more have equal ones with a probability
-    of 2**-33 at most. For 64 KiB or less on a CPU it is `digest_of` instead, which is faster; of a copy, since
-    memory that numpy has looked at can never be resized again, as FSDP2 resizes weights.
+    It is an int for a tensor on a CPU, else a tensor () on the device. It is the sum of words of at most 32 bits
+    times odd numbers that depend on their positions, modulo 2**64, taken `_CHUNK` words at a time. A change of one
+    word always changes the sum; two tensors that differ in more have equal sums with a probability of 2**-33 at
+    most. For 64 KiB or less on a CPU it is `digest_of` a copy instead, which is faster (a copy, since memory that
+    numpy has looked at can never be resized again, as FSDP2 resizes weights).
     """
     own = (compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
     if own.is_cpu and own.nbytes <= _SMALL_BYTES and own.dtype == torch.int64:  # tokens, in each call
@@ -53,9 +53,9 @@ def digest_of(own: Tensor) -> int:
 
 @lru_cache(8)
 def checksum_factors(device: torch.device) -> Tensor:
-    """Return (`_CHUNK`,) odd int64 factors on `device`, one for each position in a chunk, always the same ones.
+    """Return int64 factors (`_CHUNK`,) on `device`: a fixed odd, pseudo-random number for each position.
 
-    They have no pattern that values would show (splitmix64: Steele et al., 2014).
+    They are made by splitmix64 (Steele et al., 2014).
     """
     mixed = torch.arange(1, _CHUNK + 1, dtype=torch.int64) * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):

@@ -22,8 +22,8 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 def block_dropout(x: Tensor, p: float, part: int) -> list[Tensor]:
     """Return [x times the factors, the factors]: each factor is 0 with probability `p`, else 1 / (1 - p).
 
-    `part` is the number of the shard that x is: ranks with the same one drop the same elements. Ranks must
-    have torch's generator in the same state.
+    `part` is the number of the shard that x is, as `ShardDropout.part`: ranks with the same one drop the same
+    elements. Ranks must have torch's default generator in the same state.
     """
     seed = int(torch.randint(0, 1 << 40, ()).item())
     generator = torch.Generator(device=x.device).manual_seed(seed * 4096 + part)
@@ -54,11 +54,13 @@ class ShardDropout:
 
     Args:
         p: the probability with which elements are dropped.
-        dims: how the tensor lies: for each mesh axis the dim that it splits, "" where ranks have copies.
+        strategy: the ranks that share the tensor.
+        dims: for each mesh axis the dim of the tensor that it splits, "" where ranks along it have copies.
 
     Attributes:
         part: the number of this rank's shard, equal on ranks with copies of it.
-        is_shared: whether elements are dropped of a tensor of which ranks have copies.
+        is_shared: whether p is above 0 and some ranks have copies of a shard, so that they must draw the same
+            mask.
     """
 
     def __init__(self, p: float, strategy: LayerStrategy, dims: AxisDims) -> None:

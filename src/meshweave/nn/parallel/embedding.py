@@ -13,14 +13,14 @@ from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
 
 class ParallelEmbedding(nn.Module):  # type: ignore[misc]
-    """A table (words, features), split as the second weight of a feed-forward part is, with words as inner
-    features.
+    """A table (words, features), split as the second weight of a feed-forward part is; words are inner features.
 
     A rank looks up the tokens whose words it has, with rows of zeros for others; rows are then summed over ranks
     to the layout of the residual. As with an `nn.Embedding`, looking up `padding_idx` gives its row no gradient.
 
     Args:
         embedding: an `nn.Embedding` with the whole table, or with a weight on the meta device.
+        strategy: how ranks share the table.
         name: its name in the model, for errors.
 
     Raises:
@@ -77,15 +77,16 @@ class ParallelEmbedding(nn.Module):  # type: ignore[misc]
         return self.leave(rows, batch, sequence)
 
     def extra_repr(self) -> str:
-        """Return sizes for printing."""
+        """Return the global sizes of the table as text: "words, features"."""
         return f"{self.words}, {self.features}"
 
 
 class ParallelPositions(nn.Module):  # type: ignore[misc]
-    """A table of learned positions (positions, features), whole but for features that the residual splits.
+    """A table of learned positions (positions, features), split over ranks only where the residual's features are.
 
     Args:
         embedding: an `nn.Embedding` with the whole table, or with a weight on the meta device.
+        strategy: how ranks share the residual.
         name: its name in the model, for errors.
     """
 
@@ -102,9 +103,9 @@ class ParallelPositions(nn.Module):  # type: ignore[misc]
         self._use = ParameterUse([entries_of([self])])
 
     def forward(self, sequence: int) -> Tensor:
-        """Return this rank's part (1, sequence, features) of the rows of positions 0 to `sequence` - 1.
+        """Return the embeddings of this rank's positions in the residual: (1, local tokens, local features).
 
-        They are those that it has in the residual; `sequence` is the global length.
+        `sequence` is the global number of tokens of a sequence, whose positions are 0 to `sequence` - 1.
         """
         (table,) = self._use()
         start, stop = self.layer_strategy.span(Side("sequence", sequence), self.layer_strategy.roles.residual)
@@ -112,9 +113,10 @@ class ParallelPositions(nn.Module):  # type: ignore[misc]
 
 
 def local_tokens(tokens: Tensor, strategy: LayerStrategy, dims: AxisDims) -> Tensor:
-    """Return a view of this rank's part of the whole tokens (batch, sequence), which every rank is given.
+    """Return a view of this rank's part of `tokens` (batch, sequence), which every rank is given whole.
 
     Args:
+        strategy: the ranks that share the tokens.
         dims: for each mesh axis what it splits: "batch", "sequence" or "".
     """
     for at, side in enumerate(strategy.tokens(*tokens.shape)):

@@ -19,14 +19,15 @@ PlanAxis = tuple[Degree, int, int]
 
 
 def with_experts(p: Parallelism, axes: list[PlanAxis]) -> tuple[list[PlanAxis], AxisDims]:
-    """Return (axes, roles): the mesh axes of a plan, and for each "inner" if it splits each expert, "expert" if
-    its ranks have different experts, "" if they have equal ones.
+    """Return (axes, roles): the mesh axes of a plan, some of them cut, and for each what it does for experts.
 
-    Axes are (degree, size, stride) and keep their order. An axis of data parallelism is cut in two, the outer
-    one first, where the `expert_tensor` ranks that share one expert end inside it, or the `expert` groups of
-    these that have all experts; in three where both end inside it.
+    A role is "inner" if the axis splits each expert, "expert" if its ranks have different experts, "" if they have
+    equal ones. Axes are (degree, size, stride), the stride being the difference of the ranks of neighbours along
+    the axis, and keep their order. The innermost `expert_tensor` ranks share one expert; `expert` groups of these
+    have all experts. An axis of data parallelism is cut in two, the outer one first, where one of these sets of
+    ranks ends inside it; in three where both do.
 
-    Raises LayoutError where such a group ends inside an axis of another degree, or cuts an axis unevenly.
+    Raises LayoutError where such a set ends inside an axis of another degree, or cuts an axis unevenly.
     """
     within: dict[PlanAxis, int] = {}
     for axis in sorted(axes, key=lambda axis: axis[2]):

@@ -66,14 +66,15 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 
 
 def refuse_features(module: nn.Module, layers: str, runs_own_code: bool, offered: Iterable[str] = ()) -> None:
-    """Make methods raise UnsupportedError: those of transformers that are not known to go on working.
+    """Make the methods of transformers that would not work on a parallelised model raise UnsupportedError.
 
-    Copying, pickling, DDP, adapters of PEFT and `load_state_dict` of other placements are refused as well.
+    Copying, pickling, DDP, adapters of PEFT, and `load_state_dict` of tensors in other placements are refused,
+    too.
 
     Args:
+        module: the model, changed in place.
         layers: the name of its list of layers.
-        runs_own_code: whether modules in it that hold this list run their own `forward`; else that is refused
-            too.
+        runs_own_code: whether modules in it that hold this list run their own `forward`; else that is refused.
         offered: names of methods of the module itself that stay as they are.
     """
     for child in module.modules():
@@ -102,8 +103,10 @@ class PlacedModules:
     """The modules and parameters that a parallelised model computes with, noted so that `check` finds changes.
 
     Args:
-        layers: the name of its list of layers, each of which may be wrapped later: the list is what is called.
-        called: the modules that are called, so that hooks on them run; None for all.
+        module: the parallelised model.
+        layers: the name of its list of layers; each may be wrapped later, since the model calls what is in the
+            list.
+        called: the modules that the model calls, so that hooks on them run; None for all.
     """
 
     def __init__(self, module: nn.Module, layers: str, called: Iterable[Any] | None = None) -> None:
@@ -132,8 +135,10 @@ class PlacedModules:
         self._unused_hooks, self._uncalled = [hooks for hooks, _ in uncalled], [path for _, path in uncalled]
 
     def check(self) -> None:
-        """Raise UnsupportedError, naming it, where a module was replaced, or has hooks that would not run, or a
-        parameter was removed, is on the meta device or had its `.data` assigned.
+        """Raise UnsupportedError, naming the module or parameter, where the model was changed since it was noted.
+
+        Changes are a module replaced, a hook that would not run, a parameter removed, or its `.data` assigned; a
+        parameter on the meta device is refused, too.
         """
         unused = zip(self._uncalled, self._unused_hooks, strict=True) if any(self._unused_hooks) else ()
         if name := next((path for path, hooks in unused if any(map(_is_of_user, hooks.values()))), None):
@@ -256,13 +261,13 @@ class _WithoutAdapters:
 
 
 class NoModuleError(UnsupportedError, AttributeError):
-    """A wrapper is used where an `nn.Module` is wanted: its `.module` is to be taken."""
+    """Raised where a wrapper is used as an `nn.Module`; its attribute `module` is one."""
 
 
 class AroundModule:
-    """A wrapper with an `nn.Module` as `module`, which is none itself.
+    """A wrapper that has an `nn.Module` as `module`, and is itself no `nn.Module`.
 
-    Attributes that an `nn.Module` would have raise NoModuleError, iteration UnsupportedError.
+    Reading an attribute that an `nn.Module` would have raises NoModuleError, iteration UnsupportedError.
     """
 
     _ddp_params_and_buffers_to_ignore = _WithoutDdp()
@@ -304,16 +309,16 @@ class ForwardArguments:
     def inputs(
         self, tokens: Tensor | None, args: tuple[Any, ...], given: dict[str, Any], targets: Tensor | None
     ) -> CallInputs:
-        """Return the targets of a call, and the arguments that it computes with, checked.
+        """Return what a call computes with beside tokens, after a check: targets and the arguments it takes.
 
         Args:
             tokens: the first argument, (batch, sequence).
             args, given: further arguments of the forward, by position and by name.
-            targets: per token the one that is to be predicted; None to make them of labels.
+            targets: for each token the one to predict; None to make them of the argument `labels`, if it is given.
 
         Raises:
-            LayoutError: tokens are no tensor, there are too many arguments, targets and labels are both given,
-                or an argument has a shape or value that a subclass does not take.
+            LayoutError: tokens are no tensor, there are too many arguments, targets and labels are both given, or
+                an argument has a shape or value that a subclass does not take.
             UnsupportedError: an argument, or a loss function set on the module, that is not computed.
         """
         if len(args) > len(self.names):
@@ -353,18 +358,18 @@ class ForwardArguments:
         return {name: value for name, value in _OF_CONFIG.items() if any(each is value for each in has[name])}
 
     def why_not(self, name: str) -> str:
-        """Return, for an error, why the argument `name` is not computed, and what to use."""
+        """Return, as text for an error, why the argument `name` has no effect, or what to use in its place."""
         return _ARGUMENTS.get(name, "forward does not take it")
 
     def takes(self, name: str, value: Any, tokens: Tensor) -> bool:
-        """Return whether a call computes with the argument `name`: here False for all.
+        """Return whether calls on `tokens` compute with the argument `name`; False for all in this class.
 
-        Subclasses return True for some, and raise MeshweaveError for values of these that they do not compute.
+        Subclasses return True for some, and raise MeshweaveError for a `value` of these that they do not compute.
         """
         return False
 
     def call_inputs(self, tokens: Tensor, targets: Tensor | None, taken: Mapping[str, Any]) -> CallInputs:
-        """Return what a call on `tokens` computes with: `targets`, and `taken`, for which `takes` is true."""
+        """Return the inputs of a call on `tokens`: `targets`, and the arguments `taken`, by name."""
         return CallInputs(targets, taken)
 
     def _changes_nothing(

@@ -45,20 +45,23 @@ PLAIN = {"Llama": _LLAMA, "GPT-2": _GPT2, "nanoGPT": _NANO_GPT}
 
 
 def is_hosted(module: nn.Module) -> bool:
-    """Return whether a model runs by its own code: its class is one of transformers, or extends one."""
+    """Return whether the class of a model is one of transformers, or extends one; such a model runs its own
+    code.
+    """
     return any(base.__module__.startswith(_MODELS) for base in type(module).__mro__)
 
 
 def title_of(module: nn.Module) -> str:
-    """Return what reports call a model that runs by its own code: its class and the version of transformers."""
+    """Return the name of a model of transformers in reports: `LlamaForCausalLM (transformers 4.57.0)`."""
     import transformers
 
     return f"{type(module).__name__} (transformers {transformers.__version__})"
 
 
 def why_unlikely(module: nn.Module) -> str:
-    """Return why a class of transformers is none of its causal language models; "" where it may be one, and for
-    classes that are not of transformers.
+    """Return why a model of transformers cannot be parallelised: its class is none of the causal language models.
+
+    "" for a causal language model, and for a class that is not of transformers.
     """
     from transformers.models.auto import modeling_auto
 
@@ -73,10 +76,10 @@ def why_unlikely(module: nn.Module) -> str:
 
 
 def recognised(module: nn.Module) -> tuple[str, ModelMap]:
-    """Return (key of `PLAIN`, its map) for a plain torch model that has the modules which that map names.
+    """Return (title, map) of a plain torch model: the first key of `PLAIN` whose map names only modules it has.
 
-    Raises UnsupportedError, naming what it lacks, for another model, and for one with a module of transformers
-    in a class that is not of transformers.
+    Raises UnsupportedError, which names the modules that are missing, for another model, and for one that has a
+    module of transformers in a class that is not of transformers.
     """
     kind = type(module).__name__
     for name, child in module.named_modules():

@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class LentMemory:
-    """The memory of a tensor on a CPU, lent as other tensors.
+    """The memory of a tensor on a CPU, lent to other tensors, which tells whether any of them is still alive.
 
-    What is lent is a storage of its own on the same memory. It lives for as long as any tensor on it: gradients,
+    A loan is a storage of its own on the same memory. It lasts as long as any tensor on that storage: gradients,
     views of them, what a graph has saved.
 
     Args:
@@ -24,13 +24,13 @@ class LentMemory:
 
     @property
     def is_free(self) -> bool:
-        """Return whether the tensor that `lend` returned last is gone with all its views; true before any."""
+        """Return whether the tensor `lend` returned last and its views are gone; True before any loan."""
         return self._lent is None or self._lent() is None
 
     def lend(self) -> Tensor:
-        """Return a tensor (elements,) on the memory, which is not free while that or a view of it is alive.
+        """Return a tensor (elements,) on the memory. `is_free` is False until it and all its views are gone.
 
-        To be called only where `is_free`: tensors lent before are no longer watched.
+        Call it only where `is_free`: of several loans only the last is watched.
         """
         view = self._bytes.view()
         self._lent = weakref.ref(view)

@@ -29,7 +29,7 @@ Place = Literal["in", "out"]
 
 
 def is_transposed(linear: nn.Module) -> bool:
-    """Return whether a layer stores its weight as (features in, features out), as transformers' Conv1D does."""
+    """Return whether a linear layer is a Conv1D of transformers, whose weight is (features in, features out)."""
     return type(linear).__name__ == "Conv1D"
 
 
@@ -144,8 +144,9 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         return terms(roles.core(own.is_attention) if own.is_first else roles.residual, TOKENS)
 
     def bias_placement(self) -> tuple[Side, AxisDims]:
-        """Return (side, dims): the dim of the bias, or of each fused part of it; and for each mesh axis the name
-        of that dim if the axis splits it, else "".
+        """Return (side, dims): the dim of the bias, or of each part of a fused one, and which mesh axes split it.
+
+        `dims` has for each mesh axis the name of that dim if the axis splits it, else "".
         """
         own, roles = self.site, self.layer_strategy.roles
         if not own.is_first:
@@ -161,17 +162,17 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         return tuple("" if dim == "inner" and at > first else dim for at, dim in enumerate(dims))
 
     def weights(self, kept: Tensor) -> list[Tensor]:
-        """Return this rank's part (features out, features in) of each of the fused weights, or of the only one.
+        """Return this rank's part (features out, features in) of each fused weight, or of the one weight.
 
-        `kept` is this rank's weight, gathered along the axes that only store it in parts.
+        `kept` is this rank's weight, already gathered along the axes that split it only while it is stored.
         """
         parts = self.weight_choice(kept)
         return [part.t() for part in parts] if self.is_transposed else parts
 
     def biases(self, bias: Tensor) -> list[Tensor]:
-        """Return this rank's part (features,) of each of the fused biases, from its shard `bias` of all.
+        """Return this rank's part (features,) of each of the fused biases; of the one if none is fused.
 
-        There is one where nothing is fused.
+        `bias` is this rank's shard of all of them together.
         """
         if self.parts == 1 or self.take_bias is None:
             return self.bias_choice(bias)
@@ -181,9 +182,10 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         """Return this rank's shard (batch, sequence, features) of the result. Collective.
 
         Args:
-            x: this rank's shard of the operand.
-            batch: the sequences of all ranks; 0 where each rank has equally many sequences and tokens of each.
-            sequence: the tokens of a sequence on all ranks; ignored where `batch` is 0.
+            x: this rank's shard of the operand, (batch, sequence, features).
+            batch: the number of sequences of all ranks; 0 where all ranks have as many sequences, and tokens of
+                each.
+            sequence: the number of tokens of a whole sequence; ignored where `batch` is 0.
         """
         strategy, dims = self.layer_strategy, self.operand_dims
         if not batch:
@@ -201,12 +203,14 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
 
     @property
     def operand_dims(self) -> AxisDims:
-        """Return how the operand is sharded: for each mesh axis the dim that it divides, "" for none."""
+        """Return for each mesh axis the dim of the operand that it splits: "batch", "sequence", ...; "" for
+        none.
+        """
         roles = self.layer_strategy.roles
         return roles.residual if self.site.is_first else roles.core(self.site.is_attention)
 
     def extra_repr(self) -> str:
-        """Return sizes and place as text for printing."""
+        """Return strategy, place, global shape of the weight and whether there is a bias, as text for printing."""
         shape = tuple(self.weight.shape)
         return f"{self.layer_strategy.name}, {self.place}, {shape}, bias={self.bias is not None}"
 

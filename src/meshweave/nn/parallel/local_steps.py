@@ -43,12 +43,13 @@ _set_aside: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictiona
 def step_locally(optimizer: Optimizer, has_arguments: bool) -> None:
     """Do the step of an optimizer on plain tensors, just before its own, where that has the same result.
 
-    Its own step then finds no parameters, until `restore_parameter_groups`. Nothing is done where there are
-    other hooks on steps, while a compiler traces, where gradients have other placements than their parameters,
-    and for classes that are not known to step alike on plain tensors. Collective for optimizers that step on
-    whole parameters, which ranks then gather.
+    The optimizer's own step then sees no parameters, until `restore_parameter_groups`. Nothing is done where there
+    are other hooks on steps, while a compiler traces, where gradients have other placements than their parameters,
+    and for classes that are not known to step alike on plain tensors. Collective for optimizers that step on whole
+    parameters, which ranks then gather.
 
     Args:
+        optimizer: the optimizer, whose state is updated.
         has_arguments: whether the step is given arguments, such as a closure; then nothing is done either.
     """
     if has_arguments or torch.compiler.is_compiling() or compat.other_step_hooks(optimizer):
@@ -64,7 +65,7 @@ def step_locally(optimizer: Optimizer, has_arguments: bool) -> None:
 
 
 def restore_parameter_groups(optimizer: Optimizer) -> None:
-    """Give an optimizer the parameter groups back that `step_locally` took from it, if it took them."""
+    """Give an optimizer back the parameter groups that `step_locally` took away; nothing if it took none."""
     groups = _set_aside.pop(optimizer, None)
     if groups is not None:
         optimizer.param_groups = groups
@@ -247,7 +248,10 @@ def _way(optimizer: Optimizer) -> _Step | None:
 
 
 def mixes_parameters(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer steps a parameter otherwise beside others; False where that cannot be tried."""
+    """Return whether the update of one parameter depends on which others an optimizer steps at the same time.
+
+    It is tried with an optimizer of this class and settings; False where that fails.
+    """
     with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
         return not _is_by_itself(optimizer, _matrix())
     return False

@@ -29,14 +29,15 @@ SumBeside = Callable[[Tensor, Callable[[float], object]], Callable[[], None] | N
 
 
 class VocabularyLoss:
-    """Mean cross entropy over the tokens of all ranks.
+    """Mean cross entropy over the tokens of all ranks, of logits whose words lie on several ranks.
 
     Args:
         words: the size of the vocabulary.
+        strategy: how ranks share tokens and words.
 
     Attributes:
-        sum_beside: begins the sum of a loss term over ranks, in a message that carries something else as well,
-            as `begin` of `awaited_mean` does; None where losses are always summed by themselves.
+        sum_beside: begins the sum of a loss term over ranks in a message that carries something else as well, as
+            `begin` of `awaited_mean` does; None where losses are always summed by themselves.
     """
 
     def __init__(self, words: int, strategy: LayerStrategy) -> None:
@@ -97,9 +98,10 @@ class VocabularyLoss:
         return losses.sum()
 
     def whole_logits(self, logits: Tensor, batch: int, sequence: int) -> Tensor:
-        """Return the logits (batch, sequence, words) of all tokens and words on every rank, from this rank's part.
+        """Return the logits (batch, sequence, words) of all tokens and words, on every rank. Collective.
 
-        `batch` and `sequence` are those of the tokens that have logits, over all ranks. Collective.
+        `logits` is this rank's part of them; `batch` and `sequence` are global numbers, of the tokens that have
+        logits.
         """
         return _once(self.whole(logits, batch, sequence))
 

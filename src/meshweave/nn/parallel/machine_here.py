@@ -65,7 +65,7 @@ _GUESS_FLOPS_PER_S, _GUESS_LAUNCH_S, _LEAST_FLOP_S = 1e10, 1e-5, 1e-16
 
 
 class TimedMove(NamedTuple):
-    """The bytes of one move among ranks, and the seconds that it takes."""
+    """One collective that was timed: the bytes of its whole tensor, and the seconds that it takes."""
 
     num_bytes: int
     seconds: float
@@ -110,8 +110,10 @@ class MeasuredStep:
     gather: TimedMove = _NOTHING
 
     def is_replicas(self, parallelism: Parallelism, batch: int) -> bool:
-        """Return whether a step of `batch` sequences by `parallelism` is the plain data parallelism that was
-        measured: on all ranks, two or more, each with the larger number of sequences in one micro-batch.
+        """Return whether a step of `batch` sequences by `parallelism` is the measured plain data parallelism.
+
+        That is data parallelism on all ranks, two or more, each with the larger measured number of sequences in
+        one micro-batch. `batch` is the number of sequences of all ranks.
         """
         rows = max(self.compute_s)
         plain = Parallelism(data=self.num_ranks, micro_batch=rows)
@@ -181,11 +183,13 @@ def measured_problem(
 ) -> StepProblem:
     """Return the problem of a step on this machine, in fp32, whose predicted times are those measured.
 
-    On one rank `step_of` then predicts what was measured. Where `batch` is the larger measured number of
-    sequences times the number of ranks, `overlap` of the stack, from 0 to 1, is fitted so that plain data
-    parallelism takes the measured time; other plans are priced with it, too. For other batches it is 0.
+    On one rank `step_of` then predicts what was measured. Where `batch` is the larger measured number of sequences
+    times the number of ranks, `overlap` of the problem's `stack`, the share (0 to 1) of data-parallel
+    communication that overlaps with the backward pass, is fitted so that plain data parallelism takes the measured
+    time; other plans are priced with it, too. For other batches it is 0.
 
     Args:
+        measured: the measured times.
         model: whose parts were measured.
         batch: sequences of a step, of all ranks together.
         sequence: tokens of a sequence.
@@ -212,13 +216,15 @@ def step_here_s(problem: StepProblem, parallelism: Parallelism, measured: Measur
     """Estimate the seconds of a step on this machine, where ranks of a pipeline share the CPU cores.
 
     For the plain data parallelism that was measured they are the measured ones, else those of `step_of`. In a
-    pipeline, while some ranks wait, the others compute `measured.sharing` times as fast: it takes the larger of
-    two bounds, a step at equal shares of the cores less its bubble, and a whole step at the faster speed. Two
-    small sums, of what ranks compare in a call and of the loss, are added, but not for replicas without ZeRO-3,
-    where they are one beside the backward pass.
+    pipeline, ranks compute `measured.sharing` times as fast while others wait; the estimate is the larger of two
+    bounds, the step at equal shares of the cores less its bubble, and the whole step at the faster speed. Two
+    small sums over ranks, of what they compare in a call and of the loss, are added; not for replicas without
+    ZeRO-3, where both go in one message beside the backward pass.
 
     Args:
         problem: made by `measured_problem` of `measured`.
+        parallelism: the degrees of the step.
+        measured: the parts of a step, measured.
 
     Raises LayoutError or UnsupportedError where `parallelism` does not fit the problem.
     """

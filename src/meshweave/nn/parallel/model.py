@@ -169,7 +169,7 @@ class ParallelModel(AroundModule):
     # --- running --------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return this rank's part of the residual before the first layer. Collective.
+        """Return this rank's part (batch, sequence, features) of the residual before the first layer. Collective.
 
         Args:
             tokens: (batch, sequence), all of them, equal on all ranks.
@@ -254,11 +254,11 @@ class ParallelModel(AroundModule):
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward, adding to the parameters' gradients, and return the detached mean loss.
 
-        It does not run the optimizer.
+        The optimizer does not step. The loss is the mean over the tokens of all ranks.
 
         Args:
             tokens: (batch, sequence), the same on every rank of the mesh.
-            targets: as tokens: for each the token that is to be predicted (already shifted), or -100 for none.
+            targets: as tokens: for each the token to predict (already shifted), or -100 for none.
         """
         loss = self.loss(tokens, targets)
         loss.backward()

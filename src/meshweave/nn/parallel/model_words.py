@@ -22,7 +22,8 @@ _OF_ONE_RANK = ("rank", "device", "path")  # in names of attributes that may wel
 def argument_words(arguments: Mapping[str, Any]) -> dict[str, str]:
     """Return arguments as text by name, for comparison between ranks.
 
-    In place of a plan file's path there is a hash of its content, as "plan file".
+    Where `plan` is the path of a .json file, "plan file" and a hash of the file's content take the place of the
+    path.
     """
     words = {}
     for name, value in arguments.items():
@@ -109,8 +110,9 @@ def configuration_words(module: nn.Module) -> dict[str, str]:
 
 
 def parameter_words(module: nn.Module) -> dict[str, str]:
-    """Return for each parameter and buffer its shape, dtype, device type and placements, and for parameters
-    whether they are trained, as text by name.
+    """Return, as text by name, shape, dtype, device type and placements of each parameter and buffer of a module.
+
+    For a parameter it says also whether it is trained or frozen: "(4, 6) float32, trained".
     """
     words = {name: _kind(tensor) for name, tensor in module.named_buffers(remove_duplicate=False)}
     for name, tensor in module.named_parameters(remove_duplicate=False):
@@ -125,8 +127,9 @@ def _kind(tensor: Tensor) -> str:
 
 
 def checksum_words(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return {name: "#" and a checksum in hexadecimal} of tensors with memory; of DTensors that of the local
-    shard.
+    """Return {name: "#" and a checksum in hexadecimal} of the tensors; those on the meta device are left out.
+
+    The checksum of a DTensor is that of its local shard.
     """
     names, sums = [], []
     for name, tensor in tensors:
@@ -143,7 +146,7 @@ def checksum_words(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def weight_words(module: nn.Module) -> dict[str, str]:
-    """Return the checksums of a model's parameters and buffers, by name; DTensors are left out."""
+    """Return the checksums, by name, of a model's plain parameters and buffers (DTensors are left out)."""
     return checksum_words(_tensors(module))
 
 
@@ -153,12 +156,11 @@ def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def copy_words(subject: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, str]]:
-    """Return {subject: {name: checksum}} of local shards of DTensors; ranks with copies of a shard share
-    subjects.
+    """Return {subject: {name: checksum}} of the local shards of those DTensors of which several ranks have copies.
 
-    A subject is `subject`, " of parts ", this rank's coordinates along the mesh dims that shard the tensor
-    ("all" where none does), " on " and the shape of the mesh. `agree` compares ranks under each subject that
-    they share, so it compares copies. Plain tensors, and DTensors without copies, are left out.
+    Ranks with copies of the same shard have equal subjects, so that `agree` compares copies. A subject is
+    `subject`, " of parts ", this rank's coordinates along the mesh dims that shard the tensor ("all" where none
+    does), " on " and the shape of the mesh: "weights of parts 1:0 on 2x2". Other tensors are left out.
     """
     parts: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors:

@@ -23,8 +23,7 @@ OF_SHARED_LAYERS = "a layer that ranks share"
 def keep_order(op: Any) -> None:
     """Make a compiler that traces `op` keep the order of its calls, which must be the same on all ranks.
 
-    It is called by fake kernels of ops. These take batch and sequence as plain `int`: a program is of one size,
-    and so is then the graph.
+    Fake kernels of the op call it.
 
     Args:
         op: of `torch.ops`, such as `torch.ops.meshweave.block_move`.
@@ -37,9 +36,10 @@ class PlacedMove:
     """A move of tensors between two layouts on the ranks of a strategy, for any number of tokens.
 
     Attributes:
+        strategy: the strategy on its ranks.
         sides: the dims of the tensor, those after batch and sequence where it `has_tokens`.
-        before, after: for each mesh axis the dim that it splits before and after the move; `before` may be
-            "partial" along some axes.
+        before, after: for each mesh axis the dim that it splits before and after the move, "" for none; `before`
+            may be "partial" along some axes.
         has_tokens: whether its first two dims are batch and sequence, whose sizes `sized` gives.
         op: how partial values are combined: "sum" or "max".
     """
@@ -57,9 +57,9 @@ class PlacedMove:
         return self.before != self.after
 
     def sized(self, batch: int, sequence: int, dtype: torch.dtype) -> SizedMove:
-        """Return the program of this move for a tensor of `batch` x `sequence` tokens over all ranks.
+        """Return the program of this move for a tensor of the given sizes.
 
-        Without `has_tokens` both are ignored.
+        `batch` sequences of `sequence` tokens are global numbers; without `has_tokens` both are ignored.
         """
         tokens = self.strategy.tokens(batch, sequence) if self.has_tokens else ()
         site = MoveSite((*tokens, *self.sides), self.before, self.after, self.op)
@@ -71,9 +71,9 @@ def block_move(x: Tensor, number: int, reverse: int, batch: int, sequence: int) 
     """Return this rank's shard of a tensor after a move. Collective.
 
     Args:
-        x: this rank's shard before it.
+        x: this rank's shard of the tensor before the move.
         number: what `number_of` returns for the move, a `PlacedMove`.
-        reverse: the same for the move of the gradient; -1 where the gradient is not moved.
+        reverse: what `number_of` returns for the move of the gradient; -1 where the gradient is not moved.
         batch, sequence: global sizes: the number of sequences, and the tokens of each.
     """
     return value_of(number, PlacedMove).sized(batch, sequence, x.dtype).run(x)
@@ -145,10 +145,11 @@ class _MovedGradients(torch.autograd.Function):  # type: ignore[misc]
 
 
 class Mover:
-    """A move of activations, and one of their gradients.
+    """A move of activations in the forward pass, and one of their gradients in the backward pass.
 
     Args:
-        there: the move of x. Where it moves nothing, calls return x itself, and `back` is ignored.
+        there: the move of the activations. Where it moves nothing, calls return their argument, and `back` is
+            ignored.
         back: the move of the gradient; None where the gradient stays as it arrives.
     """
 
@@ -158,9 +159,10 @@ class Mover:
         self.reverse = number_of(back) if back is not None and back.is_needed else -1
 
     def __call__(self, x: Tensor, batch: int, sequence: int) -> Tensor:
-        """Return this rank's part of x after the move; all ranks call it.
+        """Return this rank's part of x after the move. Collective.
 
-        `batch` and `sequence` are those of all ranks, ignored by a move without tokens.
+        `batch` and `sequence` are the global numbers of sequences and of tokens of each, ignored by a move without
+        tokens.
         """
         if not self.is_needed:
             return x
@@ -170,7 +172,7 @@ class Mover:
 
 
 class GradientSum:
-    """A sum over ranks of the gradients of parameters that they share: one move for several.
+    """A sum over ranks, in the backward pass, of the gradients of parameters that they share, all in one message.
 
     Args:
         back: the move of the gradients, flattened one after the other in one tensor without tokens.
@@ -189,10 +191,12 @@ class GradientSum:
 
 
 def terms(dims: AxisDims, over: tuple[str, ...]) -> AxisDims:
-    """Return the layout of a tensor that each rank has summed over its shard of some dims: partial on their axes.
+    """Return `dims` with "partial" for each dim in `over`: the layout of the terms of a sum over these.
+
+    So for `over` ("batch",): ("batch", "hidden") -> ("partial", "hidden").
 
     Args:
-        dims: the layout before: for each mesh axis the dim that it divides.
+        dims: the layout before the sum: for each mesh axis the dim that it divides.
         over: the dims that are summed over.
     """
     return tuple("partial" if dim in over else dim for dim in dims)

@@ -35,7 +35,7 @@ EPSILON = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 
 
 def be_instance_of(made: nn.Module, replaced: nn.Module) -> None:
-    """Make `made` an instance also of the class of the module that it replaces; its own methods come first.
+    """Make `made` an instance also of the class of `replaced`, which it replaces; its own methods come first.
 
     Code that groups parameters, such as those without weight decay, asks modules for their class.
     """
@@ -103,8 +103,9 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
         return gain + self.offset if gain is not None and self.offset else gain, values.get("bias")
 
     def forward(self, x: Tensor, batch: int, sequence: int) -> Tensor:
-        """Return this rank's part of the rows, normalised, in the shape and dtype of `x`. Collective if ranks
-        split features.
+        """Return this rank's part of the rows, normalised, in the shape and dtype of `x`.
+
+        Collective if ranks split features.
 
         Args:
             x: this rank's part of (batch, sequence, features), each dim split as `dims` says.
@@ -141,7 +142,7 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
         return centred if bias is None else centred + bias
 
     def extra_repr(self) -> str:
-        """Return the kind and sizes for printing."""
+        """Return the kind of norm, the global number of features and epsilon, as text for printing."""
         return f"{'layer' if self.is_layer_norm else 'rms'}, {self.features}, eps={self.eps}"
 
 

@@ -23,10 +23,14 @@ _EXACT_TERMS = 256
 
 
 class NumberedSum:
-    """A sum over ranks of `count` numbers; the gradient of each rank's term is that of the sum.
+    """A sum over ranks of `count` numbers; in the backward pass each rank's term gets the gradient of the sum.
+
+    Beside the numbers ranks sum the number of their call, by which they see that they are in the same call.
 
     Args:
-        terms: "partial" for each mesh axis along which ranks have terms.
+        strategy: the strategy on its ranks.
+        count: how many numbers each rank has.
+        terms: "partial" for each mesh axis along which ranks have terms, "" for others.
     """
 
     def __init__(self, strategy: LayerStrategy, count: int, terms: AxisDims) -> None:
@@ -37,14 +41,17 @@ class NumberedSum:
         self._traced = Mover(site)
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return the sums over ranks of `values` (count,); all ranks call it. Raises BindError as `run` does."""
+        """Return the sums over ranks of `values` (count,), differentiably. Collective. Raises as `run` does."""
         if torch.compiler.is_compiling() or not self._traced.is_needed:
             return self._traced(values, 1, 1)
         total: Tensor = _SameGradient.apply(self, values)
         return total
 
     def run(self, values: Tensor) -> Tensor:
-        """Return (count,) sums, without gradient. Raises BindError, on CPUs, where ranks are in other calls."""
+        """Return the sums over ranks of `values`, (count,), without a gradient. Collective.
+
+        Raises BindError, on CPUs, where ranks are in different calls.
+        """
         bound = sized_move(self._site, self._strategy, values.dtype, True).bound(values.device)
         own, expected = summed_number(bound, values.dtype, *self._summed)
         bound.inputs["x"][:-1].copy_(values)
@@ -79,10 +86,10 @@ def terms_of(strategy: LayerStrategy, axes: Sequence[int]) -> tuple[int, int]:
 
 
 def summed_number(bound: BoundProgram, dtype: torch.dtype, count: int, place: int) -> tuple[float, float]:
-    """Return (what the rank at index `place` of `count` adds beside its data, the exact sum that all expect).
+    """Return (added, expected): the number that a rank adds to its data in the next run, and all ranks' sum.
 
-    Both are for the next run of `bound`. In a type of 2 bytes only the first `_EXACT_TERMS` ranks add a number,
-    the others 0. Ranks compare the sum that arrives with the one that they expect, see `check_number`.
+    The rank is at index `place` of the `count` ranks that have terms. In a `dtype` of 2 bytes only the first
+    `_EXACT_TERMS` ranks add a number, the others 0. Ranks give `check_number` the sum that arrives and `expected`.
     """
     number = call_number(bound, dtype, count)
     added = count if dtype.itemsize >= _EXACT_BYTES else min(count, _EXACT_TERMS)
@@ -90,9 +97,10 @@ def summed_number(bound: BoundProgram, dtype: torch.dtype, count: int, place: in
 
 
 def call_number(bound: BoundProgram, dtype: torch.dtype, count: int = 1) -> float:
-    """Return a number of the next run of a program; `dtype` has it, and `count` times it, exactly.
+    """Return a number that stands for the next run of a program; `dtype` holds it, and `count` times it, exactly.
 
-    Numbers repeat: after 16 runs in a type of 2 bytes, after some 2**24 / `count` in others.
+    It is the same on all ranks that are in the same run. Numbers repeat: after 16 runs in a type of 2 bytes, after
+    some 2**24 / `count` in others.
     """
     if dtype.itemsize < _EXACT_BYTES:
         return float(2.0 ** (bound.next_run % 16 - 8))
@@ -100,7 +108,7 @@ def call_number(bound: BoundProgram, dtype: torch.dtype, count: int = 1) -> floa
 
 
 def check_number(arrived: Tensor, expected: float) -> None:
-    """Raise BindError where an element of `arrived` is not `expected`: data beside it are of another call.
+    """Raise BindError where an element of `arrived` is not `expected`: its data are of another call.
 
     On CUDA nothing is checked, since the host would wait.
     """

@@ -25,9 +25,11 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 
 @dataclass(frozen=True)
 class SiteProduct:
-    """A product at its site, by a strategy, with weights that share an operand and lie side by side.
+    """One product of a layer on a strategy's ranks; weights that share an operand are multiplied at once.
 
     Attributes:
+        site: which product of the layer it is, with its sizes.
+        strategy: the strategy on its ranks.
         widths: for each weight the number of its inner features in one unit, such as a head.
     """
 
@@ -37,12 +39,11 @@ class SiteProduct:
 
     @cached_property
     def is_interleaved(self) -> bool:
-        """Return whether the columns of the weights alternate unit by unit.
+        """Return whether the weights' columns alternate unit by unit, as q0 k0 v0 q1 k1 v1 for heads 0 and 1.
 
-        An example is queries, keys and values of one head, then those of the next. They do where a mesh
-        axis splits inner features in the product and not after it, or the other way round, so that whole units
-        move between ranks. Else, and for one weight, all columns of a weight stand together within each rank's
-        shard.
+        They do where a mesh axis splits inner features in the product and not after it, or the other way round, so
+        that whole units move between ranks. Else all columns of a weight stand together within each rank's shard.
+        False for one weight.
         """
         if len(self.widths) == 1:
             return False
@@ -52,12 +53,13 @@ class SiteProduct:
         return any((x == "inner") != (y == "inner") for x, y in zip(before, after, strict=True))
 
     def pieces(self, fused: Tensor, dim: int) -> list[Tensor]:
-        """Return for each weight the view of its part of `fused`, in which those of all lie along `dim`.
+        """Return, for each weight, the view of its part of `fused`.
 
-        If interleaved, that dim is two in the views: (..., units, width, ...).
+        If interleaved, `dim` becomes two dims in the views: (..., units, width, ...).
 
         Args:
-            fused: this rank's weights, results or gradients of all weights in one tensor.
+            fused: this rank's weights, results or gradients of all weights, one tensor.
+            dim: the dim of `fused` along which the weights lie side by side.
         """
         if len(self.widths) == 1:
             return [fused]
@@ -97,14 +99,14 @@ def _load_weights(bound: BoundProgram, weights: Sequence[Tensor], product: SiteP
 
 @torch.library.custom_op("meshweave::block_product", mutates_args=())  # type: ignore[untyped-decorator]
 def block_product(x: Tensor, weights: list[Tensor], number: int, batch: int, sequence: int) -> list[Tensor]:
-    """Return this rank's shards of the products of x with weights, then what the gradient needs. Collective.
+    """Return this rank's shards of the products of x with each weight, then what the gradient needs. Collective.
 
     First come the products (batch, sequence, features out), one for each weight; then copies of the buffers that
     the forward program saves, `kept` of its `ProductPrograms`.
 
     Args:
         x: this rank's shard (batch, sequence, features in) of the operand.
-        weights: this rank's shard (features out, features in) of each.
+        weights: this rank's shard (features out, features in) of each weight.
         number: what `number_of` returns for the product, a `SiteProduct`.
         batch, sequence: global sizes: the number of sequences, and the tokens of each.
     """

@@ -40,11 +40,11 @@ _probes: weakref.WeakKeyDictionary[StepAgreement, GradientProbe] = weakref.WeakK
 
 
 def watch_optimizers(agreement: StepAgreement, replaced: Mapping[str, nn.Parameter]) -> None:
-    """Check from now on the steps of optimizers that hold parameters of a model.
+    """Check from now on the steps of all optimizers that hold parameters of a model.
 
-    At an optimizer's first step ranks compare its class, settings, groups of parameters and gradients:
-    LayoutError on all of them where these differ. LayoutError also for one that holds parameters that the model
-    no longer has.
+    At the first step of one, ranks compare its class, settings, groups of parameters and the gradients. The step
+    raises LayoutError on all ranks where these differ, and where the optimizer holds parameters that the model no
+    longer has.
 
     Args:
         agreement: that of the model.
@@ -119,9 +119,10 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
 
 
 def option_words(optimizer: Optimizer) -> dict[str, str]:
-    """Return as text by name the settings of each group of an optimizer, and whose shards its state holds.
+    """Return the settings of an optimizer as text by name, such as "lr of group 0", for comparison between ranks.
 
-    The latter is under "its state": those of this rank, those of another, whose file was loaded, or none.
+    "its state" says whose shards its state holds: those of this rank, those of another rank whose file was loaded,
+    or none.
     """
     words = {"its state": _whose_state(optimizer)}
     for number, group in enumerate(optimizer.param_groups):
@@ -173,7 +174,8 @@ class GradientProbe:
     It keeps up to 64 elements of one gradient as each backward pass leaves them, until `compare`.
 
     Args:
-        module: the parallelised model; its first trained DTensor with elements on this rank is looked at.
+        module: the parallelised model; the gradient is that of its first trained DTensor with elements on this
+            rank.
     """
 
     _COUNT = 64
@@ -199,8 +201,8 @@ class GradientProbe:
     def compare(self, agreement: StepAgreement) -> None:
         """Raise LayoutError, on all ranks, where ranks scaled the gradient by different factors. Collective.
 
-        A rank whose factors differ within the gradient, as after clipping by value, is left out. To be called
-        once: gradients are not watched any more after it. The ranks are those of `agreement`.
+        A rank whose elements were scaled by different factors, as by clipping by value, is left out. To be called
+        once: afterwards gradients are no longer watched. The ranks are those of `agreement`.
         """
         for hook in self._hooks:
             hook.remove()

@@ -21,10 +21,11 @@ from meshweave.nn.saved_versions import check_versions, versions
 
 @dataclass(eq=False)
 class GatheredBucket:
-    """A bucket that was gathered, whose memory can be given back and be filled again.
+    """A bucket after its all-gather, whose memory can be freed and filled again.
 
     Attributes:
-        own: what this rank keeps of each parameter.
+        bucket: the parameters.
+        own: this rank's shard of each parameter.
     """
 
     bucket: ParameterBucket
@@ -33,7 +34,7 @@ class GatheredBucket:
     def fill_again(self, flat: Tensor) -> None:
         """Gather the bucket again into `flat` (its `num_used` elements), if the storage of `flat` was freed.
 
-        All ranks call it, and have freed it alike.
+        Collective: the storage must be freed on all ranks or on none.
         """
         storage = flat.untyped_storage()
         if not storage.size():
@@ -60,7 +61,7 @@ class OwnParts(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any, sums: Sums, last: ParameterBucket | None, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return this rank's part of each parameter, and note their versions for the backward part."""
+        """Return this rank's shard of each parameter, and note their versions for the backward part."""
         ctx.set_materialize_grads(False)
         ctx.sums, ctx.last, ctx.parameters = sums, last, parameters
         ctx.versions = versions(parameters) if any(ctx.needs_input_grad) else []
@@ -74,9 +75,10 @@ class OwnParts(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """End the sums of gradients; return what autograd is to accumulate, None for what is put in `.grad`.
+        """Wait for the sums of gradients, and put gradients into `.grad` where autograd would do nothing else.
 
-        Raises RuntimeError where a parameter was changed in place since the forward part.
+        Return for each parameter the gradient that is left to autograd, else None. Raises RuntimeError where a
+        parameter was changed in place since the forward part.
         """
         if ctx.last is not None:
             first = len(grads) - len(ctx.shapes)
@@ -129,11 +131,10 @@ class UsedTogether(torch.autograd.Function):  # type: ignore[misc]
         sums: Sums,
         *own: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return the parameters of `bucket` as they are used, from this rank's parts `own`.
+        """Return the parameters of `bucket` as products use them, from this rank's shards `own`.
 
-        Collective where they are gathered. What is gathered is appended to `gathered`: the bucket, and its
-        memory (`num_used` elements). The backward part appends to `sums` the function that ends the sum of
-        gradients.
+        Collective where they are gathered. Then (the gathered bucket, its memory of `num_used` elements) is
+        appended to `gathered`. The backward part appends to `sums` the function that ends the sum of gradients.
         """
         ctx.set_materialize_grads(False)
         ctx.bucket, ctx.sums, ctx.shapes = bucket, sums, [each.shape for each in own]
@@ -151,12 +152,12 @@ class UsedTogether(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the arguments; None for what has none."""
+        """Begin the sum of gradients; return memory for this rank's part of each, None for a missing gradient."""
         return None, None, None, *_begun(ctx.bucket, ctx.shapes, ctx.sums, grads, ctx.needs_input_grad[3:])
 
 
 class GatherAgain(torch.autograd.Function):  # type: ignore[misc]
-    """The identity, for results of code that uses gathered parameters; its backward part gathers these again."""
+    """The identity, for results of code that uses gathered parameters; its backward gathers them again."""
 
     @staticmethod
     def forward(
@@ -170,7 +171,7 @@ class GatherAgain(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gather again what was freed; return None for `gathered`, then `grads` as they are. Collective."""
+        """Gather freed buckets again; return None for `gathered`, then `grads` as they are. Collective."""
         for bucket, flat in zip(ctx.buckets, ctx.saved_tensors, strict=True):
             bucket.fill_again(flat)
         return None, *grads

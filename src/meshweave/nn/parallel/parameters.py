@@ -33,7 +33,7 @@ class ParameterLayout:
     Attributes:
         sides: its dims, in torch's order; of a fused parameter those of one of its matrices.
         dims: for each mesh axis of the strategy the dim that it shards, "" for none.
-        parts: how many matrices lie side by side along the dim of inner features.
+        parts: how many matrices of a fused parameter lie side by side along the dim of inner features; else 1.
     """
 
     sides: Sides
@@ -42,7 +42,7 @@ class ParameterLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the global shape."""
+        """Return the global shape of the parameter, with all its fused matrices."""
         return tuple(side.size * self._copies(side) for side in self.sides)
 
     def _copies(self, side: Side) -> int:
@@ -54,11 +54,12 @@ class ParameterLayout:
         dims: AxisDims | None = None,
         coordinates: tuple[int, ...] | None = None,
     ) -> list[list[tuple[int, int]]]:
-        """Return for each dim of the tensor the ranges [start, stop) of elements that a rank has.
+        """Return, for each dim of the parameter, the ranges (start, stop) of elements that a rank has.
 
-        There is one range for a dim, and for that of inner features one for each of the fused matrices.
+        A dim has one range; that of inner features has one for each of the fused matrices.
 
         Args:
+            strategy: the strategy on its ranks.
             dims: for each mesh axis the dim that it shards; None as the parameter is kept.
             coordinates: those of the rank in the mesh; None for this one.
         """
@@ -76,9 +77,9 @@ class ParameterLayout:
         return whole.contiguous().clone() if whole.device.type != "meta" else whole.contiguous()
 
     def placements(self, name: str, strategy: LayerStrategy) -> tuple[Placement, ...]:
-        """Return the DTensor placements of this layout.
+        """Return the DTensor placements of this layout, one per dim of the strategy's device mesh.
 
-        Raises LayoutError, naming the parameter, where DTensor has none for it.
+        Raises LayoutError, with the parameter's `name`, where DTensor has none for it.
         """
         layout = layout_of(strategy.mesh, self.sides, self.dims)
         places = {side.dim: at for at, side in enumerate(self.sides) if side.dim}
@@ -103,9 +104,9 @@ class ParameterLayout:
         return tuple(out)
 
     def distribute(self, name: str, whole: Tensor, strategy: LayerStrategy) -> nn.Parameter:
-        """Return a parameter as a DTensor with this rank's shard of `whole`; without memory where that is on meta.
+        """Return a parameter as a DTensor with this rank's shard of `whole`; on meta if `whole` is there.
 
-        Raises LayoutError, naming the parameter, where the shape is another or DTensor has no such
+        Raises LayoutError, with the parameter's `name`, where `whole` has another shape or DTensor has no such
         placements.
         """
         if tuple(whole.shape) != self.shape:
@@ -144,9 +145,9 @@ def fill(made: Any, whole: nn.Module, name: str) -> None:
 
 
 def ranges_of(module: nn.Module) -> dict[str, list[list[tuple[int, int]]]]:
-    """Return {name: for each dim the (start, stop) ranges of this rank's shard}.
+    """Return {name of a parameter: for each dim the (start, stop) ranges of elements in this rank's shard}.
 
-    It has the parameters of this library's layers; fused ones have several ranges along a dim.
+    Only parameters of this library's parallel layers are in it; fused ones have several ranges along a dim.
     """
     return {
         f"{path}.{name}" if path else name: layout.ranges(child.layer_strategy)
@@ -193,11 +194,10 @@ class _LocalParts(torch.autograd.Function):  # type: ignore[misc]
 
 
 def local_parts(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return this rank's shards of parameters that one product or norm takes, differentiable; plain ones as
-    given.
+    """Return this rank's shards of DTensor parameters, differentiably; plain tensors are returned as they are.
 
-    In eager code they are one node of the autograd graph. So give only parameters of one product: zero-bubble
-    pipelines, which compute gradients of weights apart from those of activations, do so node by node.
+    In eager code they are one node of the autograd graph. So give only parameters of one product or norm:
+    zero-bubble pipelines, which compute gradients of weights apart from those of activations, do so node by node.
     """
     if torch.compiler.is_compiling() or not all(isinstance(each, DTensor) for each in parameters):
         return [each.to_local() if isinstance(each, DTensor) else each for each in parameters]

@@ -44,17 +44,19 @@ def plans_here(
     free_bytes: float,
     context: TorchContext | None = None,
 ) -> list[tuple[Parallelism, float]]:
-    """Return [(plan, predicted seconds of a step)] for a model on all ranks; all ranks of the world call it.
+    """Return [(plan, predicted seconds of a step)] for a model on all ranks. Collective over the world.
 
-    First come data parallelism and ZeRO-3, where the batch is a multiple of the ranks, then the fastest in which
-    ranks share layers, `NUM_PLANNED` at most. The list is empty if the sizes of the model are not known, it is
-    not in fp32 on CPUs, not all of it is trained, a rank refuses to run it, or its step cannot be priced;
-    the log says why.
+    First come data parallelism and ZeRO-3, where the batch is a multiple of the ranks, then the fastest plans in
+    which ranks share layers, `NUM_PLANNED` at most. The list is empty if the sizes of the model are not known, it
+    is not in fp32 on CPUs, not all of it is trained, a rank refuses to run it, or its step cannot be priced; the
+    log says why.
 
     Args:
+        module: the model, of which copies are run.
         tokens, targets: a batch as `ParallelModel.step` takes it.
         make: called as `make(module, plan, device_mesh, check=False)`, returns the module's `ParallelModel`.
         free_bytes: the memory that a rank has free; the same number on all.
+        context: deadline and liveness of waits; None for that of the default process group.
 
     Raises:
         RankLostError, DeadlineError: other ranks are missing or late.
@@ -159,12 +161,13 @@ def _planned(problem: StepProblem, measured: MeasuredStep) -> list[tuple[dict[st
 def fastest_here(
     problem: StepProblem, measured: MeasuredStep, **fixed: Any
 ) -> list[tuple[Parallelism, float]]:
-    """Return [(plan, predicted seconds of a step)], the best plan for each set of degrees, fastest first.
+    """Return [(plan, predicted seconds of a step)], for each set of degrees its fastest plan, fastest first.
 
-    ZeRO, recomputation and context parallelism are left out.
+    Plans with ZeRO, recomputation or context parallelism are left out.
 
     Args:
         problem: made by `measured_problem` of `measured`.
+        measured: the parts of a step, measured on this machine.
         fixed: what else is fixed, as options of `meshweave.plan`: `pp=1` for no pipelines.
 
     Raises:

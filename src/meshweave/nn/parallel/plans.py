@@ -40,7 +40,12 @@ PlanLike = str | Path | Parallelism | Step | Plan
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A strategy on its ranks, and whether the backward part computes layers again."""
+    """A strategy on its ranks.
+
+    Attributes:
+        strategy: the strategy.
+        recompute: whether the backward pass computes layers again (activation checkpointing).
+    """
 
     strategy: LayerStrategy
     recompute: bool = False
@@ -54,11 +59,13 @@ def resolve(
     context: TorchContext | None = None,
     device: str = "cpu",
 ) -> ResolvedPlan:
-    """Return the strategy that a plan stands for, on a device mesh, or on all ranks where there is none.
+    """Return the strategy that a plan stands for, on `device_mesh`, or on all ranks of the world for None.
 
     Warns where a plan file was made for another catalog, or where less or other than the plan is run.
 
     Args:
+        plan: what a user gave `parallelize`.
+        device_mesh: the ranks; None where the plan has sizes.
         config: chunks and slices; None for those of the plan, or the default ones.
         overlap: "sites" to accept a plan that counts on more overlap than that of single products; None to refuse
             it.

@@ -47,9 +47,11 @@ def bound_program(
     Args:
         key: stands for the program in the cache; equal keys are for equal programs.
         program: makes the program, where it is not bound yet.
+        strategy: whose context and ranks run it.
+        device: where its buffers lie.
         calls: by name, the functions that its `Call` ops run; None for none.
         meets: whether ranks exchange a message before the first of torch's own collectives in a run, so that
-            those of two programs cannot match. False where the caller notices that from the data.
+            collectives of two programs cannot match. False where the caller notices a mismatch from the data.
         memory: returns tensors for some of a program's buffers, by name; None where `bind` allocates all.
 
     Raises UnsupportedError where a run in the context is under way, as in another thread.
@@ -68,13 +70,20 @@ def bound_program(
 
 
 def on_device(program: Program, device: torch.device) -> Program:
-    """Return a program as a device runs it: on a CPU collectives are lowered to messages, on CUDA they stay."""
+    """Return a program as it runs on `device`: a CPU has collectives written out as messages, CUDA keeps them."""
     return lower_small_sums(lower_rings(program)) if device.type == "cpu" else program
 
 
 @dataclass(frozen=True, eq=False)
 class ProductPrograms:
-    """The programs of a product for `batch` sequences of `sequence` tokens, over all ranks."""
+    """The forward and backward programs of a product of a layer.
+
+    Attributes:
+        site: which product of the layer it is, with its sizes.
+        strategy: the strategy on its ranks.
+        batch: the number of sequences, over all ranks.
+        sequence: the number of tokens of each, over all ranks.
+    """
 
     site: ProductSite
     strategy: LayerStrategy
@@ -86,14 +95,13 @@ class ProductPrograms:
     def parts(self) -> BlockParts:
         """Return the forward and the backward program, with weights in memory as torch has them: (out, in).
 
-        The last `PARTS_KEPT` are cached; others are written anew. Programs bound to tensors are kept by the
-        context.
+        The last `PARTS_KEPT` are cached; others are written anew. The context keeps those that are bound.
         """
         return _product_parts(self)
 
     @cached_property
     def communicates(self) -> tuple[bool, bool]:
-        """Return whether the forward program communicates, and whether the backward one does."""
+        """Return (forward, backward): whether each of the two programs communicates with another rank."""
         return communicates(self.parts.forward), communicates(self.parts.backward)
 
     @cached_property
@@ -103,7 +111,7 @@ class ProductPrograms:
 
     @cached_property
     def sides(self) -> tuple[Sides, Sides]:
-        """Return the global dims (batch, sequence, features) of the operand and of the result."""
+        """Return (operand, result): the global dims (batch, sequence, features) of each."""
         own = self.site
         tokens = self.strategy.tokens(self.batch, self.sequence)
         hidden, inner = Side("hidden", own.hidden), Side("inner", own.units, own.unit)
@@ -112,7 +120,7 @@ class ProductPrograms:
 
     @cached_property
     def dims(self) -> tuple[AxisDims, AxisDims]:
-        """Return how the operand and the result are sharded: for each mesh axis the dim that it divides."""
+        """Return (operand, result): for each of them, which dim each mesh axis splits; "" for none."""
         outer = self.strategy.roles.residual, self.strategy.roles.core(self.site.is_attention)
         return outer if self.site.is_first else outer[::-1]
 
@@ -123,7 +131,7 @@ class ProductPrograms:
 
     @cached_property
     def kept_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return this rank's shapes of the buffers in `kept`, in their order."""
+        """Return the shapes, on this rank, of the buffers in `kept`, in the same order."""
         program = self.parts.forward
         return tuple(program.local_shape(name, self.strategy.rank) for name in self.kept)
 
@@ -159,9 +167,11 @@ def _transposed(program: Program) -> Program:
 
 @dataclass(frozen=True, eq=False)
 class SizedMove:
-    """The program of a move for one dtype.
+    """The program of a move between two layouts, for one size and dtype.
 
     Attributes:
+        site: the dims of the tensor, and how mesh axes split them before and after the move.
+        strategy: the strategy on its ranks.
         is_whole: whether it is one collective of the backend, and not lowered to rings. Ranks then exchange no
             message before it: an element of its data says which program and call it is of. If it is a sum, terms
             and result are in the same memory.
@@ -178,7 +188,9 @@ class SizedMove:
         return self.strategy.local_shape(self.site.sides, self.site.after)
 
     def run(self, x: Tensor) -> Tensor:
-        """Return this rank's shard after the move, in new memory; x is that before it. Collective."""
+        """Move `x`, this rank's shard before the move; return its shard after the move, in new memory.
+        Collective.
+        """
         bound = self.bound(x.device)
         bound.run({"x": x.detach()})
         return bound.outputs["y"].clone()
@@ -193,8 +205,8 @@ class SizedMove:
         """Return the program bound to memory of its own, which the caller alone keeps. Collective.
 
         Args:
-            twin: the program that `bound` returns: in each call a rank may run either, whichever others run. None
-                for a program by itself.
+            twin: the program that `bound` returns: in each call a rank may run either of the two, whichever others
+                run. None if this program is run by itself.
         """
         made = self._written(device)
         memory = self._memory(device, made) if self._is_in_place else {}
@@ -219,8 +231,9 @@ class SizedMove:
 def sized_product(
     site: ProductSite, strategy: LayerStrategy, batch: int, sequence: int, dtype: torch.dtype
 ) -> ProductPrograms:
-    """Return the programs of a product for `batch` x `sequence` tokens of all ranks; one object for equal
-    arguments.
+    """Return the programs of a product; equal arguments give the same object.
+
+    `batch` is the number of sequences and `sequence` the number of tokens of each, over all ranks.
     """
     return ProductPrograms(site, strategy, batch, sequence, dtype)
 
@@ -229,7 +242,7 @@ def sized_product(
 def sized_move(
     site: MoveSite, strategy: LayerStrategy, dtype: torch.dtype, is_whole: bool = False
 ) -> SizedMove:
-    """Return the program of a move for tensors of `dtype`; one object for equal arguments.
+    """Return the program of a move for tensors of `dtype`; equal arguments give the same object.
 
     `is_whole` is whether it is one collective of the backend, and not lowered to rings.
     """

@@ -22,12 +22,13 @@ def put_gradients(
 ) -> list[Tensor | None]:
     """Set or add to `.grad` of parameters in a backward pass, where autograd would do nothing else.
 
-    Returns for each parameter the gradient (a DTensor) that is left to autograd, None where it was put or where
-    there is none. Left are those that a hook, a node or `torch.autograd.grad` may read, and all on CUDA, where
-    autograd's nodes order streams.
+    Return for each parameter the gradient (a DTensor) that is left to autograd, None where it was put into `.grad`
+    or where there is none. Left to autograd are gradients that a hook, a node or `torch.autograd.grad` may read,
+    and all on CUDA, where autograd's nodes order streams.
 
     Args:
-        grads: those of this rank's parts, which no other code has; None where there is none.
+        parameters: the DTensors.
+        grads: for each the gradient of this rank's shard, which no other code has; None where there is none.
         edges: `next_functions` of the node whose backward part this is: for each parameter (its node, number).
     """
     left: list[Tensor | None] = [None] * len(parameters)
@@ -61,9 +62,9 @@ def put_gradients(
 
 
 def with_strides_of(parameter: DTensor, grad: Tensor) -> Tensor:
-    """Return a local gradient with the strides of the parameter's local part, as autograd does for plain ones.
+    """Return `grad`, that of this rank's shard, with the strides of the shard, copied if it has others.
 
-    Fused optimizers assume equal strides of both, and do not check them.
+    Autograd does so for plain parameters. Fused optimizers assume equal strides, and do not check them.
     """
     strides = compat.local_tensor(parameter).stride()
     if grad.stride() == strides or not grad.numel():

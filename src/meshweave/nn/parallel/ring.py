@@ -28,13 +28,16 @@ from meshweave.nn.products import DTYPES
 
 @dataclass(frozen=True)
 class PlacedRing:
-    """Ring attention by a strategy: `groups` of `per_group` heads of queries that share one of keys and values.
+    """Ring attention on the ranks of a strategy: keys and values go around, queries stay.
 
-    Scores are divided by the root of `width`, the features of a head.
+    Scores are divided by the square root of `width`.
 
     Attributes:
-        groups: those of all ranks together.
-        window: how many keys a query attends to, itself included; None for all before it.
+        strategy: the strategy on its ranks.
+        groups: the number of heads of keys and values, over all ranks.
+        per_group: the number of query heads that share one head of keys and values.
+        width: features of a head.
+        window: how many keys a query attends to, its own among them; None for all up to its own.
     """
 
     strategy: LayerStrategy
@@ -44,9 +47,10 @@ class PlacedRing:
     window: int | None
 
     def problem(self, batch: int, sequence: int, dtype: torch.dtype) -> BlockProblem:
-        """Return a block problem of this attention alone, of `batch` x `sequence` tokens over all ranks.
+        """Return the block problem that has this attention and nothing else of a layer.
 
-        Queries and keys are given after their rotation. Sizes of other parts of a layer are 1.
+        `batch` sequences of `sequence` tokens are global numbers. Queries and keys are given after their rotation.
+        Sizes of other parts of a layer are 1.
         """
         heads = self.groups * self.per_group
         form = DenseForm(gated=False, norm="layer", window=self.window)
@@ -79,11 +83,11 @@ class SizedRing:
 
     @cached_property
     def calls(self) -> Functions:
-        """Return the functions that the calls of the ring's programs run, by name."""
+        """Return the functions that the `Call` ops of the ring's programs run, by name."""
         return functions_of(self.problem)
 
     def bound(self, is_backward: bool, device: torch.device) -> BoundProgram:
-        """Return the forward or the backward program, bound on this rank; its input of positions is filled.
+        """Return the forward or the backward program, bound on this rank, with its input of positions filled.
 
         Collective at its first use.
         """
@@ -98,7 +102,7 @@ class SizedRing:
         return bound
 
     def kept_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return {name: this rank's shape} of the buffers that the forward program saves."""
+        """Return {name: shape on this rank} of the buffers that the forward program saves for the backward one."""
         program, rank = self.parts.forward, self.ring.strategy.rank
         return {name: program.local_shape(name, rank) for name in self.parts.kept}
 
@@ -117,10 +121,10 @@ def _sized(number: int, batch: int, sequence: int, dtype: torch.dtype) -> SizedR
 
 @torch.library.custom_op("meshweave::ring_attention", mutates_args=())  # type: ignore[untyped-decorator]
 def ring_attention(qkv: Tensor, number: int, batch: int, sequence: int) -> list[Tensor]:
-    """Return [attention, log-sum-exp of scores] of this rank's tokens: for each head of queries. Collective.
+    """Return [attention, log-sum-exp of the scores] for this rank's tokens and query heads. Collective.
 
-    The attention is (batch, sequence, features), with `width` features for each head; the log-sum-exp has one
-    number for each head and token.
+    The attention is (batch, sequence, features), with `width` features for each query head; the log-sum-exp has
+    one number for each query head and token.
 
     Args:
         qkv: this rank's shard (batch, sequence, features): for each group its queries, its key and its value.
@@ -150,9 +154,9 @@ def ring_attention_back(
     """Return this rank's shard of the gradient of `qkv`. Collective.
 
     Args:
-        arriving: the gradient of the attention.
+        arriving: the gradient of the attention, as `out`.
         out, log_sums: the results of `ring_attention`.
-        qkv, number, batch, sequence: its arguments.
+        qkv, number, batch, sequence: the arguments of `ring_attention`.
     """
     sized = _sized(number, batch, sequence, qkv.dtype)
     bound = sized.bound(True, qkv.device)

@@ -14,14 +14,15 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 
 
 class UnfilledBuffers:
-    """Buffers of modules that were made on the meta device, which no checkpoint gives values.
+    """Buffers of modules that were made on the meta device, and that no checkpoint gives values.
 
-    `fill`, before the first forward pass, takes them from a new module of the same class and `config`.
+    `fill`, before the first forward pass, takes the values from a new module of the same class and `config`.
 
     Args:
+        model: the model.
         paths: the names of the modules in the model.
-        known: {(name of module, name of buffer): values} for classes that cannot be made of a `config` alone;
-            None for no values.
+        known: {(name of module, name of buffer): values} for classes that cannot be made of a `config` alone; None
+            for no values.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class UnfilledBuffers:
         }
 
     def fill(self, device: torch.device) -> None:
-        """Compute the buffers on `device` that have no memory, or memory and no values. Later calls do nothing.
+        """Give values, on `device`, to those of the buffers that still have none. Later calls do nothing.
 
-        Raises UnsupportedError, naming one, where it cannot be computed.
+        A buffer has none while it is on the meta device, or was allocated and never written. Raises
+        UnsupportedError, which names a buffer, where its values cannot be computed.
         """
         for (path, name), module in self._names.items():
             buffer = dict(module.named_buffers())[name]
@@ -110,7 +112,10 @@ class Rotary:
             )
 
     def __call__(self, x: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines (1, positions, head width) of the positions of this rank's attention."""
+        """Return (cosines, sines), each (1, positions, head width), of the positions of this rank's queries.
+
+        `x` gives device and dtype; `sequence` is the global number of tokens of a sequence.
+        """
         self.unfilled.fill(x.device)
         # All positions: some kinds of rotary embedding follow from the last one.
         cos, sin = self.module(x, torch.arange(sequence, device=x.device)[None])

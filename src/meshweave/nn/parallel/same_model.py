@@ -38,17 +38,19 @@ def require_same_model(
     *,
     broadcast_weights: bool,
 ) -> None:
-    """Make sure that all ranks of a mesh have the same model, arguments, versions and settings. Collective.
+    """Raise an error on all ranks of a mesh unless they have the same model, arguments, versions and settings.
 
-    A rank outside of the mesh does nothing.
+    Collective. A rank outside of the mesh does nothing.
 
     Args:
+        context: communicates between the ranks.
+        module: the model, before it is changed.
         device_mesh: the mesh; None for all ranks of the world.
         arguments: the other arguments of `parallelize`, by name.
-        broadcast_weights: whether ranks take the weights of the mesh's first one instead of comparing them.
+        broadcast_weights: whether ranks take the weights of the mesh's first rank instead of comparing weights.
 
     Raises:
-        LayoutError: they differ; on all ranks.
+        LayoutError: ranks differ; it names the first thing that differs.
         RankLostError, DeadlineError: another rank died, or did not come in time.
         BindError: another rank is in another call.
     """

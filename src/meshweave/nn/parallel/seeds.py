@@ -14,8 +14,9 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 
 
 def keep_generators(device: str) -> AbstractContextManager[Any]:
-    """Return a context manager that restores torch's generators at its end: the host's, and that of the device in
-    use of type `device`.
+    """Return a context manager at whose end torch's default generators are as at its beginning.
+
+    These are the host's, and that of the current device of type `device` ("cpu" for the host's alone).
     """
     kept: AbstractContextManager[Any] = torch.random.fork_rng(
         _current(device), device_type="cuda" if device == "cpu" else device
@@ -24,9 +25,9 @@ def keep_generators(device: str) -> AbstractContextManager[Any]:
 
 
 def share_generators(strategy: LayerStrategy) -> None:
-    """Set torch's default generators on all ranks of the mesh to their state on the first, for equal dropout.
+    """Set torch's default generators on all ranks of the mesh to their state on its first rank, for equal dropout.
 
-    These are the host's, and that of the device in use. Collective; nothing is done on a mesh of one rank.
+    These are the host's, and that of the current device. Collective; nothing is done on a mesh of one rank.
     """
     if strategy.is_alone:
         return

@@ -41,7 +41,7 @@ _IS_TRAINING = attrgetter("training")
 
 @dataclass
 class Progress:
-    """What a model has been through on this rank.
+    """How far a model has been trained on this rank.
 
     Attributes:
         calls: forward calls so far.
@@ -55,7 +55,7 @@ class Progress:
 
 
 class StepAgreement:
-    """The comparisons of one model.
+    """The comparisons, in each call of one model, of what its ranks must have the same.
 
     Args:
         module: the model, parallelised.
@@ -65,7 +65,7 @@ class StepAgreement:
 
     Attributes:
         number: distinguishes the model from others of the same ranks; equal on all of them.
-        is_stage: whether the model has some layers alone, as a stage of a pipeline.
+        is_stage: whether the model has only some of the layers, as a stage of a pipeline.
     """
 
     def __init__(self, module: nn.Module, settings: ModelSettings, limits: TokenLimits, draws: bool) -> None:
@@ -163,11 +163,11 @@ class StepAgreement:
                 order.leave_open(finish)
 
     def sum_beside(self, term: Tensor, take: Callable[[float], object]) -> Callable[[], None] | None:
-        """Begin to sum the terms () of all ranks, in one message with what the running call compares.
+        """Begin to sum `term`, a tensor () of each rank, in one message with what the running call compares.
 
-        Returns a function that waits until `take` has been given the sum; the next call of these ranks waits for
-        it, too. Returns None where the number of the call was sent already, or none is compared: the caller then
-        sums the terms itself.
+        Return a function that waits until `take` has been called with the sum; the next call of these ranks waits,
+        too. Return None where the call's number was sent already, or the call compares none: the caller then sums
+        the terms.
         """
         joint = self._joint
         return None if joint is None or not joint.is_unsent else joint.begin(float(term.detach()), take)
@@ -192,10 +192,11 @@ class StepAgreement:
         return answer
 
     def reduced(self, order: CallOrder, values: Tensor, op: Any) -> Callable[[], None]:
-        """Begin an all-reduce of `values` over the ranks, in place; return a function that waits for it.
+        """Begin an all-reduce of `values` over the ranks, in place; return a function that waits for the result.
 
         Args:
-            order: the calls of this rank that other ranks make in the same order; this is one more of them.
+            order: counts the calls that all ranks make in the same order, of which this is one more.
+            values: a tensor of this rank.
             op: torch's, such as `ReduceOp.SUM`.
         """
         ranks = self.strategy.mesh.ranks
@@ -252,11 +253,11 @@ class StepAgreement:
         return first is not None and first.grad is not None
 
     def compare(self, words: Words, what: str = _WHAT) -> None:
-        """Raise LayoutError, on all ranks of the model, where their words differ; all call it.
+        """Raise LayoutError, on all ranks of the model, where words under a common subject differ. Collective.
 
         Args:
-            words: this rank's, {subject: {name of a thing: text}}; ranks compare the subjects that they have in
-                common.
+            words: this rank's, {subject: {name of a thing: text}}; a subject that other ranks lack is not
+                compared.
             what: completes "waiting for ..." in errors.
         """
         device = torch.device(self.strategy.device_mesh.device_type)
@@ -293,7 +294,7 @@ class JointMessage:
 
     @property
     def is_unsent(self) -> bool:
-        """Return whether it is yet to be sent: with a loss, or else before the next call."""
+        """Return whether the message is yet to be sent: with a loss, or else before the next call."""
         return self._order.open is self._unsent
 
     def _finish(self) -> None:
@@ -301,10 +302,10 @@ class JointMessage:
         self.begin(None, lambda _: None)()
 
     def begin(self, term: float | None, take: Callable[[float], object]) -> Callable[[], None]:
-        """Send it with the term of this rank, or None for no loss; return what waits, compares, and calls `take`.
+        """Send this rank's `term` of the loss (None for no loss) in the message; return a function that waits.
 
-        `take` gets the sum of the terms. What is returned raises LayoutError where ranks differ, and BindError
-        where other ranks have ended the call without a loss.
+        The returned function compares, and calls `take` with the sum of the terms. It raises LayoutError where
+        ranks differ, and BindError where other ranks have ended the call without a loss.
         """
         self._order.open = None
         number = self._number ^ int(term is None)

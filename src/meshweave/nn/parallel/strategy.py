@@ -25,17 +25,17 @@ from meshweave.nn.in_graphs import context_of
 
 @dataclass(frozen=True, eq=False)
 class LayerStrategy:
-    """A strategy on the ranks of a device mesh; one object for equal ones.
+    """A strategy on the ranks of a device mesh; equal ones are the same object.
 
     Attributes:
         name: that of the strategy.
-        roles: what each mesh axis does.
+        roles: for each mesh axis, which dim of each tensor of a layer it splits.
         mesh: the ranks along the axes of the strategy; an axis that the device mesh lacks has size 1.
-        config: chunks and slices of products.
-        device_mesh: where parameters lie.
+        config: chunks of the batch and slices of products.
         rank: the global rank of this process.
-        context_number: that of the context that programs run in (`TorchContext.number`), which whoever runs the
-            model keeps; negative for the default one of a device.
+        device_mesh: torch's mesh of the DTensors of parameters.
+        context_number: `TorchContext.number` of the context in which programs run, which whoever runs the model
+            keeps alive; negative for the default one of a device.
     """
 
     name: str
@@ -101,7 +101,7 @@ class LayerStrategy:
         return tuple(self.mesh.coords(self.rank))
 
     def context(self, device: torch.device) -> TorchContext:
-        """Return the context in which programs on a device run."""
+        """Return the context in which the strategy's programs on `device` run."""
         return context_of(self.context_number, str(device))
 
     @cached_property
@@ -111,9 +111,9 @@ class LayerStrategy:
 
     @cached_property
     def only_splits_batch(self) -> bool:
-        """Return whether several ranks have whole weights and own rows: nothing travels before the loss.
+        """Return whether the mesh is plain data parallelism: several ranks with whole weights and own sequences.
 
-        False for a mesh of one rank.
+        Nothing is then communicated before the loss. False for a mesh of one rank.
         """
         roles = self.roles
         ranks_of_rows = tuple("batch" if size > 1 else "" for size in self.mesh.shape)
@@ -124,12 +124,12 @@ class LayerStrategy:
         return not self.is_alone and not shards and all(dims == ranks_of_rows for dims in edges)
 
     def span(self, side: Side, dims: AxisDims, coordinates: tuple[int, ...] | None = None) -> tuple[int, int]:
-        """Return (start, stop), in elements, of the shard of a side that a rank has where it is divided as
-        `dims` says.
+        """Return (start, stop), in elements, of a rank's shard along one dim of a tensor.
 
         Args:
-            dims: for each mesh axis the dim that it divides.
-            coordinates: those of the rank; None for this one.
+            side: the dim: its name, and its size in units that ranks never divide.
+            dims: for each mesh axis the name of the dim that it splits, "" for none.
+            coordinates: those of the rank in `mesh`; None for this one.
         """
         start, count, most = 0, side.count, side.count
         for dim, parts, at in zip(dims, self.mesh.shape, coordinates or self.coordinates, strict=True):
@@ -141,11 +141,11 @@ class LayerStrategy:
         return start * side.unit, (start + count) * side.unit
 
     def local_shape(self, sides: Sides, dims: AxisDims) -> tuple[int, ...]:
-        """Return the shape of this rank's shard of a tensor with these sides, divided as `dims` says."""
+        """Return the shape of this rank's shard of a tensor with dims `sides`; mesh axes split it as in `dims`."""
         return tuple(stop - start for start, stop in (self.span(side, dims) for side in sides))
 
     def tokens(self, batch: int, sequence: int) -> Sides:
-        """Return the sides (batch, sequence) of a tensor of tokens, of these global sizes."""
+        """Return the dims (batch, sequence) of a tensor of tokens, from their global sizes."""
         return Side("batch", batch), Side("sequence", sequence)
 
 
@@ -174,14 +174,16 @@ def device_mesh_for(
 
 
 def chunked(config: BlockConfig, most: int) -> BlockConfig:
-    """Return a config with at most `most` chunks."""
+    """Return `config` with `chunks`, the parts into which a rank's batch is cut, lowered to `most` if it has
+    more.
+    """
     return replace(config, chunks=min(config.chunks, most)) if config.chunks > most else config
 
 
 def overlap_of(strategy: LayerStrategy) -> str:
-    """Return a sentence for reports: what a strategy's communication runs beside in a parallelised model.
+    """Return a sentence, for reports, that says what the communication of a parallelised model overlaps with.
 
-    There each product is a program of its own, in contrast to programs of whole layers.
+    In such a model each product is a program of its own, in contrast to programs of whole layers.
     """
     if strategy.is_alone:
         return "nothing is communicated"

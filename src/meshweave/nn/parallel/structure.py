@@ -39,17 +39,17 @@ class LayerMap:
 
     @property
     def into_attention(self) -> tuple[str, ...]:
-        """Return the names of the linear layers before attention."""
+        """Return the names of the linear layers that make queries, keys and values: one fused, or three."""
         return (self.fused,) if self.fused else (self.query, self.key, self.value)
 
     @property
     def into_feed_forward(self) -> tuple[str, ...]:
-        """Return the names of the linear layers that the feed-forward half begins with."""
+        """Return the names of the feed-forward half's first linear layers: (gate, up), or (up,) without a gate."""
         return (self.gate, self.up) if self.gate else (self.up,)
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Return the names of all linear layers."""
+        """Return the names of all linear layers of a layer, in the order of the forward pass."""
         return (*self.into_attention, self.out, *self.into_feed_forward, self.down)
 
 
@@ -99,9 +99,9 @@ class ModelMap:
 
 
 def check_layer(layer: nn.Module, names: LayerMap, where: str) -> None:
-    """Raise UnsupportedError where a layer has parameters that are in no module that its map names.
+    """Raise UnsupportedError where a layer has a parameter in none of the modules that `names` has.
 
-    `where` is the layer's name.
+    `where` is the layer's name, for errors.
     """
     known = {*names.linears, names.attention_norm, names.feed_forward_norm}
     for name, _ in layer.named_parameters():
@@ -151,11 +151,10 @@ def _check_embedding(embedding: nn.Module, name: str) -> None:
 
 
 def heads_of(module: nn.Module, number: int, model_map: ModelMap) -> Heads:
-    """Return how layer `number` attends.
+    """Return the head counts, width, scale, window and dropout of the attention of layer `number`, from 0.
 
-    These are the numbers of heads, their width, scale, window, and probability of dropout. They are read from
-    its module and the configuration of the model. Raises LayoutError where neither says how many heads there
-    are, UnsupportedError where attention is not causal.
+    They are read from its module and the configuration of the model. Raises LayoutError where neither says how
+    many heads there are, UnsupportedError where attention is not causal.
     """
     names, layer = model_map.layer, module.get_submodule(f"{model_map.layers}.{number}")
     attention = layer.get_submodule(names.out.rpartition(".")[0])
@@ -184,16 +183,18 @@ def heads_of(module: nn.Module, number: int, model_map: ModelMap) -> Heads:
 
 
 def check_heads(layer: nn.Module, names: LayerMap, heads: Heads, where: str) -> None:
-    """Check that the linear layers of a layer fit its heads, and each other.
+    """Raise an error unless the linear layers of a layer fit its heads, and each other.
 
     Args:
+        layer: the transformer layer.
+        names: the names of its modules.
         heads: sizes over all ranks.
         where: the layer's name, for errors.
 
     Raises:
         LayoutError: a linear layer of attention does not have the features that the heads need.
-        UnsupportedError: heads of keys do not divide those of queries, or are fewer in a fused layer; or of
-            linear layers with one operand only some have a bias.
+        UnsupportedError: the number of key heads does not divide that of query heads, or is smaller in a fused
+            layer; or of linear layers with one operand only some have a bias.
     """
     of_queries, of_keys = heads.queries * heads.width, heads.keys * heads.width
     if names.fused:
@@ -221,8 +222,8 @@ def check_heads(layer: nn.Module, names: LayerMap, heads: Heads, where: str) -> 
 def dropout_after(module: nn.Module, path: str) -> float:
     """Return the probability of the dropout that follows the linear layer at `path`; 0.0 where there is none.
 
-    It is read off the module that holds the linear layer: its `resid_dropout`, `residual_dropout` or `dropout`, a
-    module or a number.
+    It is the `resid_dropout`, `residual_dropout` or `dropout`, a module or a number, of the module that holds the
+    linear layer.
     """
     beside = module.get_submodule(path.rpartition(".")[0])
     return _probability(beside, "resid_dropout", "residual_dropout", "dropout")
@@ -244,7 +245,10 @@ def dropout_in_attention(layer: nn.Module, names: LayerMap) -> float:
 
 
 def check_read(what: str, now: float, read: float) -> None:
-    """Raise UnsupportedError, whose text begins with `what`, where a probability of dropout was changed."""
+    """Raise UnsupportedError, whose text begins with `what`, unless a dropout's probability `now` is still `read`.
+
+    `read` is the probability that `parallelize` has read.
+    """
     if now != read:
         raise UnsupportedError(
             f"{what} was set to {now:g} after parallelize, which has read {read:g}: set it before"
@@ -252,8 +256,9 @@ def check_read(what: str, now: float, read: float) -> None:
 
 
 def check_mode(what: str, dropout: nn.Module, owner: nn.Module) -> None:
-    """Raise UnsupportedError, whose text begins with `what`, where a dropout that drops some elements is in
-    training mode and its `owner` is not, or the other way round.
+    """Raise UnsupportedError, whose text begins with `what`, where `dropout` and `owner` are in different modes.
+
+    One is then in training mode and the other in evaluation. A dropout of probability 0 may be in either.
     """
     if dropout.training != owner.training and dropout.p:
         raise UnsupportedError(
@@ -281,7 +286,7 @@ def _first(owners: tuple[Any, ...], *names: str) -> Any:
 
 
 def uncovered(module: nn.Module, replaced: set[str]) -> Iterator[str]:
-    """Yield the names of modules that have parameters of their own and are not in `replaced`."""
+    """Yield the names of the modules of a model that have parameters of their own and are not in `replaced`."""
     for name, child in module.named_modules():
         if name not in replaced and next(child.parameters(recurse=False), None) is not None:
             yield name

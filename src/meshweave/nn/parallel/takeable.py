@@ -24,10 +24,10 @@ _WRAPPERS = {
 
 
 def check_unaltered(module: nn.Module) -> None:
-    """Raise UnsupportedError where a model has what replacing its layers would drop, or weights of unknown form.
+    """Raise UnsupportedError where a model has something that would be lost as its layers are replaced.
 
     These are hooks on modules in it and on parameters, gradients other than 0, parametrizations, forward passes
-    set on objects, compiled modules, adapters but LoRA of PEFT, wrappers, quantised weights and DTensors.
+    set on objects, compiled modules, adapters other than LoRA of PEFT, wrappers, quantised weights and DTensors.
     """
     for name, child in module.named_modules():
         where = name or type(module).__name__
@@ -104,13 +104,14 @@ def is_adapter(module: nn.Module) -> bool:
 def check_takeable(
     module: nn.Module, embedding: str, head: str, positions: str = "", adds_bias: bool = False
 ) -> None:
-    """Raise UnsupportedError, naming it, where a model shares parameters or has options that replaced layers lack.
+    """Raise UnsupportedError, naming a parameter, where a model shares it or has an option not taken over.
 
-    Shared are parameters with several names, but for the weight of embedding and head, or with memory in common.
-    Options are those of embeddings (`max_norm`, `scale_grad_by_freq`, `sparse`, `padding_idx` of positions), and
-    the bias of a head with the embedding's weight.
+    Shared is a parameter with several names, except the weight of embedding and head, or two that overlap in
+    memory. Options are those of embeddings (`max_norm`, `scale_grad_by_freq`, `sparse`, `padding_idx` of
+    positions), and the bias of a head with the embedding's weight.
 
     Args:
+        module: the model.
         embedding, head, positions: names of modules; "" for no positions.
         adds_bias: whether a head with the embedding's weight may have a bias.
     """

@@ -20,13 +20,13 @@ from meshweave.nn.parallel.uses import ParameterUse
 
 
 class TiedWeight:
-    """The table of an embedding as the weight of the head.
+    """The table of an embedding that is also the weight of the head that makes logits.
 
-    Where the head uses it as the embedding does, it is gathered once for both. Else the table is moved to the
-    layout that the head uses, and its gradient back.
+    Where the head uses the table in the layout of the embedding, it is gathered once for both. Else it is moved to
+    the layout that the head uses, and its gradient back.
 
     Attributes:
-        keeper: the module whose parameter it is: the embedding, or the head of a stage that has no embedding.
+        keeper: the module that has it as a parameter: the embedding, or the head on a stage without the embedding.
     """
 
     def __init__(self, embedding: ParallelEmbedding, strategy: LayerStrategy) -> None:
@@ -46,7 +46,10 @@ class TiedWeight:
             self.movers.append(Mover(there, back))
 
     def head(self, linear: nn.Module, name: str) -> ParallelLinear:
-        """Return the parallel head in the place of `linear`, whose weight is the embedding's parameter."""
+        """Return the parallel layer that replaces the head `linear`; its weight is the embedding's parameter.
+
+        `name` is the head's name in the model, for errors.
+        """
         stored = None if self.is_shared else self.wanted
         head = ParallelLinear(linear, self.strategy, place="in", name=name, stored=stored)
         head.weight, head.kept = self.embedding.weight, {}
@@ -54,7 +57,9 @@ class TiedWeight:
         return head
 
     def keep_in(self, head: ParallelLinear) -> None:
-        """Let the head keep the parameter, on a pipeline stage whose embedding is in another stage."""
+        """Make `head` the module that has the parameter, on a pipeline stage whose embedding is in another
+        stage.
+        """
         head.kept["weight"] = self.embedding.kept["weight"]
         self.keeper, self._use = head, ParameterUse([[(head, "weight")]])
 

@@ -24,9 +24,9 @@ _SUMS, _REPEATS, _REPEATS_BY_TURNS = 5, 5, 15
 
 
 def group_mesh(among: AllRanks, ranks: int) -> DeviceMesh:
-    """Return a device mesh of the group of `ranks` ranks, neighbours in the world, that this rank is in.
+    """Return a device mesh of one dim over this rank's group, where the world is cut into groups of `ranks` ranks.
 
-    All ranks call it; `ranks` divides their number.
+    Groups are of consecutive ranks. All ranks call it; `ranks` divides their number.
     """
     device, num_ranks = among.context.device.type, len(among.ranks)
     if ranks == num_ranks:
@@ -39,7 +39,9 @@ class TwoLayers:
     """Two linear layers, from `features` to `inner` and back, to time on each rank alone and shared by ranks.
 
     Attributes:
+        among: all ranks of the world.
         tokens: rows on which a rank runs both layers by itself, to compare with.
+        features, inner: features of the input, and of what is between the layers.
         between: rows and columns of the square matrices whose product follows the layers, which no ranks share.
     """
 
@@ -50,14 +52,14 @@ class TwoLayers:
     between: int
 
     def added_s(self, ranks: int, strategy: str, tokens: int) -> float:
-        """Return the seconds that both layers, forward and backward, take more if ranks share them than if each
-        rank runs them by itself on `self.tokens` rows. Collective.
+        """Return the seconds by which both layers, forward and backward, take longer if ranks share them.
 
-        It is a median, and may be negative.
+        It is compared with each rank that runs them by itself on `self.tokens` rows; it is a median, and may be
+        negative. Collective.
 
         Args:
             ranks: how many neighbours share them; all such groups run at once.
-            strategy: name of the block strategy by which they do.
+            strategy: name of the block strategy by which ranks share them.
             tokens: rows of the input that a rank has: those of its whole group under Megatron, its own under
                 ZeRO-3.
         """
@@ -85,9 +87,11 @@ class TwoLayers:
 
 
 def sum_over(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False) -> Callable[[], object]:
-    """Return a function that sums `num_bytes` of float32 zeros of each rank over the ranks of a strategy.
+    """Return a function that all-reduces `num_bytes` of float32 zeros over a strategy's ranks. Collective, both.
 
     Args:
+        strategy: the strategy on its ranks.
+        num_bytes: the size of each rank's tensor.
         is_whole: whether the sum is one collective of the backend, as of gradients in buckets; else messages.
     """
     device = torch.empty(0, device=strategy.device_mesh.device_type).device
@@ -99,10 +103,10 @@ def sum_over(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False)
 
 
 def added_s(among: AllRanks, run: Callable[[], object]) -> float:
-    """Return the seconds that a call of `run` adds to a product before it, or takes alone if that is more.
+    """Return the seconds that a call of `run` adds to a product before it, or takes by itself if that is more.
 
-    The product is one of (400, 400) matrices. What it adds is the least of the ranks' medians, what it takes
-    alone the greatest. Collective.
+    The product is one of square matrices of `BETWEEN` rows. What `run` adds is the least of the ranks' medians,
+    what it takes by itself the greatest. Collective.
     """
     square = torch.ones(BETWEEN, BETWEEN, device=among.context.device)
 
@@ -118,7 +122,7 @@ def added_s(among: AllRanks, run: Callable[[], object]) -> float:
 
 
 def each_s(among: AllRanks, run: Callable[[], object]) -> float:
-    """Return the seconds of a call of `run` on the slowest rank, a median of 5 series of 5 calls. Collective."""
+    """Return the seconds of a call of `run` on the slowest rank, the median of some series. Collective."""
     return among.median_s(_several(run), _REPEATS) / _SUMS
 
 

@@ -13,12 +13,12 @@ from meshweave.nn.parallel.loss import IGNORED
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """The tokens that a model takes.
+    """The tokens and targets that a model takes.
 
     Attributes:
         words: the size of the table of tokens: a token is below it.
         targets: the number of logits of a token: a target is below it, or -100.
-        positions: the longest sequence; None without a table of positions.
+        positions: the most tokens of a sequence; None without a table of positions.
     """
 
     words: int
@@ -31,10 +31,10 @@ class TokenLimits:
             raise LayoutError(problem)
 
     def problem(self, tokens: Tensor | None, targets: Tensor | None) -> str:
-        """Return in words why the model does not take tokens or targets (batch, sequence); "" where it does.
+        """Return a sentence why the model does not take tokens or targets (batch, sequence); "" where it does.
 
-        None of either is not looked at. Where all are in the vocabulary, each of the two takes one reduction and
-        one copy to the host.
+        What is None is not checked. Where all are in the vocabulary, each of the two takes one reduction and one
+        copy to the host.
         """
         if tokens is not None:
             if problem := self._kind_problem("tokens", tokens, (torch.int64, torch.int32)):

@@ -32,10 +32,10 @@ def available_bytes() -> float:
 
 
 def needed_bytes_of(module: nn.Module) -> int:
-    """Return the bytes that a trial needs on a rank at most beside activations: four times those of parameters.
+    """Return the most bytes, beside activations, that a trial needs on a rank: four times those of the parameters.
 
-    That is the model again, its gradients, and two states of an optimizer. Raises LayoutError where parameters are
-    on the meta device, or there are none.
+    They are a copy of the model, its gradients, and two states of an optimizer. Raises LayoutError where
+    parameters are on the meta device, or there are none.
     """
     total = 0
     if next(module.parameters(), None) is None:

@@ -38,7 +38,7 @@ class MeasuredPlan(Protocol):
 
 
 def keep_results(path: str | Path | None, trials: Iterable[MeasuredPlan]) -> None:
-    """Append the predicted and measured times of those trials that ran to a file; nothing for None.
+    """Append to the file `path` the predicted and measured seconds of those trials that ran; do nothing for None.
 
     Raises LayoutError where it cannot be written, or is no file of trials.
     """
@@ -63,7 +63,7 @@ def keep_results(path: str | Path | None, trials: Iterable[MeasuredPlan]) -> Non
 
 
 def corrections_of(path: str | Path | None) -> dict[str, float]:
-    """Return for each kind of plan the median ratio of measured to predicted times in a file.
+    """Return {kind of plan: median of measured over predicted seconds} of the trials in a file.
 
     It is {} for None, and where there is no such file. Raises LayoutError where it is no file of trials.
     """
@@ -75,10 +75,9 @@ def corrections_of(path: str | Path | None) -> dict[str, float]:
 
 
 def usable_corrections(path: str | Path | None) -> dict[str, float]:
-    """Return {kind of plan: median ratio of measured to predicted times} of a file that can also be written to.
+    """Return what `corrections_of` returns, after a check that the folder of the file is there to write to.
 
-    It is {} for None, and where there is no such file. Raises LayoutError where its folder is not there, or the
-    file is no file of trials.
+    Raises LayoutError where the folder is not there, or the file is no file of trials.
     """
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise LayoutError(f"trials cannot be kept in {path}: there is no such folder")
@@ -107,7 +106,7 @@ def _is_kept_row(row: Any) -> bool:
 
 
 def check_numbers(steps: Any, seconds: Any, within: Any) -> None:
-    """Raise LayoutError unless steps (a whole number), seconds and the share `within` are from 0 on."""
+    """Raise LayoutError unless `steps` is an integer, and `seconds` and the share `within` numbers, all >= 0."""
     if not isinstance(steps, int) or not is_number(steps):
         raise LayoutError(f"steps of a trial are a whole number from 0 on, not {printable(steps)}")
     for name, value in (("seconds", seconds), ("within", within)):

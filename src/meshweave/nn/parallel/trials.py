@@ -93,10 +93,10 @@ class Trial:
 
     @property
     def stands_for(self) -> str:
-        """Return the strategy's name where the plan is plain data parallelism or ZeRO-3 alone, else "".
+        """Return the name of the strategy if the plan is plain data parallelism or ZeRO-3 alone, else "".
 
-        These two are tried in any case, so such a plan is not tried again. The micro-batch, and what only tensor
-        or pipeline ranks use, is not looked at.
+        These two are tried in any case, so such a plan is not tried again. Plans count as one of them whatever
+        their micro-batch, and whatever they say of what only tensor or pipeline ranks use.
         """
         if not isinstance(self.plan, Parallelism):
             return self.words if self.words in (PLAIN, SHARDED) else ""
@@ -168,7 +168,7 @@ class Trials:
 
     @property
     def words(self) -> dict[str, str]:
-        """Return text by name of what all ranks must try alike: plans and limits."""
+        """Return as text by name what must be the same on all ranks: plans and limits."""
         plans = {str(n): without_addresses(repr(plan)) for n, (plan, _) in enumerate(self.plans or ())}
         how = {name: str(getattr(self, name)) for name in ("most", "seconds", "steps", "within")}
         return {**plans, "planned here": str(self.plans is None), **how}
@@ -196,9 +196,10 @@ class Trials:
 
 @dataclass(frozen=True)
 class TrialTable:
-    """What was predicted and what was measured, and what was chosen.
+    """What was predicted and what was measured of each plan, and which was chosen.
 
     Attributes:
+        trials: all plans that were tried or refused.
         within: the share by which another plan must be faster than plain data parallelism to be chosen.
         chosen: plain data parallelism, where no plan is faster by more than `within`; else the fastest.
 
@@ -244,13 +245,14 @@ def run_trials(
     needed_bytes: int = 0,
     context: TorchContext | None = None,
 ) -> TrialTable:
-    """Run plans for a few steps each, and return the table; all ranks of the world call it with the same ones.
+    """Run plans for a few steps each, and return the table. Collective over all ranks of the world.
 
-    A trial that raises an error of this library, for its plan, model or batch, counts as not run, for that
-    reason. Lost ranks and other errors end all trials, on all ranks.
+    All ranks give the same arguments. A trial that raises an error of this library, for its plan, model or batch,
+    counts as not run, for that reason. Lost ranks and other errors end all trials, on all ranks.
 
     Args:
-        start: is given a plan, and returns what makes one step by it, which is dropped before the next plan.
+        candidates: the trials, run in this order.
+        start: is given a plan, and returns a function that makes one step by it, dropped before the next plan.
         steps: the counted steps of each, after one that is not counted; with 0 that one counts.
         seconds: after which no trial begins, and one that has made a counted step ends.
         within: the share by which another plan must be faster than plain data parallelism to be chosen.

@@ -26,15 +26,16 @@ class FeatureUnits:
     """The units into which the inner features of a linear layer fall, which are never divided: heads, or features.
 
     Attributes:
-        count: how many there are, in each of the parts; None for one per feature, or per entry of the table.
-        weight_count: how many the weight stores, each for count / weight_count consecutive units: heads of keys
-            and values that several ranks have copies of. None for `count`.
+        count: how many units there are in each of the `parts`; None for one per feature, or per entry of the
+            table.
+        weight_count: how many units the weight stores, each for count / weight_count consecutive ones: heads of
+            keys and values that several ranks have copies of. None for `count`.
         parts: how many weights are fused side by side: 3 of queries, keys and values in one.
-        table: per unit the columns that it takes, where units do not lie one after the other, as those of queries,
-            keys and values side by side with fewer keys; such a weight is kept whole. None where they do.
+        table: for each unit the columns of the weight that it takes, where these are not one after the other, as
+            in a fused weight with fewer keys than queries; such a weight is kept whole. None where they are.
 
     Raises:
-        LayoutError: there is a table, and parts.
+        LayoutError: there is a table, and several parts.
     """
 
     count: int | None = None
@@ -50,22 +51,23 @@ class FeatureUnits:
 
 
 class UnitChoice:
-    """Chooses the part of a parameter that a rank multiplies by, also where ranks cannot share its units evenly.
+    """Chooses the rows of a parameter that a rank multiplies by, also where ranks cannot share its units evenly.
 
     Args:
+        strategy: the strategy on its ranks.
         sides: the dims of one of the matrices that are fused in the parameter, in units as they are multiplied.
         dims: for each mesh axis the dim of these that it splits in the product, or where they are stored for it.
         real_units: the number of units that the parameter stores, each for equally many consecutive units of
             `sides`.
         parts: how many matrices are fused.
-        table: per unit the rows of the parameter that it takes, where units do not lie one after the other; None
-            where they do.
+        table: for each unit the rows of the parameter that it takes, where units do not lie one after the other;
+            None where they do.
 
     Attributes:
         sides: the dims of one of the matrices, in units as they are stored.
         kept: for each mesh axis the dim of these that it splits where the parameter is kept.
-        is_needed: whether it is kept whole along the axes that split inner features, for a rank to choose rows
-            of.
+        is_needed: whether the parameter is kept whole along the axes that split inner features, so that a rank
+            must choose its rows.
     """
 
     def __init__(
@@ -101,17 +103,17 @@ class UnitChoice:
         self.rows = (units[:, None] * inner.unit + torch.arange(inner.unit)).flatten()
 
     def terms(self, dims: AxisDims) -> AxisDims:
-        """Return the layout of the parameter's gradient from `dims`, that of the gradient of the chosen part.
+        """Return the layout of the parameter's gradient, from `dims`, that of the gradient of the chosen rows.
 
-        Where the parameter is kept whole, axes that split inner features become "partial": their ranks have
-        terms.
+        Both have for each mesh axis the dim that it splits. Where the parameter is kept whole, axes that split
+        inner features become "partial": ranks along them have terms of a sum.
         """
         return tuple("partial" if dim == "inner" else dim for dim in dims) if self.is_needed else dims
 
     def __call__(self, local: Tensor) -> list[Tensor]:
-        """Return what this rank multiplies by of each of the matrices.
+        """Return, for each of the fused matrices, the part that this rank multiplies by.
 
-        `local` is what it keeps of the parameter, gathered along axes that shard weights.
+        `local` is this rank's shard of the parameter, gathered along axes that shard weights.
         """
         if not self.is_needed:
             return list(local.chunk(self.parts, self.dim)) if self.parts > 1 else [local]

@@ -30,7 +30,7 @@ class KeepsParameters(Protocol):
 
     Attributes:
         kept: how each parameter is kept, by name.
-        opened: by name the parameters that are open, as they are used.
+        opened: the parameters that are open now, by name, as products use them.
     """
 
     kept: dict[str, KeptParameter]
@@ -48,16 +48,18 @@ _Later = tuple[int, list[int], ParameterBucket | None]
 
 
 def entries_of(modules: Sequence[KeepsParameters]) -> list[Entry]:
-    """Return (module, name) of each parameter that modules keep."""
+    """Return (module, name of a parameter) for each parameter in `kept` of the modules, in order."""
     return [(module, name) for module in modules for name in module.kept]
 
 
 class ParameterUse:
     """Parameters of some modules that one call gathers together, and whose gradients are summed together.
 
+    To open a parameter is to put it, gathered as products use it, into `opened` of its module.
+
     Args:
-        units: groups of parameters that are used together, in the order in which their gradients come. Of those
-            that move alike, a group is never split between two buckets.
+        units: groups of parameters that are used together, in the order in which their gradients come. A group is
+            never split between two buckets, as far as its parameters move along the same axes.
         most_bytes: a bucket that has as many bytes or more gets no further unit; None for no limit.
     """
 
@@ -78,9 +80,9 @@ class ParameterUse:
         self._rests: dict[tuple[int, ...], ParameterUse] = {}
 
     def __call__(self) -> list[Tensor]:
-        """Return the parameters as this rank uses them, differentiably; all ranks call it.
+        """Return the parameters as this rank's products use them, differentiably. Collective.
 
-        They are those that are open, if all are, and else made now.
+        They are taken from `opened` if all are open there, else gathered now.
         """
         try:
             return list(map(getitem, self._opened, self._names))
@@ -89,10 +91,11 @@ class ParameterUse:
 
     @contextlib.contextmanager
     def open(self, gathered: list[tuple[GatheredBucket, Tensor]]) -> Iterator[None]:
-        """Open the parameters for what runs inside, but for those that are open already. Collective.
+        """Open the parameters for the code in the block, except those that are open already. Collective.
 
         Args:
-            gathered: what is gathered here is appended: each bucket, and its memory (`num_used` elements).
+            gathered: (bucket, its memory of `num_used` elements) is appended for each bucket that is gathered
+                here.
         """
         are_open = map(contains, self._opened, self._names)
         places = [at for at, is_open in enumerate(are_open) if not is_open]
@@ -112,13 +115,13 @@ class ParameterUse:
 
     @property
     def is_open(self) -> bool:
-        """Return whether all parameters are open."""
+        """Return whether all these parameters are open."""
         return all(map(contains, self._opened, self._names))
 
     def are_here(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether all `parameters` are DTensors on the mesh of their strategy; inside FSDP2 they are not.
+        """Return whether all `parameters` are DTensors on their strategy's device mesh; inside FSDP2 they are not.
 
-        They are in the order of `parameters()`.
+        `parameters` are in the order of `parameters()`.
         """
         for parameter, mesh in zip(parameters, self._meshes, strict=True):
             if not isinstance(parameter, DTensor):
@@ -129,11 +132,11 @@ class ParameterUse:
 
     @property
     def is_computed(self) -> bool:
-        """Return whether modules compute some parameters at each use, as parametrizations and adapters do."""
+        """Return whether a module computes some parameters at each use, as parametrizations and adapters do."""
         return any(hasattr(type(module), name) for module, name in self.entries)
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters as their modules have them now, laid out as they are kept."""
+        """Return the parameters as DTensors that their modules have now, in the layout in which they are kept."""
         own = [getattr(module, name) for module, name in self.entries]
         if not self.is_computed:
             return own
@@ -220,7 +223,9 @@ class ThroughoutUse(ParameterUse):
 
     @contextlib.contextmanager
     def open_by_layer(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Open the parameters for a call in the block: those before layers now, others in `reach`. Collective.
+        """Open the parameters for a call of the model in the block, some later than others. Collective.
+
+        Those used before the layers are opened now, the others by `reach`.
 
         Args:
             parameters: all of them as they are kept, in the order of `parameters()`.
@@ -251,9 +256,9 @@ class ThroughoutUse(ParameterUse):
             self._put(at_once, [self._own.pop(at) for at in at_once])
 
     def reach(self, layer: int) -> None:
-        """Open the parameters that are first used by layer number `layer`, or before it.
+        """Open the parameters first used in layer number `layer`, from 0, or before that layer. Collective.
 
-        -1 stands for what comes before the layers, their count for what comes after them. Nothing is done outside
+        -1 stands for what comes before the layers, their number for what comes after them. Nothing is done outside
         of `open_by_layer`.
         """
         while self._later and self._later[-1][0] <= layer:
@@ -298,13 +303,14 @@ def used_throughout(
     layers: Sequence[ParameterUse],
     first: Sequence[KeepsParameters],
 ) -> ThroughoutUse:
-    """Return the parameters that stay open in a call of a model, those used last first.
+    """Return the parameters that stay open (gathered) from first use to the end of a call, last used first.
 
     These are all that modules outside of layers keep, and of layers those whose gradients are summed, but for
     those that each layer gathers and frees again. On a single rank they are all parameters: a node of autograd for
     each module would cost more than it computes.
 
     Args:
+        strategy: how the model runs on its ranks.
         last, first: the modules after the layers, and those before them.
         layers: the parameters of each layer, those of the last layer first.
     """
@@ -360,13 +366,13 @@ def _alone(parameter: Tensor, kept: KeptParameter) -> Tensor:
 
 
 def run_opened(use: ParameterUse, run: Callable[[], Any], *, frees: bool, frees_now: bool) -> Any:
-    """Return what `run` returns, a tensor or several, with parameters open; if all are open, it just runs.
+    """Return what `run` returns, a tensor or several, run with the parameters of `use` open. Collective.
 
     Args:
-        frees: whether memory of what was gathered here may be freed after `run`: the backward pass then gathers
-            again what was freed.
-        frees_now: whether, with `frees`, it is freed at once; False where the backward pass comes next. Nothing
-            is freed inside of a backward pass that computes `run` again.
+        frees: whether memory that was gathered here may be freed after `run`: the backward pass then gathers it
+            again.
+        frees_now: whether, with `frees`, it is freed at once; False where the backward pass comes next. Nothing is
+            freed inside of a backward pass that computes `run` again.
     """
     if use.is_open:
         return run()

@@ -28,10 +28,11 @@ _handled: list[bool] = []
 
 
 def watch_values(agreement: StepAgreement) -> None:
-    """Let values of DTensors be read and drawn whole from now on, as long as a parallelised model is there.
+    """Make reading a DTensor's value, and drawing random values into it, give the global ones from now on.
 
-    Reading a value of which each rank has a part or a term is then a call of all ranks of its mesh. It raises
-    BindError, DeadlineError or RankLostError where others are in another call, late or missing.
+    It holds as long as a parallelised model lives. Reading a value (`item()`, `float()`) of which each rank has a
+    part or a term is then a call of all ranks of its mesh. It raises BindError, DeadlineError or RankLostError
+    where others are in another call, late or missing.
     """
     if not _handled:
         compat_values.handle_reads(_read)

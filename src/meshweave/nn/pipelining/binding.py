@@ -36,15 +36,15 @@ from meshweave.nn.pipelining.tied import TiedTable
 
 @dataclass(frozen=True)
 class BoundPipeline:
-    """A program bound for batches of one shape and dtype.
+    """A pipeline's program, bound on this rank for batches of one shape and dtype.
 
     Attributes:
         problem: stages and edges.
         schedule: the actions of the program.
         bound: the program, bound to this rank's buffers and to the functions of its stages.
-        functions, gradients: by number of the stage, for the stages of this rank.
-        tied: the table that the first and the last stage share; None where this rank has no copy, or without
-            backwards.
+        functions, gradients: for the stages of this rank, by number of the stage.
+        tied: the table that the first and the last stage share; None where this rank has no copy of it, or there
+            are no backward passes.
     """
 
     problem: PipelineProblem
@@ -55,7 +55,10 @@ class BoundPipeline:
     tied: TiedTable | None
 
     def splits(self, number: int) -> bool:
-        """Return whether weight gradients of stage `number` are computed apart from its input gradients."""
+        """Return whether stage `number` computes, on this rank, some weight gradient in an action of its own.
+
+        False for the first stage, which has no input gradients.
+        """
         functions = self.functions[number]
         return not functions.is_first and len(functions.whole_backwards) < self.problem.micro_batches
 
@@ -70,14 +73,17 @@ def bind_stages(
     *,
     trains: bool,
 ) -> BoundPipeline:
-    """Profile the stages, write the program, and bind it; collective among the ranks of `places`.
+    """Profile the stages, write the program, and bind it. Collective among the ranks of `places`.
 
     Args:
         stages: the modules of this rank, by number of the stage.
-        data: on ranks of the first stage the shapes of the batch of one micro-batch, on those of the last that
-            of the target, over all data-parallel ranks; else None.
+        places: which ranks have which stage.
+        options: what `meshweave.pipeline` was called with.
+        context: communicates between the ranks.
+        data: shapes and dtypes for one micro-batch over all data-parallel ranks of a stage: on ranks of the first
+            stage those of the batch, on ranks of the last that of the target; else None.
         memory: counts the bytes that stages keep, if the pipeline `trains`; None counts nothing.
-        trains: whether there are backwards.
+        trains: whether there are backward passes.
 
     Raises:
         LayoutError, UnsupportedError: stages, their parameters, data and schedule do not fit together.

@@ -22,18 +22,18 @@ _PARTS = 3
 
 
 def num_loss_elements(dtype: torch.dtype, ranks: int) -> int:
-    """Return how many elements end a vector of gradients, for the sum of losses.
+    """Return how many elements at the end of a vector of gradients of `dtype` hold the sum of losses.
 
-    They are 1 where the dtype has more than 16 bits, else 3 for each of `ranks` data-parallel ranks.
+    1 where the dtype has more than 16 bits, else 3 for each of `ranks` data-parallel ranks (see `LossSum`).
     """
     return 1 if dtype.itemsize > 2 else _PARTS * ranks
 
 
 class LossSum:
-    """The sum of losses at the end of a vector of gradients, which data-parallel ranks add up in its dtype.
+    """The sum of losses at the end of a vector of gradients, which data-parallel ranks all-reduce in its dtype.
 
-    Where that has 16 bits, each rank has three elements of its own there, to which the others add 0. The three
-    add up to its losses in single precision.
+    In a dtype of 16 bits, each rank has three elements of its own there, to which other ranks add 0. The three add
+    up to the rank's sum of losses in single precision.
 
     Args:
         elements: the last `num_loss_elements` of the vector.
@@ -45,7 +45,7 @@ class LossSum:
         self._own = elements if self._is_whole else elements[index * _PARTS : (index + 1) * _PARTS]
 
     def add(self, loss: Tensor) -> None:
-        """Add the loss of a micro-batch, () or of one element, to this rank's."""
+        """Add the loss of a micro-batch, a tensor () or of one element, to the sum of this rank."""
         if self._is_whole:
             self._own += loss
             return
@@ -55,20 +55,23 @@ class LossSum:
             rest = (rest - part).nan_to_num(0.0, 0.0, 0.0)  # of what is not finite the first part is all
 
     def total(self) -> Tensor:
-        """Return the sum, in single precision at least; that of all ranks once the vector is reduced."""
+        """Return the sum of losses, a tensor () in at least single precision.
+
+        It is this rank's sum, and that of all ranks after the vector is all-reduced.
+        """
         return self._all.sum(dtype=torch.promote_types(self._all.dtype, torch.float32))
 
 
 @dataclass
 class StageGradients:
-    """The gradients of one stage.
+    """The gradients of one stage's parameters.
 
     Attributes:
-        parameters: those that require gradients, but for those that another stage of this rank has taken.
+        parameters: those that require gradients, without the ones that another stage of this rank has taken.
         trained: all that require gradients.
-        vector: gradients of `parameters` one after the other, room for those of the rest of `trained`, and the
-            sum of the losses; None where no data-parallel ranks add up gradients.
-        losses: the end of `vector`; None without it.
+        vector: the gradients of `parameters` one after the other, room for those of the rest of `trained`, and the
+            sum of the losses; None where there is one data-parallel rank.
+        losses: the sum of losses at the end of `vector`; None without a vector.
     """
 
     parameters: list[nn.Parameter]
@@ -91,18 +94,20 @@ class StageGradients:
         device: torch.device,
         others: Iterable[StageGradients] = (),
     ) -> StageGradients:
-        """Return the gradients of a module, none so far; `number` is its stage, for errors.
+        """Return the gradients of the parameters of a module; its `vector`, if any, is zeros.
 
         Args:
-            ranks: how many data-parallel ranks add them up, 1 for none; if several, they lie in one vector.
+            module: the stage.
+            ranks: the number of data-parallel ranks, whose gradients are summed; with 1 there is no `vector`.
             index: which of these this rank is, from 0.
-            device: where the vector is of a module that trains nothing.
-            others: those of stages of this rank whose backwards end later. A parameter that the module shares
-                with one of these is left to it.
+            number: that of the stage, for errors.
+            device: where the vector of a module without trained parameters lies.
+            others: the gradients of stages of this rank whose backward passes end later. A parameter that the
+                module shares with one of these is left to it.
 
         Raises:
-            UnsupportedError: gradients are reduced, and parameters have several dtypes or devices, or are
-                neither plain tensors nor DTensors.
+            UnsupportedError: gradients are reduced, and parameters have several dtypes or devices, or are neither
+                plain tensors nor DTensors.
         """
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         taken = {id(parameter) for other in others for parameter in other.parameters}
@@ -123,11 +128,11 @@ class StageGradients:
         return cls(own, parameters, vector, LossSum(vector[size:], index))
 
     def check(self, module: nn.Module, number: int, splits: bool) -> None:
-        """Raise LayoutError, naming it, where a parameter began or ceased to be trained since the first step.
+        """Raise LayoutError, naming a parameter, where other parameters are trained than in the first step.
 
-        That is where one requires a gradient and did not then, or is frozen since and data-parallel ranks sum
-        its gradient. UnsupportedError where one has a hook that is called after its gradient, and a schedule that
-        `splits` backwards adds gradients without calling it. `module` is stage `number`.
+        That is where a parameter requires a gradient and did not then, or is frozen since and data-parallel ranks
+        sum its gradient. Raise UnsupportedError where a parameter has a hook to call after its gradient, and the
+        schedule `splits` backward passes in two, which does not call it. `module` is stage `number`.
         """
         trained = set(map(id, self.trained))
         for name, parameter in module.named_parameters():
@@ -148,7 +153,8 @@ class StageGradients:
     def begin(self) -> None:
         """Set gradients of earlier steps aside, so that the gradients of this step start from nothing.
 
-        `.grad` becomes None, or with a `vector` its part of that, which the program sets to 0.
+        `.grad` becomes None; with a `vector`, a view of the parameter's part of the vector, which the program
+        zeroes.
         """
         self._previous = [
             None if parameter.grad is None else parameter.grad.detach() for parameter in self.parameters
@@ -184,7 +190,7 @@ class StageGradients:
                 )
 
     def abandon(self) -> None:
-        """Undo `begin`, after a step that failed: `.grad` is what it was before that."""
+        """Undo `begin`, after a step that failed: restore `.grad` as it was before `begin`."""
         for parameter, previous in zip(self.parameters, self._previous, strict=True):
             parameter.grad = previous
         self._previous, self._given = [], []
@@ -192,7 +198,7 @@ class StageGradients:
     def end(self, divisor: int) -> None:
         """Divide the gradients of this step by `divisor`, and add those that `begin` set aside.
 
-        Those of a vector are copied out of it: the next step writes it, and some may be held until then.
+        Gradients in the vector are copied out of it, since the next step overwrites the vector.
         """
         with torch.no_grad():
             if self.vector is not None:
@@ -210,7 +216,10 @@ class StageGradients:
 
 
 def num_local_elements(parameter: Tensor) -> int:
-    """Return the elements of a tensor; of a DTensor the most that a rank may have (dims are rounded up)."""
+    """Return the number of elements of a tensor; of a DTensor, of the largest shard that any rank may have.
+
+    Sharded dims are rounded up: (5, 3) with Shard(0) on 2 ranks -> 9.
+    """
     if not isinstance(parameter, DTensor):
         return int(parameter.numel())
     sizes = list(parameter.shape)

@@ -33,11 +33,12 @@ def reached_parameters(module: nn.Module, outputs: Sequence[Tensor]) -> dict[Any
 
 
 def require_all(reached: Mapping[Any, str], groups: Sequence[Mapping[str, Any]], number: int) -> None:
-    """Raise UnsupportedError where a parameter of stage `number` is in none of torch's groups of parameters.
+    """Raise UnsupportedError where a backward pass in two parts would miss the gradient of a parameter.
 
     Args:
-        reached: what `reached_parameters` has returned.
-        groups: what torch's `stage_backward_input` has returned for the weight gradients.
+        reached: the parameters that need a gradient, as `reached_parameters` returned them.
+        groups: what torch's `stage_backward_input` returned: the groups of parameters whose gradients come later.
+        number: that of the stage, for the error.
     """
     known = {node for group in groups for node in group["params"]}
     for node, name in reached.items():
@@ -46,7 +47,9 @@ def require_all(reached: Mapping[Any, str], groups: Sequence[Mapping[str, Any]],
 
 
 def missed_gradient(name: str, number: int) -> UnsupportedError:
-    """Return the error for a parameter of stage `number` whose gradient is missed."""
+    """Return, without raising it, the error for parameter `name` of stage `number` whose gradient would be
+    missed.
+    """
     return UnsupportedError(
         f"stage {number}: a backward in two parts misses the gradient of {name}, since what is computed from it "
         "depends on no input of the stage; take a schedule with whole backwards"

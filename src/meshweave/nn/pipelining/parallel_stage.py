@@ -52,7 +52,10 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
 
     @property
     def tied(self) -> nn.Parameter | None:
-        """Return the table shared by embedding and head where another stage has a copy of it, too; else None."""
+        """Return the table shared by embedding and head where another stage has a copy of it, too; else None.
+
+        This rank's copy is a DTensor parameter (words, features).
+        """
         model = self._model
         if model.tied is None or self.is_first == self.is_last:
             return None
@@ -62,12 +65,11 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's shard of the residual after the stage's layers, as (rows, elements). Collective.
 
-        The shard is flattened and padded with zeros to the size of the largest shard of a rank, then cut into as
-        many equal parts as there are rows, which need not be the rows' own.
+        The shard is flattened, padded with zeros to the size of the largest shard of a rank, and cut into as many
+        equal parts as there are rows; a part need not be the data of one row.
 
         Args:
-            x: all tokens (rows, sequence) of a micro-batch at the first stage, else what the stage before
-                returns.
+            x: at the first stage all tokens (rows, sequence) of a micro-batch, else what the stage before returns.
 
         Raises:
             LayoutError: at the first stage, tokens are outside the model's vocabulary or positions.
@@ -81,10 +83,10 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         return self._flat(residual, rows)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Run the head, and return the loss of a micro-batch: a `loss_fn` for `pipeline`.
+        """Run the head, and return the loss of a micro-batch, a tensor (): a `loss_fn` for `pipeline`.
 
-        It is the mean over tokens with a target; in a step of `pipeline` the sum over them, by how many a
-        micro-batch has in the mean.
+        It is the mean of the cross entropy over tokens with a target. In a step of `pipeline`, after
+        `count_targets`, it is the sum over these tokens divided by the mean number of them in a micro-batch.
 
         Collective among the ranks of the last stage.
 
@@ -100,18 +102,20 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         return loss
 
     def count_targets(self, targets: Tensor, parts: int, is_whole: bool) -> None:
-        """Check the targets of a step, and let `loss` weigh all of them alike, whatever micro-batch has how many.
+        """Check the targets of a step, and let `loss` weigh all tokens alike, however many a micro-batch has.
 
-        The mean of the losses of `parts` micro-batches, over all data-parallel ranks, is then that over tokens.
+        The mean of the losses of `parts` micro-batches, over all data-parallel ranks, is then the mean over
+        tokens.
 
         Args:
             targets: (rows, sequence) of a step; -100 where there is no loss.
-            parts: by what the sum of losses is divided; 0 where it is not, and each loss is a mean by itself.
+            parts: the number by which the sum of losses is divided: micro-batches times data-parallel ranks; 0
+                where it is not divided, and each loss is a mean by itself.
             is_whole: whether targets are those of all data-parallel ranks.
 
         Raises:
-            LayoutError: targets are outside the model's vocabulary, or rows have other numbers of targets than
-                the first one and those of other ranks are not known.
+            LayoutError: targets are outside the model's vocabulary, or rows have different numbers of targets and
+                those of other ranks are not known.
         """
         self.check(targets=targets)
         counts = (targets != IGNORED).sum(-1)
@@ -123,9 +127,7 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         self._num_items = int(counts.sum()) / parts if parts and is_whole else None
 
     def check(self, tokens: Tensor | None = None, targets: Tensor | None = None) -> None:
-        """Raise LayoutError where tokens or targets (rows, sequence) are outside the model's vocabulary or
-        positions; None is not checked.
-        """
+        """Raise LayoutError where the model does not take tokens or targets (rows, sequence); None passes."""
         self._model.agreement.limits.check(tokens, targets)
 
     @property
@@ -138,9 +140,9 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         return self._model.agreement.draws and self.training
 
     def example(self, rows: int) -> Tensor:
-        """Return zeros of the shape that `forward` returns, as an example for `outputs` of `pipeline`.
+        """Return zeros in the shape and dtype that `forward` returns, as an example for `outputs` of `pipeline`.
 
-        They are (rows, elements): the elements of the largest shard of a rank in `rows` parts, rounded up; in
+        They are (rows, elements), with rows * elements at least the elements of the largest shard of a rank, in
         the dtype of the first parameter.
 
         Args:

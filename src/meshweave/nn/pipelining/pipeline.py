@@ -185,9 +185,9 @@ class Pipeline:
     def evaluate(self, batch: Batch = None, target: Tensor | None = None) -> tuple[Any, Tensor | None]:
         """Run forwards alone; return (outputs, loss) on ranks of the last stage, else (None, None). Collective.
 
-        Outputs, a tensor or tuple as the stage returns, are of this rank's rows of all micro-batches, of a number
-        one for each. Batch, target and loss are those of `step`; without a target or a `loss_fn` the loss is None.
-        Raises LayoutError if a batch is missing or has other rows than the first, or a stage other outputs;
+        Outputs, a tensor or tuple as the stage returns, are this rank's rows of all micro-batches, in order (of
+        scalars one each). Batch, target and loss are those of `step`; without a target or a `loss_fn` the loss is
+        None. Raises LayoutError if a batch is missing or has other rows than the first, or a stage other outputs;
         UnsupportedError if a step runs already; BindError, RankLostError or DeadlineError as `step`.
         """
         loss, outputs = self._run(batch, target, trains=False, wants_outputs=True)
@@ -314,9 +314,8 @@ class Pipeline:
     ) -> BoundPipeline:
         """Write and bind the program for batches of these shapes, unless one is bound; return it. Collective.
 
-        Arguments are those of `step`, which does it at its first call; `trains` False is for `evaluate`. Raises
-        LayoutError or UnsupportedError where stages and data do not fit, BindError, RankLostError or
-        DeadlineError.
+        Arguments are those of `step`, whose first call does this; `trains` False is for `evaluate`. Raises
+        LayoutError, UnsupportedError, BindError, RankLostError or DeadlineError as `step` does.
         """
         if trains not in self._bound:
             with share_refusal(self._context, self.places.ranks, "pipeline"):
@@ -335,7 +334,7 @@ class Pipeline:
 
     @property
     def problem(self) -> PipelineProblem:
-        """Return stages and edges with their costs, as planned.
+        """Return the stages and edges of the pipeline, with the FLOPs and bytes of each from its profile.
 
         Raises BindError before the first step or `prepare`.
         """
@@ -343,7 +342,7 @@ class Pipeline:
 
     @property
     def memory(self) -> PipelineMemory:
-        """Return the activation memory of this rank, predicted and counted.
+        """Return the peak bytes of activations on this rank, predicted and counted.
 
         Raises BindError before the first step or `prepare`.
         """

@@ -21,7 +21,7 @@ from meshweave.nn.pipelining.stage_functions import LossFunction
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """What `meshweave.pipeline` was called with, checked; it documents each."""
+    """The arguments of `meshweave.pipeline`, checked; `meshweave.pipeline` documents each."""
 
     plan: PipelineAlgorithm | Schedule
     micro_batches: int
@@ -36,7 +36,9 @@ class PipelineOptions:
 
 
 def plan_of(plan: str | Path | Schedule) -> PipelineAlgorithm | Schedule:
-    """Return a plan that is a `Schedule` as it is, the schedule of a CSV file, or the algorithm of a name.
+    """Return the schedule that a plan gives, or for the name of a pipeline algorithm the algorithm.
+
+    A `Schedule` is returned as it is; a path, or text that ends in ".csv", is read as a CSV file of torch's.
 
     Raises:
         DescriptionError: there is no such file, or it is none of torch's schedules.
@@ -60,8 +62,8 @@ def plan_of(plan: str | Path | Schedule) -> PipelineAlgorithm | Schedule:
 def micro_batches_of(plan: PipelineAlgorithm | Schedule, given: int | None) -> int:
     """Return the number of micro-batches: `given`, or that of a schedule if `given` is None.
 
-    Raises LayoutError where it is None with an algorithm, is no whole number from 1 on, or the schedule has
-    another.
+    Raises LayoutError where `given` is None and the plan an algorithm, `given` is no whole number from 1 on, or
+    the schedule has another number.
     """
     if given is None and isinstance(plan, PipelineAlgorithm):
         raise LayoutError(f"give `micro_batches` with the name of a schedule, '{plan.name}'")
@@ -89,9 +91,10 @@ def check_stage_numbers(name: str, given: Iterable[int], num_stages: int) -> Non
 
 
 def meshes_of(meshes: DeviceMesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
-    """Return the given meshes as they are; of a DeviceMesh the slices along its first dim.
+    """Return the given meshes as they are; of a DeviceMesh one mesh for each index along its first dim.
 
-    Each slice is the mesh of a pipeline rank, with axes named as the other dims.
+    Each is the mesh of one pipeline rank, with axes named as the other dims: a DeviceMesh (2, 4) with dims ("pp",
+    "tp") -> 2 meshes of 4 ranks with axis "tp".
     """
     if not isinstance(meshes, DeviceMesh):
         return tuple(meshes)
@@ -105,10 +108,10 @@ def meshes_of(meshes: DeviceMesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
 def schedule_of(
     plan: PipelineAlgorithm | Schedule, problem: PipelineProblem, config: PipelineConfig
 ) -> Schedule:
-    """Return a given schedule, or what an algorithm writes, with pipeline ranks numbered as in the problem.
+    """Return a given schedule, or the one an algorithm writes, with pipeline ranks numbered as in the problem.
 
-    Raises LayoutError where the plan does not take the problem, or its stages lie on other ranks than the
-    modules.
+    Raises LayoutError where the plan does not take the problem, or puts stages on one pipeline rank whose modules
+    are on different ones, or the other way round.
     """
     if isinstance(plan, PipelineAlgorithm):
         refusal = plan.refusal(problem)
@@ -136,10 +139,10 @@ def schedule_of(
 
 
 def forwards_of(schedule: Schedule) -> Schedule:
-    """Return the schedule without training: on each rank the forwards in order, then a RESHARD for each stage.
+    """Return the schedule without training: each rank's forwards in order, then a RESHARD action per stage.
 
-    Forwards add to the losses, and the program does not know that. So the RESHARD, after the last forward of a
-    stage, says when data-parallel ranks may sum the losses.
+    The RESHARD, after the last forward of a stage, says when data-parallel ranks may sum the losses: forwards add
+    to the losses, which the program does not know.
     """
     actions = []
     for order in schedule.actions:

@@ -29,19 +29,19 @@ from meshweave.nn.pipelining.stage_functions import (
 
 @dataclass(frozen=True)
 class StageProfile:
-    """One stage, for one micro-batch of one rank.
+    """What one stage computes, passes on and keeps, for one micro-batch of one rank.
 
     Attributes:
-        outs: what it passes on, one for each stage after it that reads something.
+        outs: shape and dtype of each tensor that it passes on, one for each stage after it that reads something.
         flops: (of the forward, of the input gradient, of the weight gradient); of DTensors those of all ranks of
             their mesh together.
         bytes: of parameters, inputs and outputs together, which each of these three parts is taken to read and
             write; of a DTensor those of its largest shard.
-        kept_bytes: (after the forward, after the input gradient): what is then kept for the parts that follow; of
-            a DTensor this rank's part.
-        recomputed_bytes: what the forward keeps if the stage recomputes: its inputs; 0 at the first stage.
-        num_parameters: elements of the parameters that require gradients; of a DTensor those of its largest
-            shard.
+        kept_bytes: (after the forward, after the input gradient): the bytes then kept for the parts that follow;
+            of a DTensor this rank's part.
+        recomputed_bytes: the bytes that the forward keeps if the stage recomputes: its inputs; 0 at the first
+            stage.
+        num_parameters: elements of the parameters that require gradients; of a DTensor those of its largest shard.
         dtype: of these parameters; "" if there are several, or none.
         missed_gradient: the name of a parameter whose gradient a backward in two parts misses; "" if there is
             none. torch looks for parameters where their graph meets that of inputs, so it misses those whose
@@ -66,7 +66,7 @@ class StageProfile:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StageProfile:
-        """Return the profile that `to_json` wrote."""
+        """Return the profile from the values that `to_json` returned."""
         outs = tuple(TensorKind(tuple(shape), getattr(torch, dtype)) for shape, dtype in data["outs"])
         lists = {name: tuple(data[name]) for name in ("flops", "kept_bytes")}
         return cls(**{**data, **lists, "outs": outs})

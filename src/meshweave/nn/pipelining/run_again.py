@@ -12,7 +12,7 @@ from meshweave.nn.saved_versions import versions
 
 
 def random_states(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """Return (type of device, state) of the CPU's generator, and of CUDA's where a tensor is on such a device."""
+    """Return [(type of device, state of its generator)]: "cpu", then "cuda" if one of the tensors is there."""
     states = [("cpu", torch.get_rng_state())]
     if any(tensor.device.type == "cuda" for tensor in tensors):
         states.append(("cuda", torch.cuda.get_rng_state()))
@@ -30,10 +30,11 @@ def set_random_states(states: Sequence[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def kept_buffers(module: nn.Module, before: Sequence[int]) -> Iterator[None]:
-    """Put copies in the place of a module's buffers in the block, where its forward has changed them already.
+    """Let a module run again in the block on copies of buffers that its first forward changed; restore them.
 
-    Copied are those that have changed since `before`, the `versions` of all buffers before that forward, and
-    statistics of norms, which torch changes without a count.
+    So a second forward of a micro-batch does not change buffers, such as running statistics, a second time. Copied
+    are buffers that have changed since `before`, the `versions` of all buffers before the first forward, and
+    statistics of norms, whose changes torch does not count.
     """
     unique = list(module.buffers())
     pairs = zip(before, versions(unique), [*unique, *unique], strict=False)

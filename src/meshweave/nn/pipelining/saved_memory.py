@@ -22,12 +22,12 @@ from meshweave.execute.torch.compat_pipelining import storage_key
 
 @dataclass(frozen=True)
 class PipelineMemory:
-    """Activation memory of this rank: the most that its stages keep at once between their parts.
+    """Activation memory of this rank: the most bytes that its stages keep at once between their parts.
 
     Attributes:
-        predicted_bytes: of the program, from lifetimes and the profiles of stages; a stage whose `outputs` were
-            given counts 0, for it is not profiled.
-        counted_bytes: of the last step; None unless `count_memory` was given.
+        predicted_bytes: from lifetimes in the program and the profiles of stages; a stage whose `outputs` were
+            given counts 0, since it is not profiled.
+        counted_bytes: those of the last step; None unless `count_memory` was given.
     """
 
     predicted_bytes: int
@@ -35,12 +35,12 @@ class PipelineMemory:
 
 
 class SavedMemory:
-    """The storages that stages of one process keep.
+    """The bytes of storages that stages of this process keep between their parts (forward and backward passes).
 
     Attributes:
-        bytes: what is kept now.
-        peak_bytes: the most that any `count` saw since the last `reset_peak`: stages count after each of
-            their parts.
+        bytes: those kept now.
+        peak_bytes: the most that any `count` saw since the last `reset_peak`: stages count after each of their
+            parts.
     """
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class SavedMemory:
         self._of_batch: set[int] = set()
 
     def exclude(self, module: nn.Module) -> None:
-        """Count no parameter and no buffer of a module from now on."""
+        """Leave the parameters and buffers of a module out of the count from now on."""
         self._excluded.update(key for key, _ in _storages((*module.parameters(), *module.buffers())))
 
     def exclude_batch(self, tensors: Iterable[Tensor]) -> None:
-        """Count none of the tensors that the caller gives to this step; those of earlier steps are forgotten."""
+        """Leave out of the count the caller's tensors for this step, and no longer those of earlier steps."""
         self._of_batch = {key for key, _ in _storages(tensors)}
 
     def reset_peak(self) -> None:
@@ -62,15 +62,15 @@ class SavedMemory:
         self.peak_bytes = self.bytes
 
     def count(self) -> None:
-        """Raise `peak_bytes` to the bytes kept now, where they are more."""
+        """Set `peak_bytes` to `bytes` if that is more."""
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
     def hooks(self) -> Any:
-        """Return a context manager: what autograd saves in its block is counted for as long as it is saved."""
+        """Return a context manager that counts what autograd saves in its block, for as long as it is saved."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def keep(self, tensors: Iterable[Tensor]) -> KeptTensors:
-        """Count tensors as kept until `release` of the result is called."""
+        """Count the bytes of tensors as kept until `release` of the result is called."""
         return KeptTensors(self, tensors)
 
     def _pack(self, tensor: Tensor) -> _SavedTensor:
@@ -82,20 +82,20 @@ class SavedMemory:
         return saved
 
     def add(self, key: int, num_bytes: int) -> None:
-        """Count one more use of the storage `key` (`storage_key`) of `num_bytes`; its bytes count once."""
+        """Note one more use of the storage `key` (`storage_key`) of `num_bytes`; the first adds to `bytes`."""
         self._uses[key] += 1
         if self._uses[key] == 1:
             self.bytes += num_bytes
 
     def drop(self, key: int, num_bytes: int) -> None:
-        """Count one use of the storage `key` less; its bytes count no more after the last."""
+        """Note one use less of the storage `key` of `num_bytes`; the last one takes them off `bytes`."""
         self._uses[key] -= 1
         if not self._uses[key]:
             del self._uses[key]
             self.bytes -= num_bytes
 
     def counts(self, key: int) -> bool:
-        """Return whether the storage `key` is counted: it is of no excluded module, and not of the batch."""
+        """Return whether the storage `key` is counted: it belongs to no excluded module, and not to the batch."""
         return key not in self._excluded and key not in self._of_batch
 
 

@@ -91,7 +91,7 @@ class StageShape:
 
 
 class StageFunctions:
-    """The functions of one stage.
+    """The forward and backward parts of one stage, as functions that the calls of a program run.
 
     Attributes:
         refuses_missed: whether the next backward in two parts raises UnsupportedError for a parameter whose
@@ -103,11 +103,10 @@ class StageFunctions:
         loss_fn: of the last stage; None where only outputs are wanted.
         whole_backwards: micro-batches whose input and weight gradients are one action.
         trains: whether any backward follows.
-        losses: what losses are added to; None adds them nowhere.
-        memory: counts what is kept; None counts nothing.
+        losses: the sum to which losses are added; None for none.
+        memory: counts the bytes that are kept; None counts nothing.
         recomputes: whether the forward keeps only its inputs, and runs again before the backward.
-        has_signals: whether stages send one byte in place of each tensor, to time a step with free transfers;
-            what arrives then counts as zeros.
+        has_signals: whether stages send one byte in place of each tensor, which counts as zeros where it arrives.
     """
 
     def __init__(
@@ -298,10 +297,10 @@ class StageFunctions:
         ]
 
     def backward(self, stash: dict[str, Any], *operands: Any) -> list[Tensor]:
-        """Run a whole backward: return the gradients of the tensors that arrived, then the vector of gradients.
+        """Run a whole backward: return the gradients of the tensors that arrived, then `total` as it was given.
 
-        Gradients of parameters have been added to their `.grad`. `operands` are those of `input_grad`, with that
-        vector before the micro-batch's number.
+        Gradients of parameters have been added to their `.grad`. `operands` are those of `input_grad`, with
+        `total` of `weight_grad` before the micro-batch's number.
         """
         *before, total, micro_batch = operands
         return [*self.input_grad(stash, *before, micro_batch), total]
@@ -309,7 +308,7 @@ class StageFunctions:
     def weight_grad(self, stash: dict[str, Any], *operands: Any) -> Tensor:
         """Add the gradients of parameters to their `.grad`; do nothing where a whole backward has done it.
 
-        `operands` begin with the vector of gradients, which is returned, and end with the micro-batch's number.
+        `operands` begin with `total`, which is returned as it is, and end with the micro-batch's number.
         """
         total, micro_batch = operands[0], operands[-1]
         if micro_batch in self.whole_backwards:

@@ -35,11 +35,12 @@ _TOPIC = "a pipeline"
 
 @dataclass(frozen=True)
 class StagePlaces:
-    """Where the stages of a pipeline are.
+    """Which ranks have which stage of a pipeline.
 
     Attributes:
         meshes: the mesh of each stage.
-        data_axes: the axes along which ranks share the rows of a micro-batch, where a mesh has them.
+        data_axes: the names of mesh axes along which ranks share the rows of a micro-batch (data parallelism); a
+            mesh need not have them all.
         edges: (source stage, target stage) of each tensor that is passed on.
     """
 
@@ -58,11 +59,11 @@ class StagePlaces:
         return tuple(sorted({rank for mesh in self.meshes for rank in mesh.ranks}))
 
     def sources(self, stage: int) -> tuple[int, ...]:
-        """Return the stages whose results a stage reads, in the order of its inputs."""
+        """Return the numbers of the stages whose results a stage reads, in its inputs' order; () for the first."""
         return tuple(source for source, target in self.edges if target == stage)
 
     def targets(self, stage: int) -> tuple[int, ...]:
-        """Return the stages that read a stage's results, in the order of its outputs."""
+        """Return the numbers of the stages that read a stage's results, in its outputs' order; () for the last."""
         return tuple(target for source, target in self.edges if source == stage)
 
     def data_axes_of(self, stage: int) -> tuple[str, ...]:
@@ -70,13 +71,13 @@ class StagePlaces:
         return tuple(axis for axis in self.meshes[stage].axes if axis in self.data_axes)
 
     def data_parallelism(self, stage: int) -> int:
-        """Return among how many data-parallel ranks a stage shares the rows of a micro-batch."""
+        """Return the number of data-parallel ranks of a stage, which share the rows of a micro-batch."""
         return math.prod(self.meshes[stage].size(axis) for axis in self.data_axes_of(stage))
 
     def data_index(self, stage: int, rank: int) -> int:
-        """Return which part of a micro-batch's rows a global rank has at a stage, from 0.
+        """Return the index, from 0, of the part of a micro-batch's rows that global rank `rank` has at a stage.
 
-        There are `data_parallelism` parts, numbered in row-major order of the data axes.
+        There are `data_parallelism` equal parts, numbered in row-major order of the data axes.
         """
         mesh, index = self.meshes[stage], 0
         for axis, size, coordinate in zip(mesh.axes, mesh.shape, mesh.coords(rank), strict=True):
@@ -93,18 +94,19 @@ def agreed_places(
     data_axes: Sequence[str],
     skips: Sequence[tuple[int, int]],
 ) -> StagePlaces:
-    """Return where all stages are, once each of `ranks` has said which it has. Collective among them.
+    """Return which ranks have which stage, after each of `ranks` has said which it has. Collective for them.
 
     Args:
+        context: communicates between the ranks.
         ranks: global ranks, this one among them.
-        own: the stages of this rank.
-        meshes: of the ranks that share stages; a stage on one rank alone needs none.
+        own: the numbers of the stages of this rank.
+        meshes: of the ranks that share a stage; a stage on one rank alone needs none.
         data_axes: the axes of meshes along which ranks share the rows of a micro-batch.
         skips: (source stage, target stage) of edges besides those to the next stage.
 
     Raises:
-        LayoutError: stages are missing, the ranks of a stage are those of no mesh, or a skip does not lead over
-            a stage.
+        LayoutError: stages are missing, the ranks of a stage are those of no mesh, or a skip does not lead over a
+            stage.
         RankLostError, DeadlineError: another rank died, or did not come in time.
         BindError: another rank is in another call, or refuses this one.
     """
@@ -153,7 +155,7 @@ class PipelineData:
 
     @property
     def num_rows(self) -> int:
-        """Return the samples of a micro-batch, over all ranks of a stage: dim 0 of the first batch tensor.
+        """Return the samples of a micro-batch over all ranks of a stage: dim 0 of the first batch tensor.
 
         Only for ranks of the first stage; others have no batch tensors.
         """
@@ -260,11 +262,12 @@ def _profile(
 
 
 def stage_shape(places: StagePlaces, stage: int, profiles: Sequence[StageProfile], rows: int) -> StageShape:
-    """Return what a stage takes and makes on one rank.
+    """Return the shapes and dtypes of what stage number `stage` takes and passes on, on one rank.
 
     Args:
+        places: which ranks have which stage.
         profiles: by stage number, up to this stage at least.
-        rows: the sequences of a micro-batch over all ranks of the stage.
+        rows: the rows (samples) of a micro-batch over all ranks of the stage.
     """
     sources, targets, parts = places.sources(stage), places.targets(stage), places.data_parallelism(stage)
     ins = []
@@ -286,9 +289,12 @@ def pipeline_problem(
     """Return the problem of a pipeline of modules, for schedules and the cost model.
 
     Args:
-        rows: of a micro-batch, over all ranks of a stage.
-        recomputes: the stages that run their forward again.
-        trains: whether there are gradients; else data-parallel ranks add up the loss alone.
+        places: which ranks have which stage.
+        profiles: by stage number.
+        micro_batches: the number of micro-batches of a step.
+        rows: the rows (samples) of a micro-batch, over all ranks of a stage.
+        recomputes: the numbers of the stages that run their forward again before the backward.
+        trains: whether there are gradients; else data-parallel ranks sum the loss alone.
 
     Raises:
         UnsupportedError: a dtype is passed on that programs do not have.
@@ -335,8 +341,9 @@ def _stage(
 
 
 def require_all_parameters(number: int, profile: StageProfile, schedule: Schedule) -> None:
-    """Raise UnsupportedError where a schedule splits backwards of stage `number` and so misses a parameter's
-    gradient, or where they do not run split.
+    """Raise UnsupportedError where a schedule splits the backward passes of stage `number` and that fails.
+
+    It does not where the split would miss the gradient of a parameter, or does not run, as the profile says.
     """
     splits = any(leaf.kind is ActionKind.WEIGHT_GRAD and leaf.stage == number for leaf in schedule.leaves())
     if splits and profile.missed_gradient:
@@ -349,7 +356,7 @@ def require_all_parameters(number: int, profile: StageProfile, schedule: Schedul
 
 
 def whole_backwards(schedule: Schedule, stage: int) -> frozenset[int]:
-    """Return the micro-batches whose input and weight gradients are one action at a stage."""
+    """Return the numbers of the micro-batches whose input and weight gradients are one action at a stage."""
     return frozenset(
         leaf.micro_batch
         for leaf in schedule.leaves()
@@ -358,10 +365,10 @@ def whole_backwards(schedule: Schedule, stage: int) -> frozenset[int]:
 
 
 def last_backward_first(schedule: Schedule, stages: Iterable[int]) -> list[int]:
-    """Return stages of one rank by where its schedule lists the last backward part of each, the latest first.
+    """Return the given stages of one rank in the order of the last backward action of each, the latest first.
 
-    A parameter that several of them share is to be reduced with the gradients of the first that is returned: a
-    reduction waits for the backwards of its own stage, and all others of the rank have run by then.
+    A parameter that several of them share is to be reduced with the gradients of the first stage returned: a
+    reduction waits for the backward passes of its own stage, and those of the others have run by then.
     """
     parts = ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD, ActionKind.BACKWARD
     last = dict.fromkeys(stages, -1)

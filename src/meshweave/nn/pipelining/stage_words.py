@@ -24,16 +24,18 @@ def stage_words(
     target: Tensor | None,
     options: PipelineOptions,
 ) -> Words:
-    """Return {key: {name: text}} to compare before a pipeline runs: ranks that share a key must be alike.
+    """Return {subject: {name: text}} to compare before a pipeline runs; equal subjects need equal texts.
 
-    Keys name the ranks: those along data axes share the weights of a stage, those along the other axes share
-    tokens and targets, and all share options and versions. Ranks of a stage also compare which of its modules
-    are in training and, where these draw random numbers for copies, the state of torch's generator.
+    Subjects name the ranks: those along data axes share the weights of a stage, those along the other axes share
+    tokens and targets, and all share options and versions. Ranks of a stage also compare which of its modules are
+    in training and, where these draw random numbers for copies, the state of torch's generator.
 
     Args:
         stages: the modules of this rank, by number of the stage.
+        places: which ranks have which stage.
         batch: what this rank gives the first stage; not read without it.
         target: what it gives the last stage; None, or not read without it.
+        options: what `meshweave.pipeline` was called with.
     """
     given = {
         "scale_grads": str(options.scale_grads),

@@ -30,10 +30,9 @@ _DIGITS = 4
 
 
 class TiedTable:
-    """The copies that this rank has of a table that the first and the last stage share: one, or both.
+    """This rank's copies, one or two, of a table that the first and the last stage of a pipeline share.
 
-    Raises LayoutError unless the meshes of the two stages have the same ranks, or one shape and no rank in
-    common.
+    Raises LayoutError unless the meshes of the two stages have the same ranks, or one shape and no rank in common.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class TiedTable:
     def of(
         cls, stages: Mapping[int, nn.Module], places: StagePlaces, context: TorchContext
     ) -> TiedTable | None:
-        """Return the copies of the tied table that stages of this rank train; None where they have none.
+        """Return the copies of the tied table that stages of this rank train; None if there are none.
 
         Collective among the ranks of the first and the last stage. Raises LayoutError where their meshes have
         neither the same ranks, nor one shape and no rank in common.
@@ -77,7 +76,7 @@ class TiedTable:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def sum_gradients(self) -> None:
-        """Set the gradient of each copy to the sum of both; ranks of the first and last stage call it together.
+        """Set the gradient of each copy to the sum of both. Collective among the first and last stage's ranks.
 
         Raises LayoutError, and sets nothing, where a copy on this rank has no gradient or, on a CPU, copies
         differ.

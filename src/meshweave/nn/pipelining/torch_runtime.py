@@ -38,7 +38,7 @@ def torch_pipeline(
     *,
     scale_grads: bool = True,
 ) -> Any:
-    """Return torch's pipeline runtime with a schedule of ours: its `step` and `eval` are those of torch.
+    """Return torch's pipeline runtime, which runs `schedule`; its `step` and `eval` are those of torch.
 
     Transfers are listed by `list_transfers` unless the schedule lists them. Gathers of parameters, at the begin,
     and reductions of gradients, at the end, are added for stages for which the schedule lists none. The list is
@@ -48,7 +48,7 @@ def torch_pipeline(
         stages: this process's `torch.distributed.pipelining.PipelineStage`s.
         schedule: with as many stages as torch's have, and a pipeline rank for each process of their group.
         loss_fn: of (output, target) of a micro-batch.
-        scale_grads: divide gradients by the number of micro-batches, for losses that are means.
+        scale_grads: whether gradients are divided by the number of micro-batches, for losses that are means.
 
     Raises:
         LayoutError: the schedule does not end, or its stages are not those of this process; or it lists transfers
@@ -96,7 +96,7 @@ def _with_parameter_actions(schedule: Schedule) -> Schedule:
 
 
 class ActionRecorder:
-    """The spans of the actions that torch's runtime has run on this rank, by the order of their ends."""
+    """Records the time spans of actions that torch's pipeline runtime runs here, in the order of their ends."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
@@ -113,7 +113,7 @@ class ActionRecorder:
 
     @contextlib.contextmanager
     def watch(self, action: str) -> Iterator[None]:
-        """Record the time of the block as that of `action`, written as torch's CSV writes it."""
+        """Record the time of the block as a span of `action`, such as "0F1" in torch's CSV."""
         start = time.monotonic_ns()
         try:
             yield

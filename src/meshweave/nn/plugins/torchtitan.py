@@ -21,14 +21,17 @@ from meshweave.nn.linear import universal_linear
 
 
 class UniversalLinear(Linear):  # type: ignore[misc]
-    """torchtitan's Linear, of DTensors by the universal product."""
+    """torchtitan's Linear, whose product of DTensors is `meshweave.matmul`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):  # type: ignore[misc]
         """The settings of torchtitan's Linear."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return input @ weight.t() + bias; of DTensors as `meshweave.matmul`, of plain tensors as torchtitan."""
+        """Return input @ weight.t() + bias: (..., features in) -> (..., features out).
+
+        DTensors are multiplied as by `meshweave.matmul`, plain tensors as by torchtitan's Linear.
+        """
         if isinstance(input, DTensor) and isinstance(self.weight, DTensor):
             return universal_linear()(input, self.weight, self.bias)
         return super().forward(input)
@@ -36,5 +39,7 @@ class UniversalLinear(Linear):  # type: ignore[misc]
 
 @override(target=Linear.Config, exact=True, description="Products of DTensors by meshweave.")  # type: ignore[untyped-decorator]
 def universal_linear_layers(cfg: Linear.Config) -> UniversalLinear.Config:
-    """Return the settings of the layer that takes the place of torchtitan's."""
+    """Return, from the settings `cfg` of a Linear of torchtitan, those of the `UniversalLinear` that replaces
+    it.
+    """
     return derive(cfg, UniversalLinear.Config)  # type: ignore[no-any-return]

@@ -17,16 +17,17 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RankSample:
-    """Some elements that a rank has of a tensor that differs.
+    """Some elements that a rank has of a tensor that differs from the original.
 
     Attributes:
-        key: equal on ranks that have the same part.
-        actual, wanted: elements that are not 0 in the original, the same ones on ranks with the same part.
-        flat_actual, flat_wanted: elements at the same flat positions on all ranks whose parts have one size.
-        elsewhere: where else in the original these values are, in words, or the part's shape where that is wrong;
+        key: a number of the shard, equal on ranks that have the same shard.
+        actual, wanted: the rank's values and the original's, at positions where the original is not 0; the same
+            positions on ranks with the same shard.
+        flat_actual, flat_wanted: the same at positions that all ranks whose shards have one size share.
+        elsewhere: where else in the original these values are, in words, or the shard's shape where that is wrong;
             "" for neither.
-        bias: the bias that may have been added to each of `actual`; empty where there is none.
-        extent: the positions at which it differs, in words; "" where they are most of them.
+        bias: for each of `actual` the bias that may have been added to it; empty where there is none.
+        extent: the positions at which the tensor differs, in words; "" where it differs at most of them.
     """
 
     key: int
@@ -39,7 +40,7 @@ class RankSample:
     extent: str
 
     def as_list(self) -> list[Any]:
-        """Return the attributes as a list, in their order."""
+        """Return the attributes as a list, in the order of their declaration."""
         return list(vars(self).values())
 
 
@@ -50,13 +51,13 @@ def likely_cause(
     hint: str,
     near: float,
 ) -> str:
-    """Return text on what likely makes a tensor differ.
+    """Return, in words, what likely makes a tensor differ from the original.
 
     Args:
-        samples: those of each rank, by global rank.
+        samples: elements of the tensor on each rank, by global rank.
         wrong: the ranks whose shards are wrong, at least one.
         lines: groups of ranks over which a sum may be missing: along each axis of a mesh, and each whole mesh.
-        hint: what is known of where the tensor is computed; the answer where nothing explains the values.
+        hint: what is known of where the tensor is computed; returned where nothing explains the values.
         near: the relative difference up to which values count as equal.
     """
     pairs = {rank: (_vector(one.actual), _vector(one.wanted)) for rank, one in samples.items()}

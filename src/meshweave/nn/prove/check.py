@@ -39,11 +39,14 @@ def check_layers(
     layers, in one copy.
 
     Args:
+        module: the model.
+        names: the names of its modules.
+        strategy: the strategy on its ranks.
         make: parallelises a copy, in place, and returns what `parallelize` returns.
         title: the architecture that the model was taken for, for errors.
 
     Returns:
-        Text on what was proved.
+        Text on what was proved, such as "1 kinds of layers one by one, and layers 0, 1, in float64".
 
     Raises:
         ProofError: something differs, on every rank.

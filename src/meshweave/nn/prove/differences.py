@@ -59,15 +59,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class Compared:
-    """A tensor of a rank beside what it should be.
+    """A tensor of this rank beside the original's, and how far they may differ.
 
     Attributes:
         what: its name in messages.
-        actual: this rank's part; None where it has none.
-        wanted: the whole of the original; None where that has none.
+        actual: this rank's shard; None where it has none.
+        wanted: the whole tensor of the original; None where the original has none.
         allowed: the norm of a difference that rounding explains, over the norm of this rank's part of `wanted`.
-        floor: the absolute difference of an element that rounding explains besides.
-        has_copies: whether ranks with the same part must have the same bits.
+        floor: the absolute difference per element that rounding explains in addition.
+        has_copies: whether ranks with the same shard must have the same bits.
         hint: what is known of the place where it is computed.
         bias: what may have been added to it, in the shape of its last dim.
     """
@@ -82,10 +82,11 @@ class Compared:
     bias: Tensor | None = None
 
     def error(self) -> tuple[float, float]:
-        """Return (error, allowed error), as norms over that of the right part, or absolute where that is 0.
+        """Return (error, allowed error): norms of differences over the norm of this rank's part of `wanted`.
 
-        Both are 0 where all elements are equal. The error is infinite where one of the two is missing, has another
-        shape, or has nan where the other has none; nan in the same places is no error. Of integers it is 0 or 1.
+        Where that norm is 0 both are absolute. Both are 0 where all elements are equal. The error is infinite
+        where one of the two tensors is missing, has another shape, or has nan where the other has none; nan in the
+        same places is no error. Of integers it is 0 or 1.
         """
         if self.actual is None or self.wanted is None:
             return (0.0 if self.actual is None and self.wanted is None else math.inf), 0.0
@@ -116,16 +117,16 @@ class Compared:
         return self.actual.of(self.wanted) if fits and len(shape) == self.actual.values.ndim else self.wanted
 
     def digest(self) -> tuple[int, int]:
-        """Return (number of the shard, checksum of its values); copies of a shard must agree. -0 counts as 0.
+        """Return (number of this rank's shard, checksum of its values); (0, 0) where this rank has none.
 
-        (0, 0) where this rank has none.
+        Ranks with copies of a shard must have equal pairs. -0 counts as 0.
         """
         if self.actual is None:
             return 0, 0
         return self.actual.key, int(checksum(self.actual.values + 0))
 
     def sample(self) -> RankSample:
-        """Return some elements of this rank's shard and of the original's, for `likely_cause`."""
+        """Return up to 512 elements of this rank's shard, and of the original's same part, for `likely_cause`."""
         if self.actual is None or self.wanted is None:
             return RankSample(0, [], [], [], [], "", [], "")
         actual, wanted = self.actual.values.flatten().double(), self._wanted().flatten().double()
@@ -206,9 +207,9 @@ def _starts(actual: Tensor, whole: Tensor, dim: int) -> list[int]:
 
 
 def filled_from_text(local: LocalTensor, name: str, original: Mapping[str, Tensor]) -> str:
-    """Return text on what a shard of parameter `name` was filled with instead; "" where that is not known.
+    """Return, in words, what a shard of parameter `name` was filled with by mistake; "" where that is not known.
 
-    That is another parameter of `original`, or values rounded to a narrower type.
+    It is another parameter of `original`, or the right values rounded to a narrower dtype.
     """
     wanted, values = original.get(name), local.values
     if wanted is None or values.numel() < _ENOUGH or bool((values == values.flatten()[0]).all()):
@@ -248,11 +249,12 @@ def _extent(actual: Tensor, wanted: Tensor) -> str:
 
 @dataclass
 class ProofRanks:
-    """The ranks of a proof, which exchange what they find.
+    """The ranks of a proof, which exchange their results.
 
     Attributes:
         ranks: the global ranks.
         rank: this one.
+        context: communicates between them.
         lines: the groups of ranks along each axis of the meshes, over which a sum may be missing.
     """
 
@@ -262,20 +264,20 @@ class ProofRanks:
     lines: list[list[int]] = field(default_factory=list)
 
     def say(self, words: Any) -> dict[int, Any]:
-        """Return what each rank gives as `words`, any JSON value, by rank. Collective."""
+        """Send `words`, any JSON value, to all ranks; return {global rank: its `words`}. Collective."""
         said = exchange(self.context, self.ranks, json.dumps(words), "all ranks of a proof", topic="proof")
         return {rank: json.loads(text) for rank, text in said.items()}
 
     def failures(self, error: Exception | None) -> dict[int, str]:
-        """Return the errors, as text by rank, of ranks that give one; None is for none. Collective."""
+        """Return {global rank: text of its `error`} for the ranks whose `error` is not None. Collective."""
         own = "" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}"
         return {rank: text for rank, text in self.say(own).items() if text}
 
     def first_difference(self, compared: Iterable[Compared]) -> Difference | None:
-        """Return the first tensor that differs on any rank, or whose copies differ; None where all are equal.
+        """Return the first tensor that differs on a rank by more than allowed, or whose copies differ.
 
-        Collective: every rank gives the same tensors in the same order, and gets the same answer. Where ranks
-        give tensors of other names, that is the difference.
+        None where there is none. Collective: every rank gives the same tensors in the same order, and gets the
+        same answer. Where ranks give tensors of different names, that is the difference.
         """
         items = list(compared)
         wrong: dict[int, tuple[float, float]] = {}

@@ -28,11 +28,10 @@ class Given:
     Attributes:
         inputs: arguments of the module, each with the batch as its first dim.
         targets: for each token the one to predict, or `IGNORED`; None where inputs are no tokens.
-        loss: how to get the loss of a module; None for the cross entropy of its logits with `targets`, or a
-            weighted mean of its output without.
-        parts: the number of data-parallel ranks, over which the rows are split as by
-            `torch.tensor_split`.
-        part: which of these parts this rank takes.
+        loss: a function (module, *inputs) that returns the loss; None for the cross entropy of the module's logits
+            with `targets`, or without targets a weighted mean of its output.
+        parts: the number of data-parallel ranks, over which the rows are split as by `torch.tensor_split`.
+        part: the index of the part that this rank takes, from 0.
     """
 
     inputs: tuple[Any, ...]
@@ -42,7 +41,7 @@ class Given:
     part: int = 0
 
     def rows(self, part: int) -> Given:
-        """Return the inputs with the rows of part number `part` alone, of `parts`."""
+        """Return the inputs with only the rows of part number `part`, from 0, of the `parts`."""
 
         def taken(value: Any) -> Any:
             is_rows = isinstance(value, Tensor) and value.ndim
@@ -52,7 +51,7 @@ class Given:
         return Given(tuple(map(taken, self.inputs)), targets, self.loss)
 
     def cast(self, dtype: torch.dtype | None) -> Given:
-        """Return the inputs with floating ones cast to `dtype`; None leaves them."""
+        """Return the inputs with floating-point tensors cast to `dtype`; for None unchanged."""
 
         def taken(value: Any) -> Any:
             return (
@@ -86,9 +85,10 @@ def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int
     """Return seeded inputs for a model: tokens where it has a vocabulary, else rows of random features.
 
     Args:
+        model: the original.
         ranks: the number by which the chosen batch and sequence are divisible; unused with `sizes`.
         like: the device of the inputs.
-        sizes: batch and sequence; None to choose them.
+        sizes: (batch, sequence); None to choose them.
 
     Raises UnsupportedError where the model has neither a vocabulary nor a linear layer.
     """
@@ -110,9 +110,9 @@ def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return the vocabulary size: `vocab_size` of the configuration, or the rows of the first embedding.
+    """Return the vocabulary size: the configuration's `vocab_size`, the first embedding's rows, or else 0.
 
-    0 if it has no embedding. It is at most the rows of the table of tokens, where the model says which that is.
+    It is at most the rows of the table of tokens, where the model says which embedding that is.
     """
     table = next((child for child in model.modules() if isinstance(child, nn.Embedding)), None)
     if table is None:
@@ -129,9 +129,9 @@ def vocabulary_of(model: nn.Module) -> int:
 def outputs_of(module: nn.Module, given: Given) -> dict[str, Tensor]:
     """Return the results of a module by name: "logits", or "output" where `given` has no targets; and "loss".
 
-    "loss" is what `loss_of` makes of these. Where the module itself takes labels or targets and returns a loss,
-    that stands beside it, as "loss of labels" or "loss of targets". With `given.loss` there is "loss" alone,
-    what that returns. Of DTensors the whole is returned, which is collective.
+    "loss" is `loss_of` the logits or output. If the module takes labels or targets and returns a loss itself, that
+    is under "loss of labels" or "loss of targets". With `given.loss` there is only "loss", the result of that
+    function. DTensors are gathered whole, which is collective.
 
     Raises UnsupportedError where the module returns neither a tensor nor logits.
     """
@@ -154,7 +154,7 @@ def outputs_of(module: nn.Module, given: Given) -> dict[str, Tensor]:
 
 
 def arguments_of(module: nn.Module, given: Given) -> dict[str, Any]:
-    """Return what a module is called with besides inputs, by name: no cache, and targets where it takes them."""
+    """Return keyword arguments to call a module with, beside inputs: no cache, and targets if it takes them."""
     named: dict[str, Any] = {"use_cache": False} if takes(module.forward, "use_cache") else {}
     wrapped = getattr(module, "module", module)
     word = next((each for each in _OWN if takes(module.forward, each) or takes(wrapped.forward, each)), "")
@@ -168,7 +168,7 @@ _OWN = {"labels": "loss of labels", "targets": "loss of targets"}
 
 
 def without_ignored(targets: Tensor) -> Tensor:
-    """Return targets with negative ones replaced by token 0: nanoGPT's loss ignores another number than -100."""
+    """Return targets with negative ones replaced by token 0: losses such as nanoGPT's ignore -1, not -100."""
     return targets.clamp(min=0)
 
 
@@ -197,15 +197,15 @@ def _tensor_of(out: Any) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a DTensor, which is collective, or a plain tensor as it is."""
+    """Return a DTensor gathered whole, which is collective, or a plain tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def loss_of(out: Tensor, targets: Tensor | None) -> Tensor:
-    """Return the mean cross entropy of logits `out` (..., words) with `targets` (...), less those `IGNORED`.
+    """Return the mean cross entropy () of logits `out` (..., words) with the `targets` (...) not `IGNORED`.
 
-    Where there are no targets, or of another shape, it is the mean of all elements times fixed weights between
-    -1 and 1, which are the same for each row.
+    Without targets, or where they have another shape, it is the mean of all elements of `out` times fixed weights
+    between -1 and 1, which are the same for each row.
     """
     if targets is not None and out.shape[:-1] == targets.shape:
         logits = out if out.dtype == torch.float64 else out.float()

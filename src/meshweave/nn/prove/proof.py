@@ -183,7 +183,7 @@ class ModelPair:
         self.num_tensors, self.dtype, self.training = 0, next(model.parameters()).dtype, True
 
     def proof(self) -> Proof:
-        """Compare the models and return the proof. Collective."""
+        """Compare the models and return the proof, the same on all ranks. Collective."""
         difference = self._first(self._parameters())
         if difference is not None:
             difference = self._named(difference)

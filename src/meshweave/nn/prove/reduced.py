@@ -23,9 +23,9 @@ _RANK = 16
 
 
 def kinds_of(module: nn.Module, names: ModelMap) -> list[int]:
-    """Return for each layer the index of the first layer that is of the same kind.
+    """Return for each layer the index of the first layer of the same kind: layers A, B, A -> [0, 1, 0].
 
-    Layers of a kind have equal classes, shapes, attributes and entries in lists of the configuration, but for
+    Layers of a kind have equal classes, shapes, attributes and entries in lists of the configuration, except for
     attributes that count the layers.
     """
     layers = list(module.get_submodule(names.layers))
@@ -123,14 +123,16 @@ def reduced(
     The copy is in training mode, with the model's dropout.
 
     Args:
+        module: the model.
+        names: the names of its modules.
         chosen: the indices of the layers, in order.
-        words: of the vocabulary; the model's own where it has no more.
-        sequence: tokens per row that it will be given.
+        words: the size of the copy's vocabulary; the model's own where that is smaller.
+        sequence: the number of tokens of a row that the copy will be given.
         binds: which of "window" (of attention) and "positions" (the original context length) are made shorter than
             `sequence`.
         device, dtype: of the copy.
         shares: whether layers of the same shapes have the same weights, and equal buffers once. On a CPU the
-            matrix of an `nn.Linear` then is a product of two thin ones, its `factors`, by which to multiply.
+            matrix of an `nn.Linear` is then the product of two thin matrices, its attribute `factors`.
 
     Raises UnsupportedError where it cannot be copied.
     """

@@ -46,7 +46,10 @@ class Rounding:
             self._usual |= dict.fromkeys((name for name, _, _ in pairs), most)
 
     def allowed(self, name: str) -> tuple[float, float]:
-        """Return the error of tensor `name` that rounding explains: (over its norm, absolute per element)."""
+        """Return (relative, absolute): the error of tensor `name` that rounding explains.
+
+        `relative` is a norm over the norm of the tensor; `absolute` is an additional difference per element.
+        """
         if self._dtype == WIDE:
             return EXACT, 0.0
         finfo = torch.finfo(self._dtype)

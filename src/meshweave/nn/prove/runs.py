@@ -19,13 +19,14 @@ from meshweave.nn.prove.state import WIDE
 
 @dataclass(frozen=True)
 class ModelRun:
-    """What one run of a model gave.
+    """The results of one run of a model.
 
     Attributes:
         values: outputs and losses by name, as `given.outputs_of` names them: "logits", "loss" and the like.
-        grads: by name of parameter; None for one that got no gradient.
+        grads: the gradient of each parameter, by name; None for one that got no gradient.
         drew: whether random numbers were drawn.
-        narrowest: the floating type of fewest bits that a module returned; float64 where none was looked for.
+        narrowest: the floating-point dtype of fewest bits that a module returned; float64 where none was looked
+            for.
     """
 
     values: dict[str, Tensor]
@@ -55,9 +56,9 @@ def narrowest_seen() -> Iterator[list[torch.dtype]]:
 
 
 def settled_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return a parameter's gradient, of a DTensor with the parameter's placements; None where it has none.
+    """Return a parameter's gradient, None for none; that of a DTensor has the parameter's placements.
 
-    Collective where the gradient's placements are others.
+    Collective where the gradient has other placements.
     """
     grad = parameter.grad
     if (
@@ -70,9 +71,9 @@ def settled_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def context_for(strategy: Any, device: torch.device) -> TorchContext:
-    """Return the context in which ranks compare.
+    """Return the context in which ranks compare: that of a `LayerStrategy` for `device`.
 
-    It is that of a `LayerStrategy` for the device, or for None the default context of the device.
+    For None it is the default context of the device.
     """
     own = getattr(strategy, "context", None)
     context: TorchContext = own(device) if callable(own) else TorchContext.default(device)
@@ -82,8 +83,7 @@ def context_for(strategy: Any, device: torch.device) -> TorchContext:
 def free_bytes(device: torch.device, ranks: int) -> int:
     """Return the bytes of memory that are free for `ranks` ranks of this host together.
 
-    On CUDA these are `ranks` times those of `device`, else those of the host; 2^62 where the system does not
-    say.
+    On CUDA these are `ranks` times those of `device`, else those of the host; 2^62 where the system does not tell.
     """
     if device.type == "cuda":
         return ranks * int(torch.cuda.mem_get_info(device)[0])

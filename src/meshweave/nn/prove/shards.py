@@ -24,9 +24,9 @@ class LocalTensor:
     """This rank's part of a tensor.
 
     Attributes:
-        values: what it has.
-        places: where that is in the whole.
-        part: the number of the part of the batch that it is computed from; 0 where ranks share the whole batch.
+        values: its elements.
+        places: for each dim their positions in the whole tensor; None for the whole.
+        part: the number, from 0, of the part of the batch that it is computed from; 0 where ranks share the batch.
     """
 
     values: Tensor
@@ -34,7 +34,7 @@ class LocalTensor:
     part: int = 0
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return of `whole`, a tensor of the same global shape, the part that this rank has of this one.
+        """Return the part of `whole` at the positions `places`; `whole` has the global shape of this tensor.
 
         Raises LayoutError where `whole` is too small for that.
         """
@@ -47,11 +47,14 @@ class LocalTensor:
 
     @property
     def key(self) -> int:
-        """Return a number that copies of one shard share, and that tells other shards apart."""
+        """Return a checksum of `places` and `part`: copies of one shard have the same, other shards another."""
         return zlib.crc32(repr((self.part, self.places)).encode())
 
     def where(self, shape: Sequence[int]) -> str:
-        """Return text on which part of the whole tensor, of `shape`, this is."""
+        """Return in words which part of the whole tensor this is: "the whole", or "shard [0:4, 8:12]".
+
+        `shape` is that of the whole tensor.
+        """
         if self.places is None or all(len(p) == n for p, n in zip(self.places, shape, strict=True)):
             return "the whole"
         return f"shard [{', '.join(map(_range, self.places))}]"
@@ -66,13 +69,13 @@ def _range(places: Sequence[int]) -> str:
 
 
 def local_of(tensor: Tensor, rank: int, ranges: Any = None) -> LocalTensor:
-    """Return the shard of a tensor that `rank`, this one, has; all of it where it is no DTensor.
+    """Return the shard of a tensor on this rank, whose global rank is `rank`; a plain tensor is whole.
 
     A DTensor without a layout, such as a partial sum, is gathered whole, which is collective.
 
     Args:
-        ranges: for each dim the (start, stop) ranges of the shard, where placements do not say them; None
-            where they do.
+        ranges: for each dim the (start, stop) ranges of the shard, where placements do not say them; None where
+            they do.
     """
     if not isinstance(tensor, DTensor):
         return LocalTensor(tensor.detach())
@@ -91,14 +94,15 @@ def local_of(tensor: Tensor, rank: int, ranges: Any = None) -> LocalTensor:
 
 
 def ranks_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return the global ranks of the meshes of DTensors, ascending."""
+    """Return the global ranks of the meshes of all DTensors among the tensors, ascending."""
     meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
     return tuple(sorted({int(rank) for mesh in meshes for rank in mesh.mesh.flatten().tolist()}))
 
 
 def rank_groups(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the groups of ranks along each axis of the meshes of DTensors, and each whole mesh, without groups
-    of one rank.
+    """Return the groups of global ranks along each axis of the meshes of DTensors, and of each whole mesh.
+
+    Groups of one rank are left out. A mesh [[0, 1], [2, 3]] -> [[0, 1], [0, 2], [1, 3], [2, 3], [0, 1, 2, 3]].
     """
     lines: set[tuple[int, ...]] = set()
     for mesh in {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}:

@@ -21,7 +21,7 @@ _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
 class WideCasts(TorchFunctionMode):  # type: ignore[misc]
-    """A context in which casts to narrow floating types go to double precision: a model rounds nowhere."""
+    """A context in which casts to float32, float16 and bfloat16 go to float64, so that a model rounds nowhere."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -58,7 +58,7 @@ def has_external_sync(module: nn.Module) -> bool:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a floating tensor in another type, any other in its own, in new memory.
+    """Return a copy of a tensor in new memory: in `dtype` if it is of floating point, else in its own dtype.
 
     A floating DTensor keeps its placements.
     """
@@ -83,16 +83,17 @@ def prepared(
     casts_buffers: bool = True,
     drops: bool = False,
 ) -> Iterator[None]:
-    """Run the block with a module without dropout, and without gradients so far; then restore all of it.
+    """Run the block with a module prepared for a proof, then restore it: no dropout, no gradients at first.
 
     Gradients are computed in it, also under `torch.no_grad()`. Random numbers are drawn from a fixed seed.
 
     Args:
-        dtype: of parameters, buffers and computation; None as they are. Must be None for modules under FSDP2
-            and DDP, which keep parameters elsewhere.
+        module: the module, changed in place for the time of the block.
+        dtype: of parameters, buffers and computation; None as they are. Must be None for modules under FSDP2 and
+            DDP, which keep parameters elsewhere.
         owner: the object that runs the module, which may have `recompute` or a dropout of its own; None for none.
         training: whether modules are in training mode.
-        casts_buffers: whether buffers and tensors that are attributes get the type, too.
+        casts_buffers: whether buffers and tensors that are attributes are cast to `dtype`, too.
         drops: whether dropout stays.
     """
     modules = list(module.modules())
@@ -157,10 +158,7 @@ def _lay(child: nn.Module, dtype: torch.dtype | None, made: dict[int, Tensor], c
 
 
 def without_dropout(owners: Iterable[Any]) -> list[tuple[Any, str, Any]]:
-    """Set the dropout probabilities of modules and their configurations to 0.
-
-    Returns what they were, as (object, attribute, value).
-    """
+    """Set dropout probabilities of modules and configurations to 0; return [(object, attribute, old value)]."""
     changed: list[tuple[Any, str, Any]] = []
     for owner in owners:
         for each in _dropouts(owner):
@@ -169,9 +167,9 @@ def without_dropout(owners: Iterable[Any]) -> list[tuple[Any, str, Any]]:
 
 
 def with_loops_over_experts(modules: Iterable[Any]) -> list[tuple[Any, str, Any]]:
-    """Set models of transformers to multiply expert by expert, since grouped products lack double precision.
+    """Make models of transformers multiply expert by expert, since grouped products lack double precision.
 
-    Returns what their configurations had before, as (object, attribute, value).
+    Return [(configuration, attribute, old value)] for what was changed.
     """
     changed: list[tuple[Any, str, Any]] = []
     name = "_experts_implementation"
@@ -211,7 +209,10 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a tensor or module without the prefixes that wrappers of torch add."""
+    """Return a tensor's or module's name without the prefixes of torch's wrappers (DDP, FSDP, compile, ...).
+
+    "module.0._orig_mod.weight" -> "0.weight".
+    """
     parts = name.split(".")
     while parts[:1] in (["module"], ["_orig_mod"]):
         parts = parts[1:]

@@ -30,7 +30,10 @@ class ComparedModels(Protocol):
 
     Attributes:
         model: the original.
-        made: what was parallelised, of which `module` is the module.
+        made: what was parallelised: a module, or an object such as a `ParallelModel`.
+        module: the module of `made`.
+        given: the inputs of both.
+        ranks: the ranks that compare.
         training: whether both are in training mode.
     """
 
@@ -43,11 +46,12 @@ class ComparedModels(Protocol):
 
 
 def first_module(comparison: ComparedModels, dtype: torch.dtype | None, difference: Difference) -> Difference:
-    """Return the first module output or input that differs from the original's in a forward pass. Collective.
+    """Return the first module input or output in a forward pass that differs from the original's. Collective.
 
     Args:
+        comparison: the model and its original.
         dtype: in which the parallelised model runs; None for its own.
-        difference: the difference that was found; returned, with a remark, where no module before differs.
+        difference: that of the outputs; it is returned, with a remark, where no module before differs.
     """
     rows = comparison.given.rows(comparison.given.part).cast(dtype)
     right: Trail = {}

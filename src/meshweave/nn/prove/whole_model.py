@@ -68,15 +68,16 @@ class _Stop(Exception):
 def check_whole(
     made: nn.Module, module: nn.Module, names: ModelMap, kinds: Sequence[int], longest: int
 ) -> None:
-    """Raise ProofError where a model's forward pass does more or else than its layers one after the other.
+    """Raise ProofError where a model's forward pass is not just that of its layers one after the other.
 
-    That would be lost where parallel layers replace the model's own. Raises UnsupportedError where the copy does
-    not run.
+    What else it does would be lost where parallel layers replace the model's own. Raises UnsupportedError where
+    the copy does not run.
 
     Args:
         made: a copy with all layers, those of a kind with the same weights, few words, and dropout as it is.
         module: the model, whose dropout and windows are read.
-        kinds: for each layer the first layer that is of its kind.
+        names: the names of its modules.
+        kinds: for each layer the index of the first layer of its kind.
         longest: the most tokens that a row may have.
     """
     checked = _WatchedCopy(made, names, kinds, type(module).__name__)

@@ -224,16 +224,14 @@ class Checkpoints:
 
     @property
     def is_saving(self) -> bool:
-        """Return whether there was a `save` since the last `wait`, which every save, look and load calls."""
+        """Return whether there was a `save` since the last `wait`; every save, look and load waits, too."""
         return self._saving is not None
 
     def wait(self) -> None:
-        """Wait until the last `save` of all ranks is whole on the disk, however long that takes while they
-        work at it.
+        """Wait until the last `save` of all ranks is whole on the disk, as long as they work at it. Collective.
 
         Raises:
-            CheckpointError: it could not be written; on all ranks the same. Checkpoints that were whole still
-                are.
+            CheckpointError: it could not be written; on all ranks the same. Checkpoints that were whole still are.
             RankLostError, DeadlineError: other ranks were lost meanwhile, or neither wrote nor finished.
         """
         if self._saving is None:
@@ -390,9 +388,9 @@ class Checkpoints:
         return dict(manifest.notes)
 
     def refuse_together(self, step: int, wrong: str, told: Any = None) -> list[Any]:
-        """Return each rank's `told`, by rank, or raise CheckpointError on all of them where any has a `wrong`.
+        """Return each rank's `told`, by rank; raise CheckpointError on all if any has a `wrong`. Collective.
 
-        Collective. The message is "the checkpoint of step N in FOLDER", then `wrong`, as "cannot be saved: ...".
+        The message is "the checkpoint of step N in FOLDER", then `wrong`, such as "cannot be saved: ...".
         """
         wrong = f"{self._there.named(step)} {wrong}" if wrong else ""
         round_ = self._rounds.begin(f"all ranks to take step {step}")

@@ -39,7 +39,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 @contextlib.contextmanager
 def opened_folder(path: Path) -> Iterator[int]:
-    """Yield a file descriptor of a folder. Raises OSError where it is no folder, or a link."""
+    """Open a folder, and yield its file descriptor; close it after the block.
+
+    Raises OSError where `path` is no folder, or a link.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield descriptor
@@ -49,10 +52,11 @@ def opened_folder(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def opened_file(folder: int, name: str, num_bytes: int | None = None) -> Iterator[int]:
-    """Yield a file descriptor of a regular file of a folder, for reading.
+    """Open a regular file of a folder for reading, and yield its file descriptor; close it after the block.
 
     Args:
         folder: a descriptor of the folder.
+        name: the file's name in it.
         num_bytes: the size that the file must have; None for any.
 
     Raises CheckpointError where there is no such regular file, it cannot be read, or has another size.
@@ -82,10 +86,11 @@ def opened_file(folder: int, name: str, num_bytes: int | None = None) -> Iterato
 def write_synced(
     folder: int, name: str, parts: Iterable[memoryview], tick: Tick = lambda: None
 ) -> tuple[int, int]:
-    """Write a new file, and wait until the disk has it; return (bytes, CRC-32) of it.
+    """Write a new file, and wait until the disk has it; return (its size in bytes, its CRC-32).
 
     Args:
         folder: a descriptor of the folder.
+        name: the file's name in it.
         parts: the bytes of the file, one part after another.
         tick: called now and then, between writes.
 
@@ -113,10 +118,12 @@ def write_synced(
 
 
 def check_bytes(folder: int, manifest: Manifest, share: int, num_shares: int, tick: Tick) -> None:
-    """Check the CRC-32 of every `num_shares`-th file of a checkpoint, in order of names, from number `share` on.
+    """Check the CRC-32 of this rank's share of the files of a checkpoint.
 
     Args:
         folder: a descriptor of the folder.
+        manifest: of the checkpoint.
+        share, num_shares: the files checked are those at indices share, share + num_shares, ... in order of names.
         tick: called now and then, between reads.
 
     Raises CheckpointError where a file is missing, cannot be read, or has other bytes than were written.

@@ -62,9 +62,10 @@ class FoundCheckpoint:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of a checkpoint, after checking that its folder has exactly the listed files and sizes.
+    """Return the manifest of the checkpoint folder `path`, after a check of names and sizes of the files there.
 
-    Contents of files are not read. Raises CheckpointError if the manifest cannot be read or a file differs.
+    Contents of files are not read. Raises CheckpointError if the manifest cannot be read, a file is missing or has
+    another size, or there is a file that the manifest does not list.
     """
     manifest, wrong = _seen_in(path)
     if manifest is None or wrong:
@@ -106,10 +107,11 @@ def _check_files(folder: int, manifest: Manifest) -> None:
 
 
 def found_checkpoint(folder: Path, step: int) -> FoundCheckpoint | None:
-    """Return the checkpoint of a step, whole or not; None where the folder has none of this step.
+    """Return the checkpoint of a step, whole or not; None where `folder` has none of this step.
 
-    A step that was saved again may have two: it is the later one, unless that is harmed and the earlier is not.
-    What is harmed says why in `wrong`, by its manifest and the sizes of its files; nothing is raised.
+    A step that was saved again may have two folders: the later one is taken, unless it is not whole and the
+    earlier one is. `wrong` of the result says why it is not whole, by its manifest and the sizes of its files;
+    nothing is raised.
     """
     checkpoint = None
     for name in (folder_name(step), f"{folder_name(step)}.new"):
@@ -149,9 +151,9 @@ def _named(folder: Path) -> Iterator[tuple[int, str, Path]]:
 
 
 def sweep(folder: Path) -> None:
-    """Clear a folder after killed writers: rename `step-N.new` to `step-N` if whole, else remove it; remove
-    `step-N.part` and `step-N.old`.
+    """Clear the folder of all checkpoints of what killed writers left.
 
+    A `step-N.new` is renamed to `step-N` if whole, else removed; `step-N.part` and `step-N.old` are removed.
     Raises OSError where that fails.
     """
     for step, suffix, path in _named(folder):
@@ -167,7 +169,7 @@ def sweep(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, or a file; of a link the link alone. What is missing is no error.
+    """Remove a folder with all that is in it, or a file, or of a link the link alone; a missing one is no error.
 
     Raises OSError where that fails.
     """
@@ -179,7 +181,7 @@ def remove(path: Path) -> None:
 
 
 def make_whole(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest into the `.part` folder of its step, and rename that to `step-N`.
+    """Write the manifest into the `.part` folder of its step, and rename that folder to `step-N`.
 
     An earlier checkpoint of the same step is removed after that.
 
@@ -188,7 +190,7 @@ def make_whole(folder: Path, manifest: Manifest) -> None:
         manifest: of the checkpoint; its step names both folders.
 
     Raises:
-        CheckpointError: the `.part` folder lacks a file of the manifest, has another one, or one of
+        CheckpointError: the `.part` folder lacks a file of the manifest, has one that it does not list, or one of
             another size; or the manifest could not be read again.
         OSError: it cannot be written.
     """
@@ -227,10 +229,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_older(folder: Path, keep: int) -> None:
-    """Remove whole checkpoints until `keep`, at least 1, are left; never the last saved.
+    """Remove whole checkpoints until `keep`, at least 1, are left; never the one that was saved last.
 
-    Those go first from which the last saved does not descend: they are of a training that another one, begun at an
-    earlier step or anew, has replaced. Then those that were saved first. Raises OSError where that fails.
+    First go those from which the last saved one does not descend: they belong to a training that another one,
+    begun at an earlier step or anew, has replaced. Then go those that were saved first. Raises OSError where that
+    fails.
     """
     whole = [each for each in found_checkpoints(folder) if not each.wrong and each.manifest is not None]
     by_serial = {each.manifest.serial: each for each in whole if each.manifest}
@@ -261,12 +264,14 @@ class FolderLock:
 
     @classmethod
     def take(cls, folder: Path, holder: Any, is_busy: Callable[[Any], bool]) -> None:
-        """Take the lock on a folder for `holder`, until that is garbage-collected; does nothing where it has it.
+        """Take the lock on a folder for `holder`, as long as that lives; do nothing where `holder` has it.
 
-        Another holder in this process loses it, unless that is saving now. Where a file system has no such
-        locks, it warns, and keeps no other process out.
+        Another holder in this process loses it, unless it is saving now. Where a file system has no such locks,
+        warn, and keep no other process out.
 
         Args:
+            folder: the folder of all checkpoints.
+            holder: the `Checkpoints` that saves into it.
             is_busy: called with the other holder; returns whether that is saving now.
 
         Raises:

@@ -48,7 +48,12 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class WrittenTensor:
-    """The dtype, by name, and the shape of a whole tensor."""
+    """The dtype and the shape of a whole tensor in a checkpoint.
+
+    Attributes:
+        dtype: its name, such as "float32".
+        shape: the global shape.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,7 +61,13 @@ class WrittenTensor:
 
 @dataclass(frozen=True)
 class SavedBox:
-    """A box of a tensor: where it begins in the whole, and its sizes."""
+    """A box of a tensor in a file: a range of positions along each dim.
+
+    Attributes:
+        name: that of the tensor.
+        offsets: for each dim its first position in the whole tensor.
+        sizes: for each dim the number of positions.
+    """
 
     name: str
     offsets: tuple[int, ...]
@@ -65,7 +76,13 @@ class SavedBox:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file of boxes, one after another, each in row-major order, little-endian."""
+    """A file of boxes, one after another, each in row-major order, little-endian.
+
+    Attributes:
+        num_bytes: the size of the file.
+        crc32: the CRC-32 of all its bytes.
+        boxes: the boxes, in their order in the file.
+    """
 
     num_bytes: int
     crc32: int
@@ -124,9 +141,9 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: bytes) -> Manifest:
-        """Return the manifest of a file with these bytes.
+        """Return the manifest that `text`, the bytes of its file, says.
 
-        Raises CheckpointError, which says what is wrong with them.
+        Raises CheckpointError, which says what is wrong with the bytes.
         """
         value = _checked_json(text)
         if _int(value, "format", 0, 1 << 31) != FORMAT:
@@ -153,7 +170,7 @@ class Manifest:
         )
 
     def boxes(self) -> dict[str, list[tuple[str, int, SavedBox]]]:
-        """Return {name of a tensor: its boxes}, each box as (file name, its first byte in the file, box)."""
+        """Return {tensor name: boxes}, each (name of its file, offset in bytes of the box in the file, box)."""
         by_tensor: dict[str, list[tuple[str, int, SavedBox]]] = {name: [] for name in self.tensors}
         for name, file in self.files.items():
             at = 0
@@ -182,7 +199,10 @@ def file_name(rank: int) -> str:
 
 
 def checked_notes(notes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return notes as they will be read from JSON. Raises CheckpointError where they are no JSON values."""
+    """Return notes as they are after a round trip through JSON, such as lists for tuples.
+
+    Raises CheckpointError where they are no JSON values.
+    """
     try:
         _check_keys(notes)
         text = json.dumps(dict(notes))

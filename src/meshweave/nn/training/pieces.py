@@ -26,12 +26,12 @@ Ranges = Sequence[Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class ShardPieces:
-    """The boxes that a rank has of a tensor.
+    """The boxes that a rank has of a tensor. A box is a range of positions along each dim.
 
     Attributes:
         shape: of the whole tensor.
-        offsets: where each box begins in the whole.
-        tensors: each box, as a view of what the rank has.
+        offsets: for each box, its first position along each dim of the whole.
+        tensors: for each box, its elements, as a view of the rank's shard.
         dtype: of the whole; by default that of the first box.
     """
 
@@ -61,20 +61,20 @@ class ShardPieces:
 
     @property
     def saved_as(self) -> WrittenTensor:
-        """Return dtype and shape of the whole tensor."""
+        """Return the dtype, by name, and the shape of the whole tensor."""
         dtype = self.dtype or self.tensors[0].dtype
         return WrittenTensor(str(dtype).removeprefix("torch."), self.shape)
 
     def offer(self, name: str) -> list[Any]:
-        """Return [name, dtype, shape, boxes], this rank's entry of a tensor for `assigned_boxes`.
+        """Return [name, dtype, shape, boxes], what this rank says of the tensor for `assigned_boxes`.
 
-        `dtype` is its name, `shape` that of the whole, and each box is [offsets, sizes].
+        `dtype` is its name, `shape` that of the whole tensor, and each box is [offsets, sizes].
         """
         boxes = [[list(at), list(each.shape)] for at, each in zip(self.offsets, self.tensors, strict=True)]
         return [name, self.saved_as.dtype, list(self.shape), boxes]
 
     def copied(self, box: SavedBox) -> Tensor:
-        """Return a copy, on the CPU, of that one of these tensors which has the offsets and sizes of `box`."""
+        """Return a copy on the CPU of the box of this rank that has the offsets and sizes of `box`."""
         wanted = box.offsets, box.sizes
         boxes = ((at, tuple(each.shape)) for at, each in zip(self.offsets, self.tensors, strict=True))
         tensor = self.tensors[next(number for number, each in enumerate(boxes) if each == wanted)]
@@ -86,14 +86,15 @@ Saved: TypeAlias = Tensor | ShardPieces
 
 
 def pieces_of(name: str, value: Saved) -> ShardPieces:
-    """Return the boxes that this rank has of a tensor; a plain tensor is one box, the whole.
+    """Return this rank's boxes of a tensor; a plain tensor is one box, the whole, or none if it is empty.
 
     Args:
         name: of the tensor, for errors.
+        value: the tensor, or the boxes, which are returned as they are.
 
-    Raises CheckpointError where a checkpoint cannot hold it: it is no tensor, is on the meta device, is sparse
-    or a subclass that wraps tensors, or has a dtype or placements that checkpoints do not have; or the name is
-    no str.
+    Raises CheckpointError where a checkpoint cannot hold it: it is no tensor, is on the meta device, is sparse or
+    a subclass that wraps tensors, or has a dtype or placements that checkpoints do not have; or the name is no
+    str.
     """
     if type(name) is not str:
         raise CheckpointError(f"{printable(repr(name))} is no name of a tensor, which is a str")
@@ -122,15 +123,15 @@ def pieces_of(name: str, value: Saved) -> ShardPieces:
 
 
 def assigned_boxes(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, WrittenTensor], list[list[SavedBox]]]:
-    """Return (all tensors by name, for each rank the boxes that it writes).
+    """Return (tensors, boxes): dtype and shape of all tensors by name, and for each rank the boxes that it writes.
 
-    A box that several ranks have goes to the one of them that has fewest bytes to write so far.
+    A box that several ranks have is written by the one of them that has fewest bytes to write so far.
 
     Args:
-        offers: by rank, for each of its tensors (name, dtype, shape of the whole, boxes as (offsets, sizes)), as
-            `ShardPieces.offer` returns it.
+        offers: for each rank, for each of its tensors (name, dtype, shape of the whole, boxes as (offsets,
+            sizes)), as `ShardPieces.offer` returns it.
 
-    Raises CheckpointError where ranks give a tensor other dtypes or shapes, or the boxes of one have more or
+    Raises CheckpointError where ranks give a tensor different dtypes or shapes, or the boxes of one have more or
     fewer elements than the whole.
     """
     tensors: dict[str, WrittenTensor] = {}

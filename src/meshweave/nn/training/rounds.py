@@ -25,9 +25,12 @@ _sessions = CountsPerWorld()
 
 
 class AgreementRound:
-    """One exchange: each rank gives a message once, and gets those of all ranks or of one.
+    """One exchange of messages between ranks through the store of the default process group.
+
+    Each rank gives a message once, and gets those of all ranks or of one.
 
     Args:
+        context: deadline and liveness of waits.
         key: begins the keys of the round in the store; the same on all ranks, and of no other round.
         what: completes "waiting for ..." in errors.
 
@@ -47,7 +50,7 @@ class AgreementRound:
         return f"{self._key}/{rank}"
 
     def give(self, words: Any, name: int | str | None = None) -> None:
-        """Write `words`, JSON values, for the others to read: under `name`, or this rank's number for None."""
+        """Write JSON values `words` into the store for other ranks, under `name` (None: this rank's number)."""
         name = self._rank if name is None else name
         if self._is_alone:
             self._own[self._name(name)] = json.dumps(words)
@@ -64,7 +67,7 @@ class AgreementRound:
             self.give(self._num_ticks, f"tick{self._rank}")
 
     def given(self, names: Sequence[int | str]) -> list[Any] | None:
-        """Return what was written under each of `names`, without waiting; None until all of it is there."""
+        """Return what was written under each of `names`, in order, without waiting; None until all is there."""
         keys = [self._name(name) for name in names]
         if self._is_alone:
             return [json.loads(self._own[key]) for key in keys] if self._own.keys() >= set(keys) else None
@@ -72,9 +75,9 @@ class AgreementRound:
         return [json.loads(words) for words in store.multi_get(keys)] if store.check(keys) else None
 
     def forget(self) -> None:
-        """Remove from the store what this rank wrote in the round, on rank 0 also "result".
+        """Remove from the store what this rank wrote in the round; rank 0 also removes "result".
 
-        It is called once all ranks have read that.
+        Call it once all ranks have read these.
         """
         if not self._is_alone:
             store = signed_store(self._context.deadline_s)
@@ -83,7 +86,7 @@ class AgreementRound:
                     store.delete_key(self._name(name))
 
     def wait_for(self, names: Sequence[int | str]) -> list[Any]:
-        """Return what is written under each of `names` (see `give`), once all of it is there.
+        """Wait until something is written under each of `names` (see `give`), and return it, in their order.
 
         Raises RankLostError where a rank died; DeadlineError where a rank that has yet to write did neither that
         nor `tick` in time.
@@ -125,13 +128,14 @@ class AgreementRound:
         return now - seen[rank][1] < within_s
 
     def is_at_work(self, within_s: float, seen: dict[int, tuple[int, float]]) -> bool:
-        """Return whether another rank has ticked in the last `within_s` seconds, as far as this one has seen.
+        """Return whether another rank made a `tick` in the last `within_s` seconds, as far as this rank has seen.
 
-        Only ranks that have yet to `give` count; where all have, rank 0, which has yet to conclude.
+        Only ranks that have yet to `give` count; where all have given, rank 0, which has yet to write the result.
 
         Args:
-            seen: for each rank the last tick that earlier calls saw, and when on the monotonic clock, in
-                seconds; {} at first, and updated. A tick that it lacks counts as made now.
+            within_s: seconds.
+            seen: {rank: (number of the last tick that earlier calls saw, when on the monotonic clock, in
+                seconds)}; {} at first, and updated. A tick that it lacks counts as made now.
         """
         return any(rank != self._rank and self._works(rank, seen, within_s) for rank in self._unheard())
 
@@ -141,7 +145,7 @@ class AgreementRound:
 
 
 class Rounds:
-    """The rounds of one `Checkpoints`, which all ranks begin in the same order."""
+    """The rounds (exchanges of messages) of one `Checkpoints`, which all ranks begin in the same order."""
 
     def __init__(self, context: TorchContext) -> None:
         self._context, self._count = context, 0
@@ -163,18 +167,19 @@ class Rounds:
         return round_
 
     def end(self, round_: AgreementRound) -> None:
-        """Let what was written in a round be removed once all ranks are in a later one."""
+        """Note that a round is over; what was written in it is removed once all ranks are in a later one."""
         self._ended.append(round_)
 
     def agree(self, round_: AgreementRound, topic: str, words: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return each rank's `words` of a round, with `topic` in them, by rank in ascending order. Collective.
+        """Exchange `words` in a round; return each rank's, with `topic`, by ascending rank. Collective.
 
         Args:
-            topic: what it is about, which must be the same on all ranks.
+            round_: the round, as `begin` returned it.
+            topic: what this rank is about to do, in words, which must be the same on all ranks.
             words: JSON values; a non-empty `wrong` says why this rank refuses.
 
         Raises:
-            CheckpointError: a rank refuses, or ranks are about different things; on all ranks the same.
+            CheckpointError: a rank refuses, or ranks are about to do different things; on all ranks the same.
             RankLostError, DeadlineError: other ranks are lost, or neither gave their words nor ticked in time.
         """
         round_.give({**words, "topic": topic})

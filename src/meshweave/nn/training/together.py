@@ -14,14 +14,20 @@ from meshweave.nn.training.rounds import Rounds
 
 
 class FolderTogether:
-    """The folder of checkpoints as one of its ranks sees it."""
+    """The folder of checkpoints as one of its ranks sees it.
+
+    Args:
+        folder: the folder of all checkpoints.
+        rounds: exchanges messages between the ranks.
+        rank, num_ranks: this rank's global number, and how many ranks there are.
+    """
 
     def __init__(self, folder: Path, rounds: Rounds, rank: int, num_ranks: int) -> None:
         self.folder, self._rounds = folder, rounds
         self._rank, self._num_ranks = rank, num_ranks
 
     def error_text_of(self, act: Callable[[], object]) -> str:
-        """Call `act`, which works in the folder; return the text of any Exception that it raises, "" for none."""
+        """Call `act`, which works in the folder; return "", or the text of the Exception that it raises."""
         try:
             act()
         except CheckpointError as error:
@@ -33,7 +39,7 @@ class FolderTogether:
         return ""
 
     def manifest_of(self, step: int) -> tuple[Manifest, Path]:
-        """Return (manifest, folder) of the checkpoint of a step, as this rank sees it.
+        """Return (manifest, path of its folder) of the checkpoint of a step, as this rank sees it.
 
         Raises CheckpointError where it is missing or incomplete.
         """
@@ -49,7 +55,7 @@ class FolderTogether:
         return f"the checkpoint of step {step} in {self.folder}"
 
     def folder_if_unchanged(self, step: int, manifest: Manifest | None) -> Path:
-        """Return a checkpoint's folder after checking it against `manifest`; None skips the check.
+        """Return the folder of a step's checkpoint if its manifest is still `manifest`; None skips the check.
 
         Raises CheckpointError where it is missing or incomplete, or has another manifest by now.
         """
@@ -59,13 +65,13 @@ class FolderTogether:
         return path
 
     def changed(self, step: int, manifest: Manifest | None = None) -> str:
-        """Return text on why a checkpoint is not as it was written, the same on all ranks; "" where it is.
+        """Return, in words, why a checkpoint is not as it was written; "" where it is. The same on all ranks.
 
         Collective. Each rank reads some of the files. The reason is a file with another CRC-32, one that is
-        missing or cannot be read, or another manifest than `manifest`.
+        missing or cannot be read, or a manifest other than `manifest`.
 
         Args:
-            manifest: which the checkpoint must have; None takes the one that is there.
+            manifest: the one that the checkpoint must have; None takes the one that is there.
         """
         round_ = self._rounds.begin(f"all ranks to check the checkpoint of step {step}")
 

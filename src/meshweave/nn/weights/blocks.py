@@ -23,11 +23,12 @@ Block = tuple[Runs, ...]
 
 
 def block_of(name: str, tensor: Tensor) -> Block:
-    """Return the part of a tensor that this rank has: for each dim its (start, stop) ranges, in their order here.
+    """Return this rank's part of a tensor: for each dim (start, stop) ranges, in the order of its shard.
 
-    All of a tensor that is no DTensor; no ranges in any dim on a rank outside of a DTensor's mesh.
+    (4, 6) with Shard(1) on 2 ranks -> (((0, 4),), ((0, 3),)) on the first. A plain tensor is whole. On a rank
+    outside of a DTensor's mesh no dim has a range.
 
-    Raises LayoutError, naming the tensor, where it is a partial sum, or its placements have no layout.
+    Raises LayoutError, which begins with `name`, where it is a partial sum, or its placements have no layout.
     """
     if not isinstance(tensor, DTensor):
         return tuple(((0, size),) for size in tensor.shape)
@@ -53,8 +54,9 @@ def _runs(indices: Any) -> Runs:
 
 
 def boxes_of(block: Block) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield for each box of a block (slices in this rank's shard, slices in the whole tensor), one slice per
-    dim.
+    """Yield, for each box of a block, (slices in this rank's shard, slices in the whole), a slice per dim.
+
+    A box has one range of each dim; there is one for each combination of ranges.
     """
     per_dim = []
     for runs in block:
@@ -66,5 +68,5 @@ def boxes_of(block: Block) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...
 
 
 def sizes_of(block: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, ...]:
-    """Return the shape of this rank's shard, of which `block` gives the ranges."""
+    """Return the shape of the shard whose (start, stop) ranges for each dim are `block`: summed lengths."""
     return tuple(sum(stop - start for start, stop in runs) for runs in block)

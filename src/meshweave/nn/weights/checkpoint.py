@@ -43,11 +43,12 @@ class Checkpoint:
         return tuple(self._part(name).get_shape())
 
     def read(self, name: str, block: Block) -> Tensor:
-        """Return a part of a tensor, in the shape of the part, on the CPU; only its bytes are read.
+        """Return a part of the stored tensor `name` on the CPU, in the part's shape; only its bytes are read.
 
         Args:
-            block: for each dim the (start, stop) ranges of positions of the part, in their order in it; () for
-                the whole tensor.
+            name: the tensor's name in the checkpoint.
+            block: for each dim the (start, stop) ranges of positions of the part, in the order in which the part
+                has them; () for the whole tensor.
 
         Raises KeyError where there is no tensor of the name.
         """

@@ -95,9 +95,9 @@ class RankSavePretrained:
 
 
 def bytes_of(size: int | str) -> int:
-    """Return a size in bytes, given as an integer from 1 on, or as text such as "5GB" (10^9) or "1GiB" (2^30).
+    """Return a size in bytes, given as an integer from 1 on, or as text: "5GB" -> 5 * 10**9, "1GiB" -> 2**30.
 
-    Raises LayoutError for others.
+    Raises LayoutError for other values.
     """
     if type(size) is int and size > 0:
         return size
@@ -110,10 +110,11 @@ def bytes_of(size: int | str) -> int:
 
 
 def stored_names(module: nn.Module) -> dict[str, str]:
-    """Return the names under which transformers stores a model's tensors, by the first name of each in the module.
+    """Return {name of a tensor in the module: the name under which transformers stores it}.
 
-    Where transformers would join or split tensors as it saves them, all names are the module's own, of tied ones
-    the one that it keeps; `from_pretrained` reads these, too.
+    A tied tensor goes by the first of its names. Where transformers would join or split tensors as it saves them,
+    all names are the module's own, for a tied tensor the one that transformers keeps; `from_pretrained` reads
+    these, too.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion

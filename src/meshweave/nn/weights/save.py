@@ -126,7 +126,7 @@ def write_by_first(folder: Path, do: Callable[[], object], context: TorchContext
     """Call `do` on rank 0, which writes into `folder`; return on all ranks once it is done. Collective.
 
     Raises:
-        CheckpointError: it cannot; on all ranks.
+        CheckpointError: `do` raised an error; on all ranks.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     wrong = "" if context.rank else _tried(folder, do)

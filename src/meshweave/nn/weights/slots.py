@@ -31,7 +31,7 @@ Mapped = Mapping[str, str | StoredTensor] | Callable[[str], str | StoredTensor |
 
 
 def stored_as(mapping: Mapped, name: str) -> StoredTensor:
-    """Return under which name, and whether transposed, tensor `name` of a module is in a checkpoint.
+    """Return the name of tensor `name` of a module in a checkpoint, and whether it is stored transposed.
 
     `mapping` is a dict or function from names in the module to names in the checkpoint, or to a `StoredTensor`.
     None, a dict without an entry, and a function that returns None mean the tensor's own name.
@@ -44,17 +44,23 @@ def stored_as(mapping: Mapped, name: str) -> StoredTensor:
 
 @dataclass(frozen=True)
 class ModuleTensor:
-    """One tensor of a module under all its names, with the modules that have it."""
+    """One parameter or buffer of a module.
+
+    Attributes:
+        names: all its names in the module, more than one if it is tied.
+        tensor: the tensor.
+        owners: (module, attribute name) of each place that has it.
+    """
 
     names: tuple[str, ...]
     tensor: Tensor
     owners: tuple[tuple[nn.Module, str], ...]
 
     def fill(self, part: Tensor, device: torch.device | str | None) -> None:
-        """Copy `part`, of the shape of this rank's shard, into it; values are cast to its dtype.
+        """Copy `part`, which has the shape of this rank's shard, into the tensor, cast to its dtype.
 
-        A tensor on meta gets memory on `device`, None for the CPU, under all its names. On a rank that has no
-        elements of it `part` is not read.
+        A tensor on the meta device is replaced, under all its names, by one with memory on `device`, None for the
+        CPU. On a rank that has no elements of the tensor `part` is not read.
         """
         own = compat.local_tensor(self.tensor) if isinstance(self.tensor, DTensor) else self.tensor.detach()
         if not own.numel():  # on a rank outside of its mesh torch has (0,) for it, of whatever dims it is
@@ -76,7 +82,7 @@ class ModuleTensor:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a tensor without those of modules that torch puts around others.
+    """Return the name of a tensor without the names of wrapper modules: "0._orig_mod.weight" -> "0.weight".
 
     These are the wrapper of activation checkpointing and the module that `torch.compile` returns.
     """
