@@ -97,7 +97,11 @@ def _rows_of(tokens: Values, vocabulary: Values) -> tuple[Values, Values]:
 
 
 class RealEnds(EndFunctions):
-    """Cross entropy as models compute it."""
+    """Cross entropy as models compute it.
+
+    `targets` (...,) are numbers of vocabulary entries, `vocabulary` (part,) the consecutive numbers of the entries
+    that the rank has, and `greatest` (...,) each token's greatest logit over the whole vocabulary.
+    """
 
     def softmax_sums(self, logits: Values, greatest: Values, targets: Values, vocabulary: Values) -> Values:
         """Return (..., 2): per token the sum of exp(logit - greatest) over this part, and its target's logit.
@@ -130,7 +134,10 @@ class RealEnds(EndFunctions):
 
 
 class IntegerEnds(EndFunctions):
-    """Functions of small integers in place of those of the loss, so that results compare with `==`."""
+    """Functions that give small integers in place of the loss, so that results compare with `==`.
+
+    Arguments and shapes are those of `RealEnds`. Their "gradients" are no derivatives.
+    """
 
     def softmax_sums(self, logits: Values, greatest: Values, targets: Values, vocabulary: Values) -> Values:
         """Return two sums of small integers per token, (..., 2), in place of those of `RealEnds.softmax_sums`.
@@ -143,13 +150,13 @@ class IntegerEnds(EndFunctions):
         return array_module(logits).stack(sums, -1)
 
     def loss(self, sums: Values, greatest: Values, so_far: Values) -> Values:
-        """Return `so_far` plus a sum of small integers in place of the loss of these tokens."""
+        """Return `so_far` (1,) plus a sum of small integers in place of the loss of these tokens."""
         return so_far + (small(sums[..., 0] + greatest) + sums[..., 1]).sum()
 
     def loss_grad(
         self, logits: Values, greatest: Values, sums: Values, targets: Values, vocabulary: Values
     ) -> Values:
-        """Return small integers in place of the gradient with respect to part of the logits."""
+        """Return small integers in place of the gradient of the loss, in the shape of `logits` (..., part)."""
         of_row = greatest[..., None] + sums.sum(-1)[..., None]
         return small(logits + of_row - as_numbers(targets[..., None] == vocabulary, logits))
 

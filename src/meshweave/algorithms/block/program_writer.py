@@ -272,7 +272,7 @@ class ProgramWriter(BlockWriter):
         self._do(ir.Copy(out=self._view(out), src=self._view(src), lane=COMPUTE))
 
     def turns(self, count: int) -> Iterator[Index]:
-        """Write a loop of `count` turns in the loop over chunks; yield its variable once, for its body."""
+        """Write a loop of `count` turns (steps of ring attention); yield its variable once, for its body."""
         outer, self._body = self._body, []
         yield TURN
         inner, self._body = self._body, outer

@@ -309,12 +309,12 @@ class SkeletonWriter(BlockWriter):
         self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype), (src,), (out,))
 
     def turns(self, count: int) -> Iterator[Index]:
-        """Yield the number of each of `count` turns, from 0, while tasks of that turn are added.
+        """Yield the number of each of `count` turns (steps of ring attention), from 0, to add its tasks.
 
         If there are more than 32 turns, all but the first are grouped, and one number is yielded for each group. A
         task that is added for a group counts once for each of its turns. A group waits for all of the group
-        before, which changes the time by less than 1 %. The number of values yielded is even if `count` is,
-        because turns alternate between two slots.
+        before, which changes the time little. The number of values yielded is even if `count` is, because turns
+        alternate between two slots.
         """
         groups = count if count <= _MOST_TURNS else _MOST_TURNS - count % 2
         for number in range(groups):

@@ -257,7 +257,7 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def turns(self, count: int) -> Iterator[Index]:
-        """Write a loop of `count` turns in the loop over chunks; yield each turn, or one variable for all."""
+        """Write a loop of `count` turns (steps of ring attention); yield each turn, or one variable for all."""
 
     @abstractmethod
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:

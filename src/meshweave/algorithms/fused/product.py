@@ -62,7 +62,7 @@ class Parts:
         return self.size * (self.count - 1) >= self.total
 
     def range(self, number: str) -> str:
-        """Return the indices of a part in the dim as "start:stop": range("tp.x") -> "3 * tp.x:3 * tp.x + 3".
+        """Return the indices of a part as "start:stop": Parts(12, 4).range("tp.x") -> "3 * tp.x:3 * tp.x + 3".
 
         `number` must be in parentheses unless it is a single number or name.
         """

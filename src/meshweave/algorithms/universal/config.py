@@ -36,9 +36,9 @@ class UniversalConfig:
             axes. None skips that: each rank multiplies its own term of the sum, and C gets the sum.
         split: how ranks with the same shard of the stationary matrix share its work: "even" gives each the same
             amount, "local" gives each what it has in its own memory.
-        num_slices: about how many steps a rank has, as even as the shards allow: no step is longer than the dim
-            that the rank loops over, divided by `num_slices` and rounded up (`slicing.split_counts`). More steps
-            hide more communication and cost more launches.
+        num_slices: about how many steps a rank has, as even as the shards allow: no step is longer than the rank's
+            share of the dim that it loops over, divided by `num_slices` and rounded up (`slicing.split_counts`).
+            More steps hide more communication and cost more launches.
         prefetch: how many panels of each matrix may be fetched early: scratch slots beyond those that are needed.
         schedule: the order of a rank's steps: "direct" is the order in which they are listed, others are those
             of `schedule` and `schedule_search`.

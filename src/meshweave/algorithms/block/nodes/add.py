@@ -32,7 +32,10 @@ class AddRecord(NodeRecord[EdgeSum]):
         yield from ()
 
     def compute(self, at: NodePlace[EdgeSum], known: Known, functions: Functions) -> None:
-        """Compute the sum and store it in `known`."""
+        """Compute the sum and store it in `known`.
+
+        `known` has whole arrays by tensor name.
+        """
         known[at.out] = np.sum([known[at.layer.edge(edge)] for edge in at.node.ins], 0)
 
     def compute_gradient(self, at: NodePlace[EdgeSum], known: Known, functions: Functions) -> None:

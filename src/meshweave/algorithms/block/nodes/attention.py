@@ -230,11 +230,17 @@ class AttentionRecord(NodeRecord[Attention]):
         return widened(RealAttention(node, problem.sequence).table())
 
     def compute(self, at: NodePlace[Attention], known: Known, functions: Functions) -> None:
-        """Compute the heads and the log-sum-exp of their scores in one process, and store them in `known`."""
+        """Compute the heads and the log-sum-exp of their scores in one process, and store them in `known`.
+
+        `known` has whole arrays by tensor name.
+        """
         known[at.out], known[at.own(at.node.sums)] = functions[at.fn("attention")](known[at.operand])
 
     def compute_gradient(self, at: NodePlace[Attention], known: Known, functions: Functions) -> None:
-        """Store in `known` the node's term of the gradient of the joint queries, keys and values."""
+        """Store in `known` the node's term of the gradient of the joint queries, keys and values.
+
+        `known` has whole arrays by tensor name.
+        """
         ins = (known[name] for name in (at.arriving, at.operand, at.out, at.own(at.node.sums)))
         known[at.contribution_name(at.node.ins[0])] = functions[at.fn("attention_grad")](*ins)
 

@@ -115,12 +115,18 @@ class CallRecord(NodeRecord[AnyNode]):
             yield Function(of, at.fn(f"{self.fn}_weight_grad"), (*ins, of), reduce="sum")
 
     def compute(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Compute the node's result in one process and store it in `known`."""
+        """Compute the node's result in one process and store it in `known`.
+
+        `known` has whole arrays by tensor name.
+        """
         parameters = (known[name] for name in self._parameters(at))
         known[at.out] = functions[at.fn(self.fn)](known[at.operand], *parameters)
 
     def compute_gradient(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Store in `known` the node's term of the input's gradient, and gradients of parameters."""
+        """Store in `known` the node's term of the input's gradient, and gradients of parameters.
+
+        `known` has whole arrays by tensor name.
+        """
         ins, names = (known[at.arriving], known[at.operand]), self._parameters(at)
         gradient = functions[at.fn(f"{self.fn}_grad")](*ins, *(known[name] for name in names))
         known[at.contribution_name(at.node.ins[0])] = gradient
@@ -152,7 +158,10 @@ class CallRecord(NodeRecord[AnyNode]):
         writer.writer.call(at.fn(self.fn), (out,), ins, self.work, self._shape(writer, out))
 
     def write_gradient(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the call for the node's term of the input's gradient; `postpone` those for the parameters."""
+        """Write the call for the node's term of the input's gradient.
+
+        The calls for the parameters are passed to `NodeWriter.postpone`, to be written later.
+        """
         edge, names = at.node.ins[0], self._parameters(at)
         arriving, out = writer.arriving(at), writer.contribution(at, edge)
         ins, shape = (arriving, writer.edge(at)), self._shape(writer, arriving)

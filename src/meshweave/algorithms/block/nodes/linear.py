@@ -63,12 +63,18 @@ class LinearRecord(NodeRecord[Linear]):
         return widened({"add_bias": lambda x, bias: x + bias, "bias_grad": _bias_grad})
 
     def compute(self, at: NodePlace[Linear], known: Known, functions: Functions) -> None:
-        """Compute the product in one process, with the bias added, and store it in `known`."""
+        """Compute the product in one process, with the bias added, and store it in `known`.
+
+        `known` has whole arrays by tensor name.
+        """
         out = known[at.operand] @ known[at.own(at.node.weight)]
         known[at.out] = functions["add_bias"](out, known[at.own(at.node.bias_name)]) if at.node.bias else out
 
     def compute_gradient(self, at: NodePlace[Linear], known: Known, functions: Functions) -> None:
-        """Store in `known` the node's term of the operand's gradient, and the gradients of weight and bias."""
+        """Store in `known` the node's term of the operand's gradient, and the gradients of weight and bias.
+
+        `known` has whole arrays by tensor name.
+        """
         weight, arriving, x = at.own(at.node.weight), known[at.arriving], known[at.operand]
         known[at.contribution_name(at.node.ins[0])] = arriving @ known[weight].T
         known[f"D{weight}"] = x.reshape(-1, x.shape[-1]).T @ arriving.reshape(-1, arriving.shape[-1])

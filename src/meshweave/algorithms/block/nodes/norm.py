@@ -81,11 +81,17 @@ class NormRecord(NodeRecord[Norm]):
         return IntegerNorm(node).table() if problem.exact else widened(RealNorm(node).table())
 
     def compute(self, at: NodePlace[Norm], known: Known, functions: Functions) -> None:
-        """Compute the normalised rows, with gain and bias, in one process, and store them in `known`."""
+        """Compute the normalised rows, with gain and bias, in one process, and store them in `known`.
+
+        `known` has whole arrays by tensor name.
+        """
         known[at.out] = functions[at.fn("norm")](known[at.operand], known[at.own(at.node.gain)])
 
     def compute_gradient(self, at: NodePlace[Norm], known: Known, functions: Functions) -> None:
-        """Store in `known` the node's term of the input's gradient, and the parameters' gradient."""
+        """Store in `known` the node's term of the input's gradient, and the parameters' gradient.
+
+        `known` has whole arrays by tensor name.
+        """
         gain, ins = known[at.own(at.node.gain)], (known[at.arriving], known[at.operand])
         known[at.contribution_name(at.node.ins[0])] = functions[at.fn("norm_grad")](*ins, gain)
         known[f"D{at.own(at.node.gain)}"] = functions[at.fn("norm_weight_grad")](*ins, 0 * gain)
@@ -110,7 +116,10 @@ class NormRecord(NodeRecord[Norm]):
         writer.writer.call(at.fn(fn), (out,), ins, "norm", writer.rows_and_features(stream))
 
     def write_gradient(self, at: NodePlace[Norm], writer: NodeWriter) -> None:
-        """Write what was postponed, and the input's gradient; pass that of the parameters to `write_beside`."""
+        """Write what was postponed, and the input's gradient.
+
+        The gradient of the parameters is passed to `NodeWriter.write_beside`, to overlap with communication.
+        """
         writer.write_postponed()
         edge, arriving, stream = at.node.ins[0], writer.arriving(at), writer.edge(at)
         gain = writer.stored[at.own(at.node.gain)]
