@@ -149,5 +149,8 @@ class UnchosenExperts(ExpertsAlgorithm[NoChoice]):
     """An algorithm with a single config, `NoChoice`."""
 
     def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
-        """Yield the only config: there is nothing to choose."""
+        """Yield the only config: there is nothing to choose.
+
+        `cluster` is ignored.
+        """
         yield NoChoice()

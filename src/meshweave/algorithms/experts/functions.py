@@ -46,8 +46,8 @@ def pack(x: Array, choices: Array) -> Array:
 def pack_weighted(dy: Array, gates: Array, choices: Array) -> Array:
     """Return packed rows (1, rows, hidden): for each choice its token's row of `dy` times the choice's gate.
 
-    They are ordered by expert, then token.
-    `dy` is (tokens, hidden), `gates` and `choices` are (tokens, top_k). A choice of -1 is dropped and has no row.
+    They are ordered by expert, then token. `dy` is (tokens, hidden), `gates` and `choices` are (tokens, top_k). A
+    choice of -1 is dropped and has no row.
     """
     tokens, rows, kept = _packing(choices)
     weights = np.zeros(len(tokens), np.int64)

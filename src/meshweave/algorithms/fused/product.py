@@ -211,7 +211,10 @@ class UntiledProduct(FusedProduct[NoChoice]):
     """A product that signals nothing before it is finished, to compare the tiled ones with."""
 
     def candidates(self, problem: UniversalProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
-        """Yield the only config: there is nothing to choose."""
+        """Yield the only config: there is nothing to choose.
+
+        `cluster` is ignored.
+        """
         yield NoChoice()
 
 

@@ -289,7 +289,10 @@ def slice_counts(problem: Matmul2dProblem, block: int = 8, most: int = 128) -> l
 
 
 def uniform_slices(problem: Matmul2dProblem, block: int = 8) -> Iterator[Matmul2dConfig]:
-    """Yield a config of equal slices for each number of slices in `slice_counts`, the fewest first."""
+    """Yield a config of equal slices for each number in `slice_counts`, the fewest first.
+
+    `block` is the number of neighbouring elements that stay together in a slice.
+    """
     for count in slice_counts(problem, block):
         yield Matmul2dConfig((1,) * count, block)
 
@@ -308,7 +311,10 @@ class MeshSlice(Matmul2d):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield a config of equal slices for each number of slices in `slice_counts`, the fewest first."""
+        """Yield a config of equal slices for each number of slices in `slice_counts`, the fewest first.
+
+        `cluster` is ignored.
+        """
         yield from uniform_slices(problem)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:

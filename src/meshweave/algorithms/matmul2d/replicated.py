@@ -145,7 +145,10 @@ class MeshSliceDataParallel(Matmul2d):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield a config of equal slices for each number of slices in `slice_counts`, the fewest first."""
+        """Yield a config of equal slices for each number of slices in `slice_counts`, the fewest first.
+
+        `cluster` is ignored.
+        """
         return uniform_slices(problem)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:

@@ -282,7 +282,7 @@ class Summa(Matmul2d):
         With L the least common multiple of mesh rows and columns, the numbers of steps are 1, 4 L, 2 L, L, and
         L / 2, L / 4, ... as long as these are whole. Numbers above the size of the sliced dim are left out, and at
         most `MAX_STEP_COUNTS` are kept: 1 and the largest. If both axes have at most 2 chips, there is one number
-        of packets. One chip has one config.
+        of packets. One chip has one config. `cluster` is ignored.
         """
         common = math.lcm(*problem.mesh_shape[:2])
         if problem.num_chips == 1:

@@ -49,7 +49,10 @@ class Wang(RingAlgorithm):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield configs: for each mesh axis of the ring all numbers in `iteration_counts`, ascending."""
+        """Yield configs: for each mesh axis of the ring all numbers in `iteration_counts`, ascending.
+
+        `cluster` is ignored.
+        """
         for overlap in OVERLAPS:
             for count in iteration_counts(problem.axis_size(overlap)):
                 yield Matmul2dConfig((1,) * count, overlap=overlap)

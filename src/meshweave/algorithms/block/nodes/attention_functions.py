@@ -177,7 +177,12 @@ class AttentionFunctions(ABC):
 
 
 class RealAttention(AttentionFunctions):
-    """Causal softmax attention as models compute it, with rotary positions where the node has them."""
+    """Causal softmax attention as models compute it, with rotary positions if the node has them.
+
+    Arrays are (batch, sequence, columns), or (tokens, columns) without a ring. Columns are group after group of
+    heads that share a key and a value: in `qkv` a group has its queries, key and value, in `keys` its key and
+        value.
+    """
 
     def _scores(self, qkv: Values) -> tuple[Values, Values, Values, Values]:
         """Return queries and keys as they are multiplied, values, and masked scores."""
@@ -231,6 +236,7 @@ class RealAttention(AttentionFunctions):
         """Return [sums of weighted values, greatest scores, sums of weights] after more keys, by online softmax.
 
         Args:
+            queries: the queries of the rank's tokens.
             keys: the further keys, with their values.
             here, there: positions of the queries, and of these keys, 1-D.
             before: the same three arrays after the keys so far, all 0 at first. A greatest score is 0 until its
@@ -276,7 +282,7 @@ class IntegerAttention(AttentionFunctions):
         return [self._joined(small(scores @ values), qkv), self._joined(scores.sum(-1)[..., None], qkv)]
 
     def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
-        """Return small integers in place of the gradient of attention."""
+        """Return small integers in place of the gradient with respect to `qkv`, in its shape."""
         return small(super().attention_grad(dout, qkv, out, log_sums))
 
     def split_heads(self, qkv: Values, positions: Values) -> list[Values]:

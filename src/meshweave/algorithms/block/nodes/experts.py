@@ -106,7 +106,8 @@ class DispatchRecord(TimedRecord[DispatchCopies]):
         """Yield (lane, work) for each op that sends copies of a rank's `tokens`; backward, returns gradients.
 
         In lane "compute" copies are written and sorted; in lane "experts" are the exchange, and the all-gather
-        over ranks that share an expert. Backward the ops come in reverse, with a reduce-scatter as the all-gather.
+        over ranks that share an expert. Backward the ops come in reverse, with a reduce-scatter for the
+        all-gather.
         """
         return _exchanged(node, problem, tokens, "dispatch" if part == "forward" else "combine")
 
@@ -122,7 +123,7 @@ class CombineRecord(TimedRecord[CombineCopies]):
         """Yield (lane, work) for each op that returns results of a rank's `tokens`; backward, sends gradients.
 
         In lane "experts" are the reduce-scatter over ranks that share an expert, and the exchange; in lane
-        "compute" copies are sorted and summed. Backward the ops come in reverse, with an all-gather as the
+        "compute" copies are sorted and summed. Backward the ops come in reverse, with an all-gather for the
         reduce-scatter.
         """
         return _exchanged(node, problem, tokens, "combine" if part == "forward" else "dispatch")

@@ -55,19 +55,19 @@ class RankSizes:
         self._batch, self._sequence = Side("batch", problem.batch), Side("sequence", problem.sequence)
 
     def batch(self, dims: AxisDims) -> int:
-        """Return how many sequences the rank has in layout `dims`."""
+        """Return how many sequences the first rank has in layout `dims`."""
         return largest_extent(self._mesh, self._batch, dims)
 
     def sequence(self, dims: AxisDims) -> int:
-        """Return how many positions of each sequence the rank has in layout `dims`."""
+        """Return how many positions of each sequence the first rank has in layout `dims`."""
         return largest_extent(self._mesh, self._sequence, dims)
 
     def tokens(self, dims: AxisDims) -> int:
-        """Return how many tokens the rank has in layout `dims`: its sequences times its positions of each."""
+        """Return how many tokens the first rank has in layout `dims`: sequences times positions of each."""
         return self.batch(dims) * self.sequence(dims)
 
     def features(self, features: Features, dims: AxisDims) -> int:
-        """Return how many of these features the rank has in layout `dims`; units of features are not split."""
+        """Return how many of these features the first rank has in layout `dims`; units are never split."""
         return largest_extent(self._mesh, side_of(features), dims)
 
     def ring(self, roles: Roles) -> int:
