@@ -245,7 +245,11 @@ class AttentionRecord(NodeRecord[Attention]):
         known[at.contribution_name(at.node.ins[0])] = functions[at.fn("attention_grad")](*ins)
 
     def kernels(self, at: NodePlace[Attention], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the first rank's kernels of attention and its gradient; with a ring each runs once per rank."""
+        """Yield the first rank's kernels of attention and its gradient; with a ring each runs once per rank.
+
+        In a ring each is priced for as many keys as the first step has, fewer than other steps have if masked keys
+        are not counted.
+        """
         node, core, dtype = at.node, roles.core(at.node.group == "attention"), at.problem.dtype
         queries = sizes.sequence(core)
         heads = sizes.features(Features("heads", node.groups, node.per_group), core)
