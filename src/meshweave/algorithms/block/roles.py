@@ -51,17 +51,17 @@ TOKENS: tuple[Dim, ...] = ("batch", "sequence")
 class AxisRole:
     """How the tensors of a layer lie along one mesh axis.
 
-    Each dim is that which the axis splits: "batch", "sequence", "hidden" (features of the residual), "inner"
-    (heads or features of the feed-forward part), "expert", "partial" (ranks have terms of a sum), "" where each
-    rank has all.
+    Each `Dim` says which dim of some tensors the axis shards: "batch", "sequence", "hidden" (features of the
+    residual), "inner" (heads or features of the feed-forward part), "expert"; "partial" if ranks have terms of a
+    sum, "" if each rank has all.
 
     Attributes:
         name: the key in `BLOCK_ROLES`, and what the role is called in errors and titles of strategies.
-        residual: the residual, norms and what is added to it.
-        operand_in: the operand of the first product, that with W_qkv or W_1.
-        attention, feed_forward: what attention and the activation read and make.
-        operand_out: the operand of the second product, that with W_o or W_2.
-        w_in, w_out: the weights where they are multiplied.
+        residual: of the residual, norms and what is added to the residual.
+        operand_in: of the operand of the first product, that with W_qkv or W_1.
+        attention, feed_forward: of what attention, or the activation, reads and makes.
+        operand_out: of the operand of the second product, that with W_o or W_2.
+        w_in, w_out: of W_qkv and W_1, or W_o and W_2, when products read them.
         shards_weights: whether weights are given in parts along this axis, and gathered for each use.
         keeps_weights: whether gathered weights are kept for the backward part. Else they are gathered again.
         scatters_gradients: whether gradients of weights end in parts along this axis.

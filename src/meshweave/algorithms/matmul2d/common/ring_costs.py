@@ -60,7 +60,8 @@ def _runs(ring: RingProduct) -> list[EqualIterations]:
 def lower_bound(ring: RingProduct) -> Skeleton:
     """Return a skeleton that takes no longer than the ring product with any number of iterations.
 
-    It has one product, all ring steps and all additions, which do not wait for each other.
+    It has one product, all ring steps and all additions, which do not wait for each other. The product waits for
+    an exposed all-gather, or an exposed reduce-scatter for the product.
     """
     tasks = _RingTasks(ring)
     listed = [tasks.matmul(ring.num_parts)]
