@@ -167,7 +167,7 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         """
 
     def placements(self, problem: ProblemT) -> dict[str, Layout]:
-        """Return the layout of every input and output tensor, by name.
+        """Return the layout (mesh and placements) of every input and output tensor, by name.
 
         This default writes the program of the first config. Algorithms override it where the layouts follow from
         the problem.

@@ -135,7 +135,7 @@ class OwnerMap:
         return {block: tuple(ranks) for block, ranks in ranks_of.items()}
 
     def shape(self, rank: int) -> tuple[int, int]:
-        """Return the numbers of rows and columns that a rank holds."""
+        """Return (number of rows, number of columns) that a global rank holds."""
         row, column, _ = self.block_of[rank]
         return self.rows.size(row), self.columns.size(column)
 

@@ -181,7 +181,7 @@ class RealAttention(AttentionFunctions):
 
     Arrays are (batch, sequence, columns), or (tokens, columns) without a ring. Columns are group after group of
     heads that share a key and a value: in `qkv` a group has its queries, key and value, in `keys` its key and
-        value.
+    value.
     """
 
     def _scores(self, qkv: Values) -> tuple[Values, Values, Values, Values]:

@@ -147,7 +147,7 @@ class NormFunctions(ABC):
 
     Arguments `statistics` and `sums` are complete: they are over all features of a token. `gain` has the
     parameters: (1, features), or with a bias, which is its second row, (2, features). `rows` is 1 or 2
-        accordingly.
+    accordingly.
     """
 
     def __init__(self, node: Norm) -> None:
