@@ -61,7 +61,7 @@ class Within:
 
 
 def within(share: float) -> Within:
-    """Return the accuracy of a number that is off by at most `share` (0 to 1) of the true value."""
+    """Return the accuracy "off by at most `share` (0 to 1) of the true value", so 0.01 for 1 %."""
     return Within(share)
 
 
@@ -70,10 +70,11 @@ Accuracy = Literal["exact", "upper_bound"] | Within
 
 
 def is_accurate(accuracy: Accuracy, claimed: float, true: float, rounding: float = 0.0) -> bool:
-    """Return whether a closed form's value `claimed` is to the value `true` as `accuracy` says.
+    """Return whether `claimed`, what a closed form gives, is as near to the `true` value as `accuracy` says.
 
-    "exact" means equal, "upper_bound" no less than `true`, and `within(share)` off by at most that share of
-    `true`; each to within `rounding`. The three numbers are in one unit.
+    "exact" means equal to `true`, "upper_bound" at least `true`, and `within(share)` off by at most `share`
+    times `true`. An error of `rounding` is allowed in each case. `claimed`, `true` and `rounding` have the same
+    unit, such as seconds or bytes.
     """
     share = accuracy.share if isinstance(accuracy, Within) else 0.0
     too_much = 0.0 if accuracy == "upper_bound" else claimed - (1 + share) * true
@@ -101,12 +102,19 @@ class Gradient(Generic[ProblemT]):
 
 
 def number_dtype(dtype: str) -> str:
-    """Return the numpy dtype of inputs and references for tensors of `dtype`: float32 for 16-bit floats."""
+    """Return the numpy dtype that stands for tensors of `dtype` in tests: float32 for bfloat16 and float16.
+
+    Any other dtype is returned unchanged.
+    """
     return "float32" if dtype in ("bfloat16", "float16") else dtype
 
 
 class Algorithm(ABC, Generic[ProblemT, ConfigT]):
     """An algorithm for problems of type `problem_type`. The table holds one instance of each subclass.
+
+    A problem says what to compute, and in which layouts inputs and outputs lie on the ranks. A config is one
+    choice of what the problem leaves open, such as the number of slices. From both follows one `Program`: the ops
+    of all ranks. Tensors are named; "whole" tensors are the global ones, before they are sharded.
 
     Attributes:
         name: the key in the table, as on the command line.
@@ -143,19 +151,23 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
 
     @abstractmethod
     def program(self, problem: ProblemT, config: ConfigT) -> Program:
-        """Return the program of a config.
+        """Return the program, for all ranks, that solves the problem as the config says.
 
         Raises:
             LayoutError: the config does not fit the problem.
-            UnsupportedError: the config has closed forms, and no program is written for it.
+            UnsupportedError: the algorithm can estimate the config, but writes no program for it.
         """
 
     @abstractmethod
     def reference(self, problem: ProblemT, inputs: Arrays) -> dict[str, Array]:
-        """Return the output tensors by name, computed without sharding in numpy from whole input tensors."""
+        """Return the whole output tensors by name, computed in numpy in one process.
+
+        Args:
+            inputs: the whole input tensors, by name.
+        """
 
     def placements(self, problem: ProblemT) -> dict[str, Layout]:
-        """Return the layout of every input and output tensor, by name.
+        """Return the layout (mesh and placements) of every input and output tensor, by name.
 
         This default writes the program of the first config. Algorithms override it where the layouts follow from
         the problem.
@@ -165,15 +177,18 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return {name: layout for name, layout in placed if name is not None and layout is not None}
 
     def estimate(self, problem: ProblemT, config: ConfigT, machine: Machine) -> Estimate:
-        """Return the time of a config on a machine without contention: that of its program, and `outside_s`.
+        """Return the predicted time of a config: that of its program without contention, plus `outside_s`.
 
         This default writes the program and steps through its ops. Algorithms with many configs override it with a
         closed form.
+
+        Args:
+            machine: the cluster with the program's meshes laid on it, as `machine` returns it.
         """
         return estimate(self.program(problem, config), machine)
 
     def machine(self, problem: ProblemT, config: ConfigT, cluster: Cluster) -> Machine:
-        """Return the cluster with the meshes of a config's program laid on it, on which `estimate` prices it.
+        """Return the cluster with the meshes of a config's program laid on it, for `estimate`.
 
         A mesh that is no part of a torus becomes a logical mesh, whose neighbours may be several hops apart.
         """
@@ -182,36 +197,39 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
     def branches(
         self, problem: ProblemT, part: Any = None, limit_s: float = math.inf
     ) -> Iterator[Any] | None:
-        """Return the parts or configs into which a branch-and-bound search divides a part of the candidates.
+        """Return the smaller sets into which a branch-and-bound search divides a set of candidates, its `part`.
 
-        Returns None for a config. This default returns None for `part` None, too: nothing is searched, and all
-        of `candidates` are priced one by one. An algorithm with too many for that overrides this and
-        `lower_bound`.
+        Returns None if `part` is a single config, which cannot be divided. This default returns None also for
+        `part` None: there is no search, and all of `candidates` are priced one by one. An algorithm with too many
+        candidates for that overrides `branches` and `lower_bound`.
 
         Args:
-            part: a part that `branches` yielded; None for all candidates. The search finishes each part that
-                is yielded for None before it starts the next; within such a part it goes best bound first.
+            part: a set of candidates, or a config, that an earlier call yielded; None for all candidates. The
+                search finishes each part that is yielded for None before it starts the next; inside such a part
+                it takes the smaller part with the least lower bound first.
             limit_s: candidates that take this many seconds or more cannot change the result, and may be left
                 out.
         """
         return None
 
     def lower_bound(self, problem: ProblemT, part: Any, *, is_tight: bool = False) -> float:
-        """Return seconds that no config of a part takes less than; this default returns 0.
+        """Return a lower bound, in seconds, of the time of every config of a part; this default returns 0.
 
         Args:
-            part: what `branches` yielded: a part of the candidates, or a config.
-            is_tight: whether a higher bound is wanted, which may take longer to compute. A search asks for it
-                only for the parts that it begins with, not their branches: for each when its bound is the least.
+            part: what `branches` yielded: a set of candidates, or a single config.
+            is_tight: whether to compute a higher bound, even if that takes longer. A search asks for it only for
+                parts that `branches` yields for None, and for one of them only when its quick bound is the least.
         """
         return 0.0
 
     def row(self, problem: ProblemT, part: Any) -> Hashable:
-        """Return a key that configs of one row of a ranking have in common; a row shows only its best config.
+        """Return the key of the row that a config gets in a printed ranking.
+
+        Configs with equal keys share a row, which shows only the best of them. This default returns `part`, so
+        that each config has a row of its own.
 
         Args:
-            part: a config, or a part that `branches` yielded. This default returns it, so that each config has a
-                row of its own.
+            part: a config, or a set of candidates that `branches` yielded and that fall into one row.
         """
         own: Hashable = part
         return own
@@ -224,71 +242,85 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return True
 
     def preference(self, problem: ProblemT, config: ConfigT, estimate: Estimate) -> Any:
-        """Return what decides between configs that take equally long: the config with the smaller value wins.
+        """Return the value that decides between configs of equal time: the config with the smaller value wins.
 
-        This default is the same for all, so that the first one wins.
+        This default returns 0 for all configs, so that the first one wins. `estimate` is the config's own.
         """
         return 0
 
     def outside_s(self, problem: ProblemT, config: ConfigT) -> float:
-        """Return the seconds of `estimate` that no op of the program takes, such as logging; 0 by default."""
+        """Return the seconds that `estimate` adds to those of the program's ops, as for logging; 0 by default."""
         return 0.0
 
     def refusal(self, problem: ProblemT) -> str | None:
-        """Return why the algorithm cannot solve a problem of its type, in a few words; None if it can."""
+        """Return in a few words why the algorithm cannot solve a problem of `problem_type`; None if it can."""
         return None
 
     def traffic(self, problem: ProblemT, config: ConfigT, rank: int) -> dict[str, int]:
-        """Return the logical bytes that a rank moves, by mesh axis ("tp.row") or mesh ("tp").
+        """Return the logical bytes that a rank moves, as {mesh axis ("tp.row") or mesh ("tp"): bytes}.
 
-        "" has those of messages, of one-sided ops, and of groups of ranks that are no mesh or mesh axis. What is
-        received counts in an all-gather, broadcast, recv, get and permute; what is sent in a reduce-scatter,
+        Key "" has the bytes of messages, of one-sided ops, and of groups of ranks that are no mesh or mesh axis.
+        Bytes received count for an all-gather, broadcast, recv, get and permute; bytes sent for a reduce-scatter,
         reduce, put, accumulate and all-to-all; both halves of an all-reduce (`ir.work.bytes_moved`).
+
+        Args:
+            rank: a global rank.
         """
         return traffic(self.program(problem, config), rank)
 
     def peak_bytes(self, problem: ProblemT, config: ConfigT, rank: int = 0) -> int:
-        """Return the most bytes that a global rank holds at once, operands and results included."""
+        """Return the most bytes that one rank, a global number, holds at once, inputs and outputs included."""
         return peak_bytes(self.program(problem, config), rank)
 
     def gradients(self, problem: ProblemT) -> tuple[Gradient[Any], ...]:
-        """Return for each differentiable input the problem of its gradient; this default returns none.
+        """Return one `Gradient` (the problem to solve for it) per differentiable input; this default returns ().
 
-        An input is left out where the placements of the operands do not fit the problem of its gradient.
+        An input is left out where its gradient needs operands in other layouts than they have.
         """
         return ()
 
     def functions(self, problem: ProblemT) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions that the program's `call` ops compute on arrays, by the name in the op.
+        """Return the Python functions that the program's `call` ops run, by the function name in the op.
 
-        Each is called with the op's input arrays and then its args, and returns its outputs (`execute.calls`).
-        This default is for programs without calls: it returns none.
+        A function gets the op's input arrays, then the op's `args`, and returns the op's outputs
+        (`execute.calls`). This default is for programs without `call` ops: it returns {}.
         """
         return {}
 
     def calls(self, problem: ProblemT, config: ConfigT) -> Mapping[str, Callable[..., Any]]:
-        """Return `functions` for one config; an algorithm overrides it if they depend on the config."""
+        """Return the functions of one config's `call` ops, by name; this default returns `functions`.
+
+        An algorithm overrides it if the functions depend on the config.
+        """
         return self.functions(problem)
 
     def operands(self, problem: ProblemT, config: ConfigT, inputs: Arrays) -> Arrays:
-        """Return the whole input tensors of a config's program, by name, made of those that `reference` takes.
+        """Return the whole input tensors of a config's program, by name.
 
-        This default returns `inputs`. An algorithm overrides it if its programs have other input tensors.
+        This default returns `inputs`. An algorithm overrides it if its programs have other input tensors than the
+        problem, such as transposes.
+
+        Args:
+            inputs: the whole input tensors of the problem, by name, as `reference` takes them.
         """
         return inputs
 
     def results(self, problem: ProblemT, config: ConfigT, outputs: Arrays) -> Arrays:
-        """Return whole outputs as `reference` returns them, by name, made of those of a config's program.
+        """Return the whole output tensors of the problem, by name, as `reference` returns them.
 
-        This default returns `outputs`. An algorithm overrides it if its programs have other output tensors.
+        This default returns `outputs`. An algorithm overrides it if its programs have other output tensors than
+        the problem.
+
+        Args:
+            outputs: the whole output tensors of the config's program, by name.
         """
         return outputs
 
     def random_inputs(self, problem: ProblemT, seed: int = 0) -> dict[str, Array]:
-        """Return random integers from -4 to 4 for every input tensor, in its dtype (float32 for 16-bit floats).
+        """Return whole input tensors of random integers from -4 to 4, by name, for the first candidate's program.
 
-        Sums and products of a few thousand of them are exact in float32, so results compare with `==`. The
-        tensors are those of the program of the first candidate.
+        They have the dtypes of the program's inputs, but float32 for 16-bit floats. Sums and products of a few
+        thousand such integers are exact in float32, so results compare with `==`.
         """
         program = self.program(problem, next(self.candidates(problem)))
         draw = np.random.default_rng(seed)

@@ -36,12 +36,12 @@ AlgorithmT = TypeVar("AlgorithmT", bound=Algorithm[Any, Any])
 
 
 class AlgorithmTable(Mapping[str, AlgorithmT], Generic[AlgorithmT]):
-    """Entries by name: all, or those of one base class.
+    """A read-only mapping from names to algorithms: all that there are, or those of one base class.
 
     Args:
-        what: what an entry is called in an error.
-        base: "module:Class", the class of which entries are instances; the module is one in
-            `meshweave.algorithms`.
+        what: what an algorithm of this table is called in an error, such as "schedule".
+        base: "module:Class", the class of which the algorithms are instances; the module is one in
+            `meshweave.algorithms`, as in "block:BlockAlgorithm".
     """
 
     def __init__(self, what: str, base: str) -> None:
@@ -50,7 +50,7 @@ class AlgorithmTable(Mapping[str, AlgorithmT], Generic[AlgorithmT]):
 
     @property
     def entries(self) -> dict[str, AlgorithmT]:
-        """Return the algorithms by name.
+        """Return the algorithms by name; the first call imports their modules.
 
         Raises:
             UnsupportedError: an entry point of an installed package cannot be loaded or is no `Algorithm`, or
@@ -66,8 +66,9 @@ class AlgorithmTable(Mapping[str, AlgorithmT], Generic[AlgorithmT]):
         """Return the algorithm called `name`.
 
         Raises:
-            UnsupportedError: there is none, or the table cannot be filled (`entries`). The error names the package
-                of this repository that offers it and is not installed, or similar names, or all.
+            UnsupportedError: there is no such algorithm, or the table cannot be filled (`entries`). The message
+                names the package of this repository that offers the algorithm and is not installed, or similar
+                names, or all names.
         """
         if name not in self.entries:
             offered(ENTRY_POINTS, name)
@@ -112,13 +113,14 @@ def _load() -> dict[str, Algorithm[Any, Any]]:
 
 
 def installed(group: str, base: Callable[..., AnyEntry]) -> Iterator[AnyEntry]:
-    """Yield the objects that installed packages offer under a group of entry points.
+    """Yield the objects that installed Python packages offer under a group of entry points.
 
     Args:
-        base: the class of which each must be an instance.
+        group: the name of the group in the packages' metadata, such as "meshweave.algorithms".
+        base: the class of which each object must be an instance.
 
     Raises:
-        UnsupportedError: one cannot be loaded, or is no instance of `base`.
+        UnsupportedError: an object cannot be loaded, or is no instance of `base`.
     """
     for label, value in all_offered(group):
         if not isinstance(value, base):  # type: ignore[arg-type]

@@ -7,13 +7,16 @@ from meshweave.ir.program.views import FULL, Selector, View
 
 
 def full_matrix(buffer: str) -> View:
-    """Return the view of a whole matrix, of the first slot of its buffer."""
+    """Return the view of all rows and columns of a matrix in slot 0 of `buffer`, the buffer's name."""
     return View(buffer, (FULL, FULL))
 
 
 def matrix_slice(buffer: str, dim: int, selector: Selector, slot: Index = 0) -> View:
-    """Return the view of the rows (`dim` 0) or columns (`dim` 1) of a matrix that a selector picks.
+    """Return the view of some rows (`dim` 0), or some columns (`dim` 1), of the matrix in a buffer.
 
-    The other dim is whole. `slot` is which of the buffer's copies the view is of.
+    Args:
+        buffer: name of the buffer.
+        dim: the dim that `selector` picks indices of; the other dim is whole.
+        slot: number of the copy, for a buffer with several slots.
     """
     return View(buffer, (selector, FULL) if dim == 0 else (FULL, selector), slot)

@@ -20,13 +20,16 @@ MAX_SIZE = 2**40
 def problem_from_settings(entry: Algorithm[Any, Any], settings: Iterable[str] = ()) -> Any:
     """Return the first example problem of an algorithm with the given fields replaced.
 
-    Settings are such as `rows=16`, `mesh_shape=2x4` or `a=2x4 S0R`. A value has the type that the field has
-    in the example: a whole number (0 or 1 for a flag), a word, sizes joined by `x`, or for a layout a mesh shape
-    and a spec string. A field that is None in the example, or of another type, cannot be set.
+    Args:
+        entry: the algorithm; its `examples` yields the problem.
+        settings: "field=value" strings, such as `rows=16`, `mesh_shape=2x4` or `a=2x4 S0R`. A value has the type
+            that the field has in the example: a whole number (0 or 1 for a flag), a word, sizes joined by `x`, or
+            for a layout a mesh shape and a spec string. A field that is None in the example, or of another type,
+            cannot be set.
 
     Raises:
-        LayoutError: there is no such field to set, the value has another form, or the problem refuses it.
-        DescriptionError: a step problem refuses the value.
+        LayoutError: there is no such field to set, the value cannot be read, or the problem refuses it.
+        DescriptionError: a problem of a training step refuses the value.
     """
     problem = next(entry.examples())
     assert is_dataclass(problem) and not isinstance(problem, type)

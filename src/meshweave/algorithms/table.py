@@ -28,14 +28,17 @@ def algorithm(name: str) -> Algorithm[Any, Any]:
     """Return the algorithm called `name`.
 
     Raises:
-        UnsupportedError: there is none, and the error names similar ones or all, or the table cannot be
-            filled (`AlgorithmTable.entries`).
+        UnsupportedError: there is no such algorithm (the message lists similar names, or all), or the table cannot
+            be filled (`AlgorithmTable.entries`).
     """
     return ALGORITHMS.named(name)
 
 
 def algorithms_for(problem: Hashable) -> dict[str, Algorithm[Any, Any]]:
-    """Return by name the algorithms that can solve a problem: those of its type that do not refuse it."""
+    """Return the algorithms that can solve a problem, by name.
+
+    They are those whose `problem_type` the problem is an instance of, and whose `refusal` of it is None.
+    """
     return {
         name: entry
         for name, entry in ALGORITHMS.items()

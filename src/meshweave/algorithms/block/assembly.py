@@ -23,7 +23,9 @@ from meshweave.ir.skeleton import Skeleton
 
 
 def write_program(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh, name: str) -> Program:
-    """Return the program of a block on a mesh whose axes have these roles; `name` is that of the program.
+    """Return the program of a block on a mesh whose axes have these roles.
+
+    `name` is the program's name.
 
     Raises:
         UnsupportedError: a layer has experts or latent attention, which have no equations, or a node of a type
@@ -41,11 +43,12 @@ def write_skeleton(
     mesh: Mesh,
     piece: Piece | None = None,
 ) -> Skeleton:
-    """Return the skeleton of rank 0 of the program that `write_program` writes.
+    """Return the skeleton (tasks, lanes, what waits for what) of rank 0 in the program of `write_program`.
 
-    With a `piece` ("layers", "embedding" or "head") it is that of this piece of the model alone, without the
-    all-reduces of gradients of weights and of the loss. None is the layers, with embedding and head if the
-    problem has a vocabulary.
+    Args:
+        piece: "layers", "embedding" or "head" for this piece of the model alone, without the all-reduces of
+            gradients of weights and of the loss. None for the whole program: the layers, with embedding and head
+            if the problem has a vocabulary.
     """
     writer = SkeletonWriter(problem, config, mesh, batch_dims(roles))
     if piece is None:
@@ -58,7 +61,7 @@ def write_skeleton(
 def write_sized_skeleton(
     problem: BlockProblem, roles: Roles, mesh: Mesh, overlap: Overlap = "layers"
 ) -> SizedSkeleton:
-    """Return rank 0's tasks of a block in one chunk, to be priced for any number of sequences per rank.
+    """Return rank 0's tasks of a block that does not cut its batch, for any number of sequences per rank.
 
     The batch of the problem is ignored. `overlap` is as in `BlockConfig`.
     """
@@ -90,7 +93,7 @@ def _assembled(writer: ProgramWriter, roles: Roles, name: str) -> Program:
 def equations(problem: BlockProblem, roles: Roles) -> list[Meaning]:
     """Return the equations of all layers, and with a vocabulary those of embedding, last norm, logits and loss.
 
-    For training those of the gradients are included.
+    If the problem has `training`, the equations of the gradients are included.
 
     Raises:
         UnsupportedError: a layer has experts or latent attention, which have no equations.
@@ -119,5 +122,5 @@ def tensors_of(problem: BlockProblem, roles: Roles) -> list[Tensor]:
 
 
 def batch_dims(roles: Roles) -> AxisDims:
-    """Return for each mesh axis "batch" if it divides the batch of the residual, else ""."""
+    """Return for each mesh axis "batch" if it shards the residual stream by batch, else ""."""
     return tuple("batch" if dim == "batch" else "" for dim in roles.residual)

@@ -27,8 +27,8 @@ class Atp(BlockAlgorithm):
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
         """Yield configs by number of chunks, first with `scatter` "reduce_scatter", then with "all_reduce".
 
-        The paper's is the all-reduce, after which each rank takes its shard. On one column both are the same,
-        and only the first are yielded.
+        The paper uses an all-reduce, after which each rank takes its shard. If the mesh has one column, the two
+        are equal, and only the configs with "reduce_scatter" are yielded. `cluster` is ignored.
         """
         yield from super().candidates(problem, cluster)
         if problem.mesh_shape[1] > 1:

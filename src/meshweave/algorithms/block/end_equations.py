@@ -23,9 +23,9 @@ GREATEST, SUMS = "LOGITMAX", "LOGITSUMS"
 
 
 def end_tensors(problem: BlockProblem, roles: Roles) -> Iterator[Tensor]:
-    """Yield the tensors of embedding, last norm, logits and loss, with gradients, in global shapes.
+    """Yield the tensors of embedding, last norm, logits and loss, and their gradients, in global shapes.
 
-    A name may come more than once.
+    A tensor may be yielded more than once.
     """
     p, tokens, real = problem, token_sizes(problem, roles.is_flat), problem.statistics_dtype
     for name in (TOKENS_IN, TARGETS, GREATEST):
@@ -45,7 +45,7 @@ def end_tensors(problem: BlockProblem, roles: Roles) -> Iterator[Tensor]:
 
 
 def end_meanings(problem: BlockProblem, roles: Roles) -> Iterator[Meaning]:
-    """Yield the equations of embedding, last norm, logits and loss; gradients for training only."""
+    """Yield the equations of embedding, last norm, logits and loss, and for training of their gradients."""
     head = head_of(problem, roles.is_flat)
     names = head.token_names
     tokens, targets = TensorPart(TOKENS_IN, names), TensorPart(TARGETS, names)

@@ -37,16 +37,18 @@ from meshweave.ir.program.meanings import Meaning, Same, Sum
 class EndFunctions:
     """The functions of embedding and loss, on the part of the vocabulary that one rank has.
 
-    As arguments, `greatest` and `sums` of each token are already reduced over the whole vocabulary.
+    Arrays are numpy's or torch's. `tokens` and `targets` are numbers of vocabulary entries, in any shape (...,);
+    `vocabulary` (part,) has the consecutive numbers of the entries that the rank has. Arguments `greatest` (...,),
+    a token's greatest logit, and `sums` (..., 2) are already reduced over the whole vocabulary.
     """
 
     def table(self) -> dict[str, Callable[..., Any]]:
-        """Return "embed", "embed_grad", "row_max", "softmax_sums", "loss" and "loss_grad", by name."""
+        """Return the functions by name: "embed", "embed_grad", "row_max", "softmax_sums", "loss", "loss_grad"."""
         names = ("embed", "embed_grad", "row_max", "softmax_sums", "loss", "loss_grad")
         return {name: getattr(self, name) for name in names}
 
     def embed(self, tokens: Values, vocabulary: Values, table: Values) -> Values:
-        """Return each token's row of part of an embedding table, (..., hidden); zeros for tokens of other parts.
+        """Return each token's row of an embedding table, (..., hidden); zeros if another rank has the row.
 
         `tokens` (...,) are token numbers; `vocabulary` (part,) has the consecutive token numbers of the rows of
         `table` (part, hidden).
@@ -57,7 +59,7 @@ class EndFunctions:
         return table[rows] * is_here[..., None]
 
     def embed_grad(self, tokens: Values, vocabulary: Values, dx: Values, so_far: Values) -> Values:
-        """Return `so_far`, the gradient of part of an embedding table, with each token's `dx` added to its row.
+        """Return `so_far`, the gradient of a part of an embedding table, plus each token's `dx` in its row.
 
         `tokens` (...,) are token numbers, `dx` is (..., hidden); `vocabulary` (part,) has the consecutive token
         numbers of the rows of `so_far` (part, hidden). Tokens of other parts add nothing.
@@ -76,9 +78,9 @@ class EndFunctions:
         return total
 
     def row_max(self, logits: Values) -> Values:
-        """Return each token's greatest logit, (...,), of `logits` (..., part of the vocabulary).
+        """Return each token's greatest logit, (...,), among `logits` (..., part of the vocabulary).
 
-        It is minus infinity where the part is empty.
+        It is minus infinity if the part is empty.
         """
         if not logits.shape[-1]:
             return like(np.full(logits.shape[:-1], -np.inf), logits)
@@ -95,13 +97,17 @@ def _rows_of(tokens: Values, vocabulary: Values) -> tuple[Values, Values]:
 
 
 class RealEnds(EndFunctions):
-    """Cross entropy as models compute it."""
+    """Cross entropy as models compute it.
+
+    `targets` (...,) are numbers of vocabulary entries, `vocabulary` (part,) the consecutive numbers of the entries
+    that the rank has, and `greatest` (...,) each token's greatest logit over the whole vocabulary.
+    """
 
     def softmax_sums(self, logits: Values, greatest: Values, targets: Values, vocabulary: Values) -> Values:
-        """Return two sums per token, (..., 2): of exp(logit - greatest) over this part, and its target's logit.
+        """Return (..., 2): per token the sum of exp(logit - greatest) over this part, and its target's logit.
 
-        The logit is 0 where the target is in another part. `vocabulary` has the token numbers of the last dim of
-        `logits`; `greatest` and `targets` (token numbers) are (...,).
+        The target's logit is 0 if another rank has it, so that the results of all ranks add up. `logits` is (...,
+        part), with the entries of `vocabulary` along its last dim.
         """
         module = array_module(logits)
         is_target = targets[..., None] == vocabulary
@@ -110,46 +116,47 @@ class RealEnds(EndFunctions):
         )
 
     def loss(self, sums: Values, greatest: Values, so_far: Values) -> Values:
-        """Return `so_far` (1,) plus the cross entropy summed over these tokens.
+        """Return `so_far` (1,) plus the cross entropy, in nats, summed over these tokens.
 
-        `sums` (..., 2) are those of `softmax_sums` over the whole vocabulary, `greatest` (...,) the greatest
-        logits.
+        `sums` (..., 2) are the results of `softmax_sums` added up over all ranks.
         """
         return so_far + (array_module(sums).log(sums[..., 0]) + greatest - sums[..., 1]).sum()
 
     def loss_grad(
         self, logits: Values, greatest: Values, sums: Values, targets: Values, vocabulary: Values
     ) -> Values:
-        """Return the gradient of the summed loss by `logits` (..., part): softmax less one-hot targets.
+        """Return the gradient of the summed loss with respect to `logits` (..., part): softmax - one-hot targets.
 
-        `greatest` (...,) and `sums` (..., 2) are of the whole vocabulary, `targets` (...,) are token numbers,
-        and `vocabulary` (part,) has those of the last dim of `logits`.
+        `sums` (..., 2) are the results of `softmax_sums` added up over all ranks.
         """
         weights = array_module(logits).exp(logits - greatest[..., None]) / sums[..., :1]
         return weights - as_numbers(targets[..., None] == vocabulary, logits)
 
 
 class IntegerEnds(EndFunctions):
-    """Functions of small integers in place of those of the loss, so that results compare with `==`."""
+    """Functions that give small integers in place of the loss, so that results compare with `==`.
+
+    Arguments and shapes are those of `RealEnds`. Their "gradients" are no derivatives.
+    """
 
     def softmax_sums(self, logits: Values, greatest: Values, targets: Values, vocabulary: Values) -> Values:
-        """Return two sums of small integers per token, (..., 2), in place of those of the loss.
+        """Return two sums of small integers per token, (..., 2), in place of those of `RealEnds.softmax_sums`.
 
         The first is over this part of the vocabulary, of numbers made from logit and `greatest`; the second is 0
-        where the target is in another part. Arguments are shaped as those of `RealEnds.softmax_sums`.
+        if another rank has the target. Arguments have the shapes of `RealEnds.softmax_sums`.
         """
         is_target = targets[..., None] == vocabulary
         sums = small(logits + greatest[..., None]).sum(-1), (small(logits) * is_target).sum(-1)
         return array_module(logits).stack(sums, -1)
 
     def loss(self, sums: Values, greatest: Values, so_far: Values) -> Values:
-        """Return `so_far` plus a sum of small integers in place of the loss of these tokens."""
+        """Return `so_far` (1,) plus a sum of small integers in place of the loss of these tokens."""
         return so_far + (small(sums[..., 0] + greatest) + sums[..., 1]).sum()
 
     def loss_grad(
         self, logits: Values, greatest: Values, sums: Values, targets: Values, vocabulary: Values
     ) -> Values:
-        """Return small integers in place of the gradient with respect to part of the logits."""
+        """Return small integers in place of the gradient of the loss, in the shape of `logits` (..., part)."""
         of_row = greatest[..., None] + sums.sum(-1)[..., None]
         return small(logits + of_row - as_numbers(targets[..., None] == vocabulary, logits))
 
@@ -157,8 +164,8 @@ class IntegerEnds(EndFunctions):
 def end_functions(problem: BlockProblem) -> dict[str, Callable[..., Any]]:
     """Return the functions of embedding and loss by name.
 
-    Those of an `exact` problem compute on small integers, others on real numbers, 16-bit inputs in single
-    precision.
+    For an `exact` problem they return small integers; for others they compute the real functions, and convert
+    16-bit inputs to single precision.
     """
     return IntegerEnds().table() if problem.exact else widened(RealEnds().table())
 
@@ -177,7 +184,7 @@ def _gradients(at: NodePlace[LayerNode]) -> Iterator[tuple[str, list[str]]]:
 def layer_tensors(layer: LayerPlace, roles: Roles) -> Iterator[Tensor]:
     """Yield the tensors that the equations of a layer name, gradients among them, in global shapes.
 
-    A name may come more than once.
+    A tensor may be yielded more than once.
     """
     dtype, tokens = layer.problem.dtype, layer.tokens
     for parameter in layer.parameters():
@@ -198,9 +205,9 @@ def layer_meanings(layer: LayerPlace, roles: Roles) -> Iterator[Meaning]:
 
 
 def layer_gradient_meanings(layer: LayerPlace, roles: Roles) -> Iterator[Meaning]:
-    """Yield the equations of the gradients of a layer's parameters and edges, last node first.
+    """Yield the equations of the gradients of a layer's parameters and edges (activations), last node first.
 
-    The gradient of an edge is the sum of what the nodes that read it contribute.
+    The gradient of an edge is the sum of the contributions of all nodes that read it.
     """
     for at in reversed(layer.nodes):
         yield from record_of(at.node).gradient_meanings(at, roles)
@@ -210,12 +217,14 @@ def layer_gradient_meanings(layer: LayerPlace, roles: Roles) -> Iterator[Meaning
 
 @lru_cache(maxsize=64)
 def functions_of(problem: BlockProblem) -> Functions:
-    """Return the functions that programs of a problem call, by name; of small integers if it is `exact`.
+    """Return the functions that programs of a problem call, by name.
+
+    They return small integers if the problem is `exact`.
 
     Raises:
         UnsupportedError: a node is attention with sinks or a norm over all heads together, whose functions are
-            not written; there is no record of its type; or two types of nodes, or one and the ends of a model,
-            call unlike functions by one name.
+            not written; there is no `NodeRecord` of its type; or two types of nodes, or one and the ends of a
+            model, have different functions of one name.
     """
     layer = layers_of(problem)[0]
     table = {**end_functions(problem), NEXT_SITE: lambda *_: None}
@@ -235,9 +244,11 @@ def functions_of(problem: BlockProblem) -> Functions:
 
 
 def compute(layer: LayerPlace, known: dict[str, Array], functions: Functions) -> None:
-    """Compute every edge of a layer on whole arrays, without sharding, and store it in `known`, by tensor name.
+    """Compute every activation of a layer on whole arrays, in one process, and add them to `known`.
 
-    `known` must have the layer's input and parameters, `functions` what `functions_of` returns.
+    Args:
+        known: whole arrays by tensor name; the layer's input and parameters must be among them.
+        functions: what `functions_of` returns.
 
     Raises:
         UnsupportedError: a node has costs only, as experts and latent attention have.
@@ -247,10 +258,12 @@ def compute(layer: LayerPlace, known: dict[str, Array], functions: Functions) ->
 
 
 def compute_gradients(layer: LayerPlace, known: dict[str, Array], functions: Functions) -> None:
-    """Compute every gradient of a layer on whole arrays and store it in `known`, by tensor name.
+    """Compute every gradient of a layer on whole arrays, in one process, and add them to `known`.
 
-    `known` must have what `compute` has stored, and the gradient with respect to the layer's output; `functions`
-    is what `functions_of` returns.
+    Args:
+        known: whole arrays by tensor name; what `compute` adds, and the gradient with respect to the layer's
+            output, must be among them.
+        functions: what `functions_of` returns.
     """
     for at in reversed(layer.nodes):
         record_of(at.node).compute_gradient(at, known, functions)

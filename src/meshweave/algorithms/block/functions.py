@@ -33,36 +33,36 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 def over_rows(x: Values) -> Values:
-    """Return the sum over all dims but the last, (last dim,)."""
+    """Return the sum over all dims but the last: (batch, sequence, features) -> (features,)."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).sum(0)
 
 
 def like(values: Any, x: Values) -> Values:
-    """Return a numpy array as an array of the library, dtype and device of `x`."""
+    """Return the numpy array `values` converted to the library, dtype and device of `x`."""
     if hasattr(x, "new_tensor"):
         return x.new_tensor(values)
     return array_module(x).asarray(values, dtype=x.dtype)
 
 
 def as_numbers(truth: Values, x: Values) -> Values:
-    """Return booleans as 0 and 1 in the dtype of `x`."""
+    """Return an array of booleans as 0 and 1 in the dtype of `x`."""
     return truth * like(np.array(1), x)
 
 
 def small(x: Values) -> Values:
-    """Return integers in -3 .. 3 that are equal to `x` modulo 7."""
+    """Return the integers from -3 to 3 that equal `x` modulo 7: 5 -> -2."""
     return (x + 3) % 7 - 3
 
 
 def sigmoid(x: Values) -> Values:
-    """Return 1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x)) for each element."""
     return 0.5 * (1 + array_module(x).tanh(0.5 * x))
 
 
 def widened(functions: Functions) -> dict[str, Callable[..., Any]]:
-    """Return the functions with arrays of 16-bit numbers converted to single precision before each call.
+    """Return functions that convert 16-bit arguments to single precision and then call the given ones.
 
-    What they return stays in single precision. Other arrays pass as they are.
+    Results stay in single precision. Other arguments are not converted.
     """
 
     def wide(function: Callable[..., Any]) -> Callable[..., Any]:

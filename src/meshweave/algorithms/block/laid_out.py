@@ -25,16 +25,16 @@ _IN_PARTS = ("all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True)
 class Moved:
-    """Equal transfers of a node.
+    """A number of equal transfers of a node of the layer's graph.
 
     Attributes:
-        kind: the collective or message, as `Transfer.kind` has it: "all_gather".
-        axis: the mesh axis along which they go, as "row".
-        num_ranks: the ranks that take part.
-        num_bytes: the bytes of one: of a gather, a reduce-scatter or an all-to-all those of one rank's part times
-            the ranks, of an all-reduce the tensor, of a message the message, of a dispatch or combine all copies
-            of a rank's tokens.
-        times: how many there are.
+        kind: the collective or message, as in `Transfer.kind`, such as "all_gather".
+        axis: the mesh axis along which ranks communicate, such as "row".
+        num_ranks: the number of ranks that take part in one transfer.
+        num_bytes: the bytes of one transfer: of an all-gather, reduce-scatter or all-to-all one rank's part times
+            `num_ranks`, of an all-reduce the tensor, of a message the message, of a dispatch or combine all copies
+            of one rank's tokens.
+        times: how many equal transfers there are.
     """
 
     kind: str
@@ -46,11 +46,11 @@ class Moved:
 
 @dataclass(frozen=True)
 class Shards:
-    """Into how many parts ranks cut a tensor.
+    """Into how many shards a tensor is cut.
 
     Attributes:
-        sides: the parts along each side; of an edge (along the tokens, along the features).
-        experts: the parts into which the experts of a weight are divided.
+        sides: number of parts along each dim; for an activation (along the tokens, along the features).
+        experts: number of parts into which the experts of a weight are divided; 1 for other tensors.
     """
 
     sides: tuple[int, ...]
@@ -58,20 +58,20 @@ class Shards:
 
     @property
     def count(self) -> int:
-        """Return the number of different shards of the tensor."""
+        """Return the number of different shards of the tensor: the product of all numbers of parts."""
         return prod(self.sides) * self.experts
 
 
 @dataclass(frozen=True)
 class LaidLayer:
-    """A layer on ranks.
+    """How a layer is sharded over ranks, and what it moves. Its graph has nodes (ops) and edges (activations).
 
     Attributes:
-        axes: the name and the ranks of each mesh axis of more than one rank.
+        axes: (name, number of ranks) of each mesh axis of more than one rank.
         tokens: the tokens of all ranks together.
-        edges, weights: the shards of each, by its name in the graph.
-        before, within, after: what each node of the forward part moves, by the edge that it makes: before its
-            first computation, between computations, and after its last one.
+        edges, weights: the shards of each activation and weight, by its name in the graph.
+        before, within, after: the transfers of each node in the forward part, by the name of its output edge:
+            before its first computation, between computations, and after its last one.
         moved: the transfers of the forward and the backward part together, reductions of gradients included.
     """
 
@@ -86,9 +86,9 @@ class LaidLayer:
 
 
 def laid_out(problem: BlockProblem, config: BlockConfig, roles: Roles) -> LaidLayer:
-    """Return how the first layer of a problem is sharded and what its nodes transfer, in one chunk.
+    """Return how the first layer of a problem is sharded, and what its nodes transfer on rank 0.
 
-    `config.chunks` is ignored, and so are embedding and head.
+    `config.chunks` is ignored: the batch is not cut. Embedding and head are ignored, too.
     """
     alone = replace(problem, layers=1, training=False, vocabulary=0)
     config, mesh = replace(config, chunks=1), problem.mesh
@@ -122,9 +122,9 @@ def laid_out(problem: BlockProblem, config: BlockConfig, roles: Roles) -> LaidLa
 
 
 def moved_by(tasks: Iterable[Task | Part]) -> tuple[Moved, ...]:
-    """Return the transfers of a rank's tasks, also those of included products, as one `Moved` for equal ones.
+    """Return the transfers among a rank's tasks, with one `Moved` for all that are equal.
 
-    Transfers of no bytes are left out.
+    Transfers inside included programs (`Part`) count; transfers of no bytes are left out.
     """
     counts: Counter[tuple[str, str, int, int]] = Counter()
     for work, times in _transfers(tasks):

@@ -27,7 +27,7 @@ class LayerWriter(NodeWriter):
             self.writer.move_once(landed, out.dims, GRADIENTS, out)
 
     def write_forward(self) -> None:
-        """Write the forward part: the layers, and if the writer has them embedding, head and loss.
+        """Write the forward part: the layers, and what a subclass adds before and after them, such as the loss.
 
         Inputs and outputs must have been declared.
         """
@@ -39,9 +39,9 @@ class LayerWriter(NodeWriter):
         self.end_site()
 
     def write_backward(self) -> None:
-        """Write the backward part, after the forward part: the layers from last to first.
+        """Write the backward part, from the last layer to the first; the forward part must be written.
 
-        If the writer has loss, head and embedding, their gradients come before and after.
+        If a subclass adds loss, head and embedding, their gradients come before and after.
         """
         self._before_backward()
         self.end_site()

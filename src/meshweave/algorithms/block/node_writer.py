@@ -26,9 +26,14 @@ GRADIENTS = "gradients"
 class NodeWriter(BlockTensors):
     """Writes what the records of nodes have in common: products, sums over ranks, gradients of parameters.
 
+    A layer's graph has nodes (ops) and edges (activations); a reader of an edge is a node that takes it as input.
+    A node's contribution is its term of the gradient with respect to an edge that it reads. A site is a product
+    with its communication, a sum of statistics, or attention. Methods "write" ops into `writer`'s program or
+    skeleton.
+
     Attributes:
-        unmoved: partial sums that were not reduced yet, by the name of the edge or of the contribution to a
-            gradient.
+        unmoved: buffers of partial sums that are not reduced over ranks yet, by the tensor name of the edge or
+            contribution.
     """
 
     unmoved: dict[str, Stored] = field(default_factory=dict)
@@ -37,10 +42,7 @@ class NodeWriter(BlockTensors):
     _reductions: list[tuple[Stored, Stored]] = field(default_factory=list)
 
     def end_site(self) -> None:
-        """Write what is delayed, and let later ops wait for all ops so far, if `writer.is_by_sites`.
-
-        Else do nothing.
-        """
+        """Write delayed ops, and let later ops wait for all ops so far; do nothing unless `writer.is_by_sites`."""
         if self.writer.is_by_sites:
             self._write_later()
             self.writer.end_site()
@@ -48,11 +50,11 @@ class NodeWriter(BlockTensors):
     # --- edges --------------------------------------------------------------------------------------------------
 
     def edge(self, at: NodePlace[LayerNode], number: int = 0) -> Stored:
-        """Return the buffer of input `number` of a node, from 0."""
+        """Return the buffer of a node's input `number`, counted from 0."""
         return self.stored[at.layer.home(at.node.ins[number])]
 
     def out(self, at: NodePlace[LayerNode]) -> Stored:
-        """Return the buffer of a node's output: the buffer of the sum if the output is summed in place."""
+        """Return the buffer of a node's output; if a sum is made in place of the output, the sum's buffer."""
         features = at.node.makes
         return self.new(at.layer.home(at.node.out), self.sides(features), self.dims(at, features))
 
@@ -63,18 +65,19 @@ class NodeWriter(BlockTensors):
     def contribution(self, at: NodePlace[LayerNode], edge: str) -> Stored:
         """Return the buffer for a node's contribution to the gradient with respect to an edge.
 
-        The first reader of the edge comes last in the backward pass: it writes to the buffer in which all are
-        summed.
+        For the edge's first reader, which comes last in the backward pass, it is the buffer of the whole gradient,
+        to which the other contributions are added.
         """
         like = self.stored[at.layer.home(edge)]
         name = at.layer.gradient(edge) if at.is_first_reader(edge) else at.contribution_name(edge)
         return self.new(name, like.sides, like.dims)
 
     def sum_contributions(self, at: NodePlace[LayerNode], edge: str) -> None:
-        """Add the contributions of other readers to the gradient of an edge, if `at` is its first reader.
+        """Add the contributions of other readers to the gradient of an edge if `at` is its first reader.
 
-        Its own contribution comes last in the backward pass, and is in the buffer of the sum already. Partial
-        sums in `unmoved` are not added here, but before they are reduced. Do nothing for any other reader.
+        Do nothing for any other reader. The first reader's own contribution comes last in the backward pass, and
+        is in the buffer of the gradient already. Contributions in `unmoved` are not added here: they are partial
+        sums, which are added before the reduction over ranks.
         """
         if at.is_first_reader(edge):
             out, (*others, _) = self.stored[at.layer.gradient(edge)], at.layer.contributions(edge)
@@ -83,18 +86,18 @@ class NodeWriter(BlockTensors):
                     self.writer.add(out, self.stored[name])
 
     def rows_and_features(self, stored: Stored) -> tuple[Index, Index]:
-        """Return (tokens, features) that a rank has of a tensor in the current chunk, as ints or expressions."""
+        """Return (tokens, features): how many a rank has of a tensor in the current chunk, ints or expressions."""
         *tokens, features = (self.writer.extent(side, stored.dims) for side in stored.sides)
         return (tokens[0] * tokens[1] if len(tokens) > 1 else tokens[0]), features
 
     def row_sums(self, tensor: str, rows: int, fn: str, ins: tuple[Stored, ...]) -> Stored:
-        """Write a call that sums over the features of each token, and the reduction over ranks that divide them.
+        """Write a call that sums over the features of each token, and the all-reduce over ranks that shard them.
 
         Args:
-            tensor: name of the sums, (tokens, `rows`).
-            rows: sums per token.
-            fn: function of `ins` that is called.
-            ins: its inputs; the layout of the first one says which ranks divide the features.
+            tensor: name of the tensor of sums, (tokens, `rows`).
+            rows: number of sums per token.
+            fn: name of the function that is called with `ins`.
+            ins: the inputs of the function; the layout of the first one says which axes shard the features.
 
         Returns:
             The buffer of the complete sums.
@@ -110,10 +113,10 @@ class NodeWriter(BlockTensors):
     # --- products -----------------------------------------------------------------------------------------------
 
     def multiply(self, at: NodePlace[Linear]) -> Stored:
-        """Write a forward product with the moves of its operand, weight and result; return the result.
+        """Write a forward product with all communication that it needs; return the buffer of its result.
 
-        A result that is reduced together with others is not moved: `unmoved` has its partial sums, and the
-        buffer that is returned does not hold the result yet.
+        If the result is a term of a sum that is reduced over ranks as a whole, it is left as partial sums, in
+        `unmoved`, and the buffer that is returned does not hold the result yet.
         """
         self.end_site()
         operand, out = self.edge(at), at.layer.home(at.node.out)
@@ -138,20 +141,20 @@ class NodeWriter(BlockTensors):
         return result
 
     def moved_once(self, src: Stored, dims: AxisDims, suffix: str, key: str) -> Stored:
-        """Return `src` moved to the layout `dims`; the move is written once per `key`, for all that read it.
+        """Return the buffer of `src` moved to the layout `dims`; the move is written once per `key`.
 
-        A later call with the same `key` returns the first result, whatever its other arguments. `suffix` ends
-        the names of new buffers.
+        A later call with the same `key` returns the buffer of the first call, whatever its other arguments.
+        `suffix` ends the names of new buffers.
         """
         if key not in self.stored:
             self.stored[key] = self.writer.move(src, dims, suffix)
         return self.stored[key]
 
     def multiply_back(self, at: NodePlace[Linear]) -> None:
-        """Write the product for the gradient of a linear node's operand, with its moves and sums.
+        """Write the product for the gradient of a linear node's operand, with its communication and additions.
 
-        The product for the weight's gradient goes to `write_beside`. A gradient that is reduced together with
-        others is not moved: `unmoved` has its partial sums.
+        The product for the weight's gradient is passed to `write_beside`. An operand's gradient that is added to
+        others before a common reduction over ranks is left as partial sums, in `unmoved`.
         """
         self.end_site()
         node, edge, arriving = at.node, at.node.ins[0], self.arriving(at)
@@ -217,21 +220,21 @@ class NodeWriter(BlockTensors):
     # --- gradients of parameters --------------------------------------------------------------------------------
 
     def write_beside(self, write: Callable[[], None]) -> None:
-        """Call `write`, which writes ops that nothing waits for, now or later.
+        """Call `write`, which writes ops that no later node waits for, now or later.
 
-        While a loop over chunks is open it is delayed: to the next call of `write_beside` after a communication,
-        beside which the ops may run, or to the end of the group of nodes.
+        While a loop over chunks is open, the call is delayed: to the next call of `write_beside` after a
+        communication, beside which the ops may run, or to the end of the group of nodes.
         """
         self._later.append(write)
         if self.writer.is_between_loops:
             self._write_later()
 
     def postpone(self, write: Callable[[], None]) -> None:
-        """Keep `write`, which writes small ops that nothing waits for, until `write_postponed`."""
+        """Keep `write`, which writes small ops that no later node waits for, until `write_postponed` is called."""
         self._small.append(write)
 
     def write_postponed(self) -> None:
-        """Pass what `postpone` has kept to `write_beside`; call it when a group of nodes has its products."""
+        """Pass what `postpone` has kept to `write_beside`; to be called after the products of a group of nodes."""
         small, self._small = self._small, []
         for write in small:
             self.write_beside(write)
@@ -273,10 +276,10 @@ class NodeWriter(BlockTensors):
         The gradient starts from 0 and grows chunk by chunk.
 
         Args:
-            parameter: name of the parameter.
-            arriving: gradient of the node's output; ranks that divide its tokens have partial sums.
-            fn, ins: the function that is called, and its inputs; the sum so far follows them as the last one.
-            work, shape: how the call is priced: a key of `CALL_DIMS`, and its sizes.
+            parameter: name of the parameter's tensor.
+            arriving: gradient of the node's output; ranks along axes that shard its tokens get partial sums.
+            fn: name of the function that is called with `ins`, and then with the sum so far.
+            work, shape: how the call is priced: a key of `CALL_DIMS`, and the sizes that it names.
         """
         out = self.stored[f"D{parameter}"]
         self.writer.zero(out)
@@ -286,7 +289,7 @@ class NodeWriter(BlockTensors):
         self.reduce(replace(out, dims=natural), out)
 
     def leave_partial_sums(self, landed: Stored, out: Stored) -> None:
-        """Do nothing; a subclass records that `landed` has partial sums of a weight's gradient `out`."""
+        """Do nothing; a subclass may record that `landed` has partial sums of a weight's gradient `out`."""
 
     def reduce(self, landed: Stored, out: Stored) -> None:
         """Write the reduction of a weight's gradient over ranks, from the partial sums `landed` into `out`.

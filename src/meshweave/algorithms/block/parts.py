@@ -37,13 +37,13 @@ BACKWARD = "D"
 
 @dataclass(frozen=True)
 class BlockParts:
-    """A piece of a model as a forward and a backward program.
+    """A piece of a model ("layers", "embedding" or "head") as a forward and a backward program.
 
     Attributes:
-        kept: the buffers that are outputs of the forward program and inputs of the backward one.
+        kept: names of the buffers that are outputs of the forward program and inputs of the backward one.
         sums: for each buffer of a weight's gradient, and of the loss, the mesh axes along which ranks have
-            partial sums that the caller is to reduce.
-        of_experts: the buffers of parameters of experts, which lie on ranks of their own.
+            partial sums that the caller has to reduce.
+        of_experts: names of the buffers of parameters of experts that ranks divide among them.
         is_timed: whether the programs state costs only and have no equations.
     """
 
@@ -118,14 +118,14 @@ def parts_of_writer(
     *,
     recompute: Recompute = "none",
 ) -> BlockParts:
-    """Return the forward and backward programs of what a piece writes with its writer.
+    """Return the forward and the backward program of what a piece writes with its writer.
 
     Args:
-        layers: the piece; it must not have declared or written anything yet.
-        writer: the writer of `layers`.
+        layers: writes the piece; it must not have declared or written anything yet.
+        writer: the writer that `layers` uses.
         name: what the names of both programs begin with.
-        tensors: those of the piece, of which each program declares what it needs.
-        meanings: the equations of the piece, of which each program has those that lead to its outputs.
+        tensors: the tensors of the piece; each program declares those that it needs.
+        meanings: the equations of the piece; each program has those that lead to its outputs.
         recompute: what the backward program recomputes: "none", "full" for all, or "selective" for attention.
 
     Raises:
@@ -198,9 +198,11 @@ def _multiplies(ops: Iterable[Op]) -> bool:
 def calls_writing(
     scratch: set[str], statements: tuple[Statement, ...], readers: str
 ) -> tuple[Statement, ...]:
-    """Return the calls among `statements`, none inside loops, that write one of the `scratch` buffers.
+    """Return the `call` ops among `statements`, not those inside loops, that write one of the `scratch` buffers.
 
-    `readers` begins the message of an error, as "the backward part reads".
+    Args:
+        scratch: names of buffers.
+        readers: the beginning of an error message, such as "the backward part reads".
 
     Raises:
         UnsupportedError: one of the `scratch` buffers is written by none of these calls.
@@ -216,9 +218,9 @@ def calls_writing(
 
 
 def read_first(statements: Iterable[Statement]) -> dict[str, None]:
-    """Return the names of the buffers that are read before they are written, in order of reading.
+    """Return the names of the buffers that are read before they are written, in the order of the first reads.
 
-    They are the keys of a dict whose values are None. A write of any part of a buffer counts.
+    They are the keys of a dict whose values are all None. A write of any part of a buffer counts.
     """
     written: set[str] = set()
     first: dict[str, None] = {}
@@ -244,12 +246,14 @@ def _kept(forward: Iterable[Statement], back: Iterable[Statement]) -> tuple[str,
 def cut_program(
     whole: Program, name: str, statements: tuple[Statement, ...], given: Iterable[str], made: Iterable[str]
 ) -> Program:
-    """Return some statements as a program of their own, with what of the whole they use.
+    """Return a program of some statements, with the buffers, lanes and equations of `whole` that they need.
 
     Args:
-        whole: has the declarations and equations; its body is not looked at.
-        given, made: the buffers that become inputs, and those that are outputs, besides inputs of the whole. An
-            output of the whole that is in neither becomes a temp.
+        whole: the program whose declarations and equations are used; its statements are not read.
+        name: the name of the result.
+        given: names of the buffers that become inputs; inputs of the whole stay inputs.
+        made: names of the buffers that become outputs. An output of the whole that is in neither `given` nor
+            `made` becomes a temp.
     """
     used = {view.buffer for op in ops_of(statements) for _, view in op.accesses()}
     given, made = set(given), set(made)
@@ -282,10 +286,10 @@ def cut_program(
 
 
 def equations_between(meanings: list[Meaning], buffers: Iterable[Buffer]) -> list[Meaning]:
-    """Return the equations that lead from the input buffers of a program to the tensors of its other buffers.
+    """Return the equations among `meanings` that lead from a program's inputs to its other buffers' tensors.
 
-    An equation `Same` that gives an input as equal to a tensor that is no input is turned round: the tensor
-    equals the input, and other equations for it are left out.
+    An equation `Same(out, src)` whose `out` is an input and whose `src` is none is turned round: `src` then equals
+    the input, and other equations for that input are left out.
     """
     by_out: dict[str, list[Meaning]] = {}
     given = {buffer.tensor for buffer in buffers if buffer.kind == "input"}

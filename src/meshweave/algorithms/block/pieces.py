@@ -21,24 +21,24 @@ Piece = Literal["layers", "embedding", "head"]
 
 @dataclass
 class LayersPiece(LayerWriter):
-    """Writes layers, and leaves partial sums of gradients of weights to the caller.
+    """Writes layers, and leaves the reduction of gradients of weights over ranks to the caller.
 
     Attributes:
-        unsummed: for each gradient of a weight, and for the loss, its buffer and layout, by tensor: "partial"
-            along axes still to be reduced over.
+        unsummed: by tensor name, the buffer and layout of each weight's gradient and of the loss. The layout is
+            "partial" along the mesh axes over which the caller has to reduce it.
     """
 
     unsummed: dict[str, Stored] = field(default_factory=dict)
 
     def declare(self) -> None:
-        """Declare the buffers of inputs and outputs; it comes first, and once."""
+        """Declare the buffers of inputs and outputs; call it once, before anything is written."""
         self._declare()
 
     def reduce(self, landed: Stored, out: Stored) -> None:
         """Record partial sums `landed` of a weight's gradient `out`, for the caller to all-reduce.
 
-        Where they are in another buffer than `out`, a reduce-scatter into `out` is written first, or at the end
-        of the program if the roles reduce last.
+        If they are in another buffer than `out`, a reduce-scatter into `out` is written first, or at the end of
+        the program if the roles reduce last.
         """
         if landed.buffer != out.buffer:
             super().reduce(landed, out)
@@ -47,7 +47,7 @@ class LayersPiece(LayerWriter):
         self.unsummed[out.tensor] = landed
 
     def leave_partial_sums(self, landed: Stored, out: Stored) -> None:
-        """Record that `landed` has partial sums of a weight's gradient `out`, for the caller to reduce."""
+        """Record that buffer `landed` has partial sums of a weight's gradient `out`, for the caller to reduce."""
         self.unsummed[out.tensor] = landed
 
 
@@ -63,7 +63,7 @@ class _EndPiece(LayersPiece, EndsWriter):
 
 @dataclass
 class EmbeddingPiece(_EndPiece):
-    """Writes the embedding alone: TOKENS to X, and the gradient of E from DX."""
+    """Writes the embedding alone: from TOKENS to X, and backward from DX to the gradient of the table E."""
 
     def _weights(self) -> list[WeightSpec]:
         return super()._weights()[:1]
@@ -84,7 +84,7 @@ class EmbeddingPiece(_EndPiece):
 
 @dataclass
 class HeadPiece(_EndPiece):
-    """Writes the last norm, logits and loss alone: Z to LOSS; backward, DZ and gradients of weights."""
+    """Writes the last norm, logits and loss alone: from Z to LOSS; backward, DZ and the gradients of weights."""
 
     def _weights(self) -> list[WeightSpec]:
         return super()._weights()[1:]

@@ -24,13 +24,16 @@ AnyNode = TypeVar("AnyNode", bound=LayerNode, covariant=True)
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """A layer at its place in a program, with the names of its tensors there.
+    """A layer of a program, and the names of its tensors there.
+
+    The layer's graph has nodes (ops) and edges (activations, by name). An edge has one tensor, and readers: the
+    nodes that take it as input.
 
     Attributes:
-        number: number of the layer, from 0.
-        suffix: what the names of the layer's tensors end in.
-        first, last: names of the layer's input and output.
-        is_flat: whether tokens are one dim, batch times sequence, and not two.
+        number: number of the layer in the program, from 0.
+        suffix: what the names of the layer's tensors end in, such as "0".
+        first, last: tensor names of the layer's input and output.
+        is_flat: whether tokens are one dim of size batch x sequence; else they are two dims.
     """
 
     problem: BlockProblem
@@ -43,12 +46,12 @@ class LayerPlace:
 
     @cached_property
     def nodes(self) -> list[NodePlace[LayerNode]]:
-        """Return the nodes of the layer in the order of the forward part, each with its place."""
+        """Return the nodes of the layer, as `NodePlace`, in the order of the forward part."""
         return [NodePlace(self, node) for node in self.graph.nodes]
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Return the sizes of the token dims over all ranks: (batch, sequence), or their product if flat."""
+        """Return the global sizes of the token dims: (batch, sequence), or (batch x sequence,) if flat."""
         return token_sizes(self.problem, self.is_flat)
 
     @property
@@ -57,7 +60,7 @@ class LayerPlace:
         return ("i",) if self.is_flat else ("b", "s")
 
     def own(self, name: str) -> str:
-        """Return `name` with the layer's suffix, as weights and other tensors of this layer are called."""
+        """Return `name` with the layer's suffix, the name of a weight or other tensor here: "WO" -> "WO0"."""
         return f"{name}{self.suffix}"
 
     @cached_property
@@ -85,22 +88,25 @@ class LayerPlace:
         }
 
     def edge(self, edge: str) -> str:
-        """Return the tensor name of an edge of the layer's graph."""
+        """Return the name of the tensor of an edge: its own name with the suffix, or `first` or `last`."""
         return self._edges[edge]
 
     def home(self, edge: str) -> str:
-        """Return the name of the tensor whose buffer holds an edge: its own, or a sum made in place of it."""
+        """Return the name of the tensor in whose buffer an edge lies: its own, or a sum that is made in place."""
         return self._edges[self.graph.sum_of_term.get(edge, edge)]
 
     def gradient(self, edge: str) -> str:
-        """Return the tensor name of the gradient with respect to an edge.
+        """Return the name of the tensor that holds the gradient with respect to an edge.
 
-        If a sum is the only reader of the edge, it is the gradient of the sum.
+        If a sum is the edge's only reader, this is the gradient with respect to the sum.
         """
         return self._gradients[edge]
 
     def contributions(self, edge: str) -> list[str]:
-        """Return the names of the terms of the gradient of an edge, one per reader, the last reader's first."""
+        """Return the tensor names of the terms that add up to an edge's gradient.
+
+        There is one term per reader, the last reader's first.
+        """
         return self._contributions[edge]
 
     def parameters(self) -> list[Tensor]:
@@ -110,7 +116,7 @@ class LayerPlace:
     def parameter(self, weight: NodeWeight) -> Tensor:
         """Return the tensor of a parameter, with its name in this layer and its global shape.
 
-        Parameters of experts that lie on ranks of their own are flat: (ranks x elements of one rank,).
+        A parameter of experts that ranks divide among them is flat: (ranks x elements of one rank,).
         """
         shape = tuple(side.size for side in weight.sides)
         ranks = self.problem.experts
@@ -121,7 +127,10 @@ class LayerPlace:
 
 @dataclass(frozen=True)
 class NodePlace(Generic[AnyNode]):
-    """A node at its place in a program, with index names for its equations."""
+    """A node (op) of a layer's graph in a program: the names of its tensors, and index names for its equations.
+
+    Index names say what part of a tensor an equation is about, one per dim; None stands for a whole dim.
+    """
 
     layer: LayerPlace
     node: AnyNode
@@ -133,56 +142,64 @@ class NodePlace(Generic[AnyNode]):
 
     @property
     def out(self) -> str:
-        """Return the tensor name of the node's output edge."""
+        """Return the name of the tensor of the node's output edge."""
         return self.layer.edge(self.node.out)
 
     @property
     def operand(self) -> str:
-        """Return the tensor name of the first edge that the node reads."""
+        """Return the name of the tensor of the first edge that the node reads."""
         return self.layer.edge(self.node.ins[0])
 
     @property
     def arriving(self) -> str:
-        """Return the tensor name of the gradient with respect to the node's output."""
+        """Return the name of the tensor of the gradient with respect to the node's output."""
         return self.layer.gradient(self.node.out)
 
     @property
     def row(self) -> PositionNames:
-        """Return index names for all features of one token: ("b", "s", None), where None is a whole dim."""
+        """Return index names for all features of one token: ("b", "s", None), or ("i", None) if flat."""
         return (*self.layer.token_names, None)
 
     @property
     def element(self) -> PositionNames:
-        """Return index names for one feature of one token: ("b", "s", "j"), flat ("i", "j")."""
+        """Return index names for one feature of one token: ("b", "s", "j"), or ("i", "j") if flat."""
         return (*self.layer.token_names, "j")
 
     @property
     def unit(self) -> PositionNames:
-        """Return index names for one unit of features of one token, such as a head: ("b", "s", "j", None)."""
+        """Return index names for one unit of features, such as a head, of one token: ("b", "s", "j", None).
+
+        They are for a tensor with two dims of features (`units`); ("i", "j", None) if flat.
+        """
         return (*self.layer.token_names, "j", None)
 
     def own(self, name: str) -> str:
-        """Return `name` with the layer's suffix, as weights and other tensors of this layer are called."""
+        """Return `name` with the layer's suffix, the name of a weight or other tensor of the layer."""
         return self.layer.own(name)
 
     def fn(self, name: str) -> str:
-        """Return what the function `name` of the node's record is called in programs.
+        """Return the name in programs of the function `name` of the node's type: "norm" -> "norm" or "norm_1".
 
-        Nodes of one type with unlike settings have unlike functions, told apart by a number at the end.
+        Nodes of one type with different settings have different functions, told apart by a number at the end.
         """
         number = self.layer.graph.variants[self.node.out]
         return f"{name}_{number}" if number else name
 
     def tensor(self, edge: str, prefix: str = "") -> Tensor:
-        """Return the tensor of an edge in its global shape; `prefix` goes before its name, as "D"."""
+        """Return the tensor of an edge in its global shape, with `prefix`, such as "D", before its name."""
         layer, size = self.layer, self.layer.graph.features[edge].size
         return Tensor(f"{prefix}{layer.edge(edge)}", (*layer.tokens, size), self.problem.dtype)
 
     def units(self, name: str, features: Features, dtype: str = "", whole: bool = False) -> Tensor:
-        """Return the tensor "NAME_units", `name` with two dims of features: (tokens, units, features of a unit).
+        """Return the tensor "{name}_units": tensor `name` with its features as (units, features of a unit).
 
-        With `whole` batch and sequence are two dims even if tokens are flat elsewhere. A `dtype` of "" is the
-        problem's.
+        A head is a unit. The global shape is (batch, sequence, units, features of a unit), or (tokens, units,
+        features of a unit) if tokens are flat.
+
+        Args:
+            features: the number of units, and of features of each.
+            dtype: "" for the problem's dtype.
+            whole: whether batch and sequence are two dims even if tokens are one dim elsewhere.
         """
         tokens = token_sizes(self.problem, False) if whole else self.layer.tokens
         return Tensor(f"{name}_units", (*tokens, features.count, features.unit), dtype or self.problem.dtype)
@@ -190,13 +207,13 @@ class NodePlace(Generic[AnyNode]):
     # --- gradients ----------------------------------------------------------------------------------------------
 
     def is_first_reader(self, edge: str) -> bool:
-        """Return whether the node reads an edge first, and so contributes last to the gradient of the edge."""
+        """Return whether the node is the first that reads an edge; it then adds to the edge's gradient last."""
         return self.layer.graph.readers(edge)[0] is self.node
 
     def contribution_name(self, edge: str) -> str:
-        """Return the name of the tensor that the node contributes to the gradient of its input `edge`.
+        """Return the name of the tensor with the node's term of the gradient with respect to its input `edge`.
 
-        A sum contributes the gradient of its result; the only reader of an edge, the whole gradient.
+        For a sum it is the gradient of its result. For the only reader of an edge it is the whole gradient.
         """
         node = self.node
         if node.is_sum:
@@ -208,15 +225,16 @@ class NodePlace(Generic[AnyNode]):
 
 
 def token_sizes(problem: BlockProblem, is_flat: bool) -> tuple[int, ...]:
-    """Return the sizes of the token dims over all ranks: (batch, sequence), or (batch x sequence,) if flat."""
+    """Return the global sizes of the token dims: (batch, sequence), or (batch x sequence,) if `is_flat`."""
     return (problem.batch * problem.sequence,) if is_flat else (problem.batch, problem.sequence)
 
 
 def side_of(features: Features) -> Side:
-    """Return the side (dim) of a tensor that holds `features`; roles shard it by the word in its `dim`.
+    """Return the `Side` (a tensor dim as roles see it) that holds `features`.
 
-    That is "hidden" for features of the residual, and "" for those that nothing shards: features without a dim,
-    and those whose edges are sharded by tokens alone (`WITH_TOKENS`). All others are "inner".
+    Its `dim`, by which mesh axes shard it, is "hidden" for features of the residual stream, and "" for features
+    that no axis shards: those without a dim, and those of activations that are sharded by tokens alone
+    (`WITH_TOKENS`). For all others, such as heads, it is "inner".
     """
     dim = features.dim
     if not dim or dim in WITH_TOKENS:
@@ -228,10 +246,10 @@ def side_of(features: Features) -> Side:
 def layers_of(problem: BlockProblem, is_flat: bool = False) -> tuple[LayerPlace, ...]:
     """Return all layers of a problem with the names of their tensors, in forward order.
 
-    The input of the first is X, the output of the last Z.
+    The input of the first layer is X, the output of the last Z.
 
     Args:
-        is_flat: whether tokens are one dim, batch times sequence, and not two.
+        is_flat: whether tokens are one dim of size batch x sequence; else they are two dims.
     """
     names = ["X", *(f"X{number}" for number in range(1, problem.layers)), "Z"]
     graph = problem.layer
@@ -246,7 +264,7 @@ def head_of(problem: BlockProblem, is_flat: bool = False) -> LayerPlace:
     """Return the last norm and the product to logits as a layer of their own; names have no suffix.
 
     Args:
-        is_flat: whether tokens are one dim, batch times sequence, and not two.
+        is_flat: whether tokens are one dim of size batch x sequence; else they are two dims.
     """
     graph = dense_head(problem.hidden, problem.vocabulary, problem.norm)
     return LayerPlace(problem, graph, 0, "", graph.input, graph.output, is_flat)

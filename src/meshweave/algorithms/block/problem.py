@@ -31,9 +31,9 @@ class ExpertRanks:
     """How the experts of a layer are divided over ranks, which its cost depends on.
 
     Attributes:
-        expert: ranks that the experts are divided among; each has ceil(experts / `expert`) at most.
-        tensor: ranks that share each expert, in the dim of its inner features.
-        load: copies of tokens that the most loaded rank gets, divided by the mean of all ranks.
+        expert: expert-parallel degree: each rank has at most ceil(experts / `expert`) experts.
+        tensor: number of ranks that share each expert, along its inner features.
+        load: copies of tokens that the most loaded rank gets, divided by the mean over all ranks.
         dispatcher: the library that carries copies, a name in `cost.exchange.libraries()`.
         grouped: whether one kernel multiplies for all experts, and activates between its products.
         loads: for a program, the copies of each rank of a group divided by their mean; the first one's is `load`.
@@ -52,7 +52,7 @@ class ExpertRanks:
     mesh: Mesh | None = None
 
     def elements(self, weight: NodeWeight) -> int:
-        """Return the most elements of a parameter of experts on one rank.
+        """Return the number of elements of a parameter of experts on the rank that has most of it.
 
         A rank has ceil(experts / `expert`) experts, and of each ceil(units / `tensor`) units of inner features.
         """
@@ -63,10 +63,10 @@ class ExpertRanks:
         return -(-weight.experts // self.expert) * own
 
     def side(self, weight: NodeWeight) -> Side | None:
-        """Return the one dim of a parameter of experts in a program, where ranks hold it flattened.
+        """Return the only dim of the tensor that stands for a parameter of experts in a program.
 
-        It has `elements(weight)` elements for each rank of `mesh`, copies included. None without a `mesh`, or
-        for a parameter that is not of several experts.
+        Each rank of `mesh` has its part of the parameter flattened, `elements(weight)` elements. None without a
+        `mesh`, or for a parameter that is not of several experts.
         """
         if self.mesh is None or weight.experts == 1:
             return None
@@ -166,10 +166,10 @@ class BlockProblem:
         training: bool = True,
         counts_masked: bool = False,
     ) -> BlockProblem:
-        """Return the problem of `layers` layers of a model, each as `model.layer`, without embedding and head.
+        """Return the problem of `layers` layers of a model, each like `model.layer`, without embedding and head.
 
-        The family is "llama" for a gated FFN, else "gpt". Where `model.layer` is not the layer that sizes and
-        family describe, it becomes the `graph`. `workload.batch` is that of all ranks.
+        The family is "llama" for a gated FFN, else "gpt". If `model.layer` is not the layer that sizes and family
+        describe, it becomes the `graph`. `workload.batch` counts the sequences of all ranks together.
 
         Raises:
             LayoutError: a size of the model, the workload or the mesh fits no `BlockProblem`.
@@ -200,14 +200,15 @@ class BlockProblem:
     def norm(self) -> NormKind:
         """Return the kind of the norm before the logits, "layer" or "rms".
 
-        It is that of the first norm of `graph`; without a graph, or norms in it, the family's.
+        It is the kind of the first norm in `graph`; without a graph or a norm in it, "layer" for family "gpt" and
+        "rms" for "llama".
         """
         norms = (node.kind for node in self.graph.nodes if isinstance(node, Norm)) if self.graph else ()
         return next(iter(norms), "layer" if self.family == "gpt" else "rms")
 
     @property
     def layer(self) -> LayerGraph:
-        """Return the graph of one layer: the given one, or the one that sizes and family describe."""
+        """Return the graph of one layer: `graph` if it is given, else the layer that sizes and family describe."""
         if self.graph is not None:
             return self.graph
         is_gated = self.family == "llama"

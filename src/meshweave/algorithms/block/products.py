@@ -15,9 +15,12 @@ _KEPT = 4096
 
 @lru_cache(_KEPT)
 def product_config(name: str, problem: Matmul2dProblem, slices: int, packets: int = 1) -> Matmul2dConfig:
-    """Return the config of a 2D product with the most slices up to `slices`; with the fewest if all have more.
+    """Return the candidate of a 2D product that has the most slices up to `slices`; the fewest if all have more.
 
-    `name` is the algorithm's in `matmul2d`. The config has the largest number of packets up to `packets`.
+    Among all candidates those with the largest number of packets up to `packets` are considered.
+
+    Args:
+        name: the name of an algorithm of `matmul2d`.
 
     Raises:
         UnsupportedError: there is no algorithm of this name.
@@ -33,14 +36,14 @@ def product_config(name: str, problem: Matmul2dProblem, slices: int, packets: in
 
 @lru_cache(_KEPT)
 def product_program(name: str, problem: Matmul2dProblem, slices: int, packets: int = 1) -> Program:
-    """Return the program of a 2D product by the algorithm `name`, in the config of `product_config`.
+    """Return the program of a 2D product by the algorithm `name`, in the config that `product_config` returns.
 
-    Equal arguments return the same object, which is then proved once.
+    Equal arguments return the same object, so that it is proved only once.
     """
     return PRODUCTS_2D.named(name).program(problem, product_config(name, problem, slices, packets))
 
 
 @lru_cache(_KEPT)
 def product_skeleton(name: str, problem: Matmul2dProblem, slices: int, packets: int = 1) -> Skeleton:
-    """Return the skeleton of a 2D product by the algorithm `name`, in the config of `product_config`."""
+    """Return the skeleton of a 2D product by the algorithm `name`, in the config that `product_config` returns."""
     return PRODUCTS_2D.named(name).skeleton(problem, product_config(name, problem, slices, packets))

@@ -37,11 +37,13 @@ ARRIVES = ""
 
 
 class ProgramWriter(BlockWriter):
-    """Writes a block as the statements, buffers and lanes of a program.
+    """Writes a block as the statements, buffers and lanes of a program for all ranks.
+
+    Sizes and positions are expressions in a rank's mesh coordinates and the number of the chunk.
 
     Attributes:
         buffers: every buffer by name.
-        statements: all statements before the loop that is being written.
+        statements: all statements before the loop over chunks that is being written.
     """
 
     def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
@@ -57,7 +59,7 @@ class ProgramWriter(BlockWriter):
 
     @property
     def lanes(self) -> tuple[ir.Lane, ...]:
-        """Return the lanes that ops use, the compute lane first."""
+        """Return the lanes that ops written so far use, "compute" first."""
         return tuple(map(ir.Lane, self._lanes))
 
     def _declare(self, stored: Stored, kind: Kind) -> None:
@@ -117,7 +119,7 @@ class ProgramWriter(BlockWriter):
         return extent(self.mesh, side, window.dims, window.axis, self._turned(window))
 
     def extent(self, side: Side, dims: AxisDims) -> Index:
-        """Return how many elements of a side a rank has, by its coordinates; of the batch, the chunk's."""
+        """Return how many elements of a side a rank has in layout `dims`; of the batch, the current chunk's."""
         chunk = self._chunk_range(side.unit)
         if side.dim != "batch" or chunk.stop is None:
             return extent(self.mesh, side, dims)
@@ -138,19 +140,19 @@ class ProgramWriter(BlockWriter):
     # --- sites --------------------------------------------------------------------------------------------------
 
     def begin_part(self, arriving: Iterable[Stored]) -> None:
-        """Begin the ops of another program: they wait for nothing written before.
+        """Begin the ops of another program, such as the backward one: they wait for no op written before.
 
-        If the writer `is_by_sites`, its first op in each lane waits for the `arriving` tensors.
+        If `is_by_sites`, the first op in each lane waits for the `arriving` tensors.
         """
         self._begin_site({ARRIVES: tuple(map(self._view, arriving))})
 
     def end_site(self) -> None:
-        """End the loop over chunks, and if the writer `is_by_sites` let what follows wait for all ops before.
+        """End the loop over chunks; if `is_by_sites`, let all later ops wait for all ops before.
 
-        The first op of a site in each lane waits for the last ops of the site before in other lanes. An op
-        that reads neither all their outputs nor something of its own site gets an empty call before it, which
-        reads them. The transfers of a ring need no such call, since the compute lane reads all of them before
-        attention ends.
+        The first op of a site in each lane waits for the last ops of the site before in other lanes. An op that
+        reads neither all their outputs nor something of its own site gets an empty call before it, which reads
+        those outputs. The transfers of ring attention need no such call, since the compute lane reads all of them
+        before attention ends.
         """
         self.cut()
         if self._written:
@@ -187,9 +189,9 @@ class ProgramWriter(BlockWriter):
     def call(
         self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
-        """Write a call of `fn` on `ins` for the current chunk, priced as `work` with sizes `shape`.
+        """Write a call of function `fn` on `ins` for the current chunk, priced as `work` with sizes `shape`.
 
-        `work` is a key of `CALL_DIMS`, which names the sizes. `part` is "" or the gradient that it computes:
+        `work` is a key of `CALL_DIMS`, which names the sizes. `part` is "" or the gradient that the call computes:
         "input_grad" or "weight_grad".
         """
         written, read = tuple(map(self._view, outs)), tuple(map(self._view, ins))
@@ -200,13 +202,13 @@ class ProgramWriter(BlockWriter):
     ) -> None:
         """Write an op that computes no values and whose cost on a rank is `work_of(tokens)`.
 
-        Where the ranks of an expert group have unequal loads, computing costs each rank the work of its own
-        load; an exchange costs all of them that of the rank with the most token copies (one for each expert of a
-        token).
+        If the ranks that share experts have unequal loads, computing costs each rank the work of its own load; an
+        exchange costs all of them the work of the rank with the most copies of tokens (one copy for each expert of
+        a token).
 
         Args:
             lane: the lane of the op; for exchanges of experts the name of their mesh.
-            work_of: the work of a rank with so many tokens: the local size of all dims of `ins[0]` but the last.
+            work_of: the work of a rank by its tokens: the product of the local sizes of `ins[0]` but the last.
             outs, ins: what the op writes and reads.
             beside: (parameters that it also reads, gradients of parameters that it also writes).
 
@@ -270,17 +272,17 @@ class ProgramWriter(BlockWriter):
         self._do(ir.Copy(out=self._view(out), src=self._view(src), lane=COMPUTE))
 
     def turns(self, count: int) -> Iterator[Index]:
-        """Write a loop of `count` turns inside that over chunks; yield its variable once, for its body."""
+        """Write a loop of `count` turns (steps of ring attention); yield its variable once, for its body."""
         outer, self._body = self._body, []
         yield TURN
         inner, self._body = self._body, outer
         self._body.append(ir.Repeat(TURN.name, count, tuple(inner)))
 
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
-        """Write a shift round an axis: `src` is sent to the rank before this one, `out` comes from the next.
+        """Write a shift round mesh axis number `axis`: `src` goes to the rank before this one.
 
-        `lane` ends the name of the lane. `when` is a condition on the turn of the loop of `turns`: where it is
-        0, nothing is sent; 1 is all turns.
+        `out` comes from the rank after. `lane` ends the name of the lane. `when` is a condition on the turn of a
+        loop of `turns`: in turns in which it is 0 nothing is sent.
         """
         name = self._lane(axis, lane)
         op = ir.Permute(out=self._view(out), src=self._view(src), over=self._over(axis), shift=-1, lane=name)

@@ -11,7 +11,7 @@ from meshweave.algorithms.contract import Array, Arrays
 
 
 def reference(problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
-    """Return the outputs of a problem, computed without sharding by numpy, by name.
+    """Return the whole outputs of a problem by name, computed by numpy in one process from whole `inputs`.
 
     They are Z, and for training DX and the gradients of all weights; with a vocabulary LOSS in place of Z, and
     DE in place of DX.

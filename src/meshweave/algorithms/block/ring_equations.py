@@ -27,10 +27,10 @@ _REDUCED = "softmax"
 
 
 def ring_names(at: NodePlace[Attention]) -> dict[str, str]:
-    """Return the names of the tensors of ring attention in this layer, as a dict by what they hold.
+    """Return the names of the tensors of ring attention in a layer, by what they hold.
 
-    They are under "queries", "keys" (keys and values), and of online softmax "so_far" (numerators), "greatest"
-    (scores) and "weights" (their sums).
+    The keys are "queries", "keys" (for keys and values), and for online softmax "so_far" (weighted sums of
+    values), "greatest" (greatest scores) and "weights" (sums of weights).
     """
     keys = ("queries", "keys", "so_far", "greatest", "weights")
     return {key: at.own(name) for key, name in zip(keys, ("Q", "KV", "RA", "RM", "RL"), strict=True)}
@@ -40,7 +40,7 @@ def ring_tensors(at: NodePlace[Attention]) -> Iterator[Tensor]:
     """Yield the global tensors Q, KV, RA, RM and RL of the forward part, each (batch, sequence, groups, columns).
 
     With r query heads of width d per group, columns are r d for Q and RA, 2 d for KV, r for RM and RL. Q and KV
-    have the problem's dtype, the others that of statistics. The result of attention is not among them.
+    have the problem's dtype, the others its `statistics_dtype`. The result of attention is not among them.
     """
     p, names = at.problem, ring_names(at)
     r, d = at.node.per_group, at.node.width
@@ -51,7 +51,7 @@ def ring_tensors(at: NodePlace[Attention]) -> Iterator[Tensor]:
 
 
 def ring_gradient_tensors(at: NodePlace[Attention]) -> Iterator[Tensor]:
-    """Yield the gradients of queries and of keys with values, shaped as these are in `ring_tensors`."""
+    """Yield the tensors of the gradients of queries Q and of keys with values KV, in their global shapes."""
     queries, keys, *_ = ring_tensors(at)
     for tensor in (queries, keys):
         yield Tensor(f"D{tensor.name}", tensor.shape, tensor.dtype)
@@ -79,7 +79,10 @@ def ring_meanings(at: NodePlace[Attention]) -> Iterator[Meaning]:
 
 
 def ring_gradient_meanings(at: NodePlace[Attention]) -> Iterator[Meaning]:
-    """Yield the equations from the gradient of the heads to the contribution to the operand's gradient."""
+    """Yield the equations of ring attention backward.
+
+    They lead from the gradient of the heads to the node's term of the gradient of joint queries, keys and values.
+    """
     names = ring_names(at)
     yield Same(f"D{at.out}_units", at.arriving)
     of_queries = (f"D{at.out}_units", names["queries"], f"{at.out}_units", f"{at.own(at.node.sums)}_units")

@@ -27,7 +27,10 @@ have terms of a sum."""
 
 @dataclass(frozen=True)
 class Side:
-    """One dim of a tensor: its name, and `count` units of `unit` elements. Ranks have whole units."""
+    """One dim of a tensor: its name, and `count` units of `unit` elements. Ranks have whole units.
+
+    A mesh axis that shards `dim` shards every side of that name. 8 heads of 64 features are Side("inner", 8, 64).
+    """
 
     dim: Dim
     count: int
@@ -35,7 +38,7 @@ class Side:
 
     @property
     def size(self) -> int:
-        """Return the number of elements of the dim, over all ranks."""
+        """Return the global number of elements of the dim, `count` times `unit`."""
         return self.count * self.unit
 
 
@@ -48,17 +51,17 @@ TOKENS: tuple[Dim, ...] = ("batch", "sequence")
 class AxisRole:
     """How the tensors of a layer lie along one mesh axis.
 
-    Each dim is that which the axis splits: "batch", "sequence", "hidden" (features of the residual), "inner"
-    (heads or features of the feed-forward part), "expert", "partial" (ranks have terms of a sum), "" where each
-    rank has all.
+    Each `Dim` says which dim of some tensors the axis shards: "batch", "sequence", "hidden" (features of the
+    residual), "inner" (heads or features of the feed-forward part), "expert"; "partial" if ranks have terms of a
+    sum, "" if each rank has all.
 
     Attributes:
         name: the key in `BLOCK_ROLES`, and what the role is called in errors and titles of strategies.
-        residual: the residual, norms and what is added to it.
-        operand_in: the operand of the first product, that with W_qkv or W_1.
-        attention, feed_forward: what attention and the activation read and make.
-        operand_out: the operand of the second product, that with W_o or W_2.
-        w_in, w_out: the weights where they are multiplied.
+        residual: of the residual, norms and what is added to the residual.
+        operand_in: of the operand of the first product, that with W_qkv or W_1.
+        attention, feed_forward: of what attention, or the activation, reads and makes.
+        operand_out: of the operand of the second product, that with W_o or W_2.
+        w_in, w_out: of W_qkv and W_1, or W_o and W_2, when products read them.
         shards_weights: whether weights are given in parts along this axis, and gathered for each use.
         keeps_weights: whether gathered weights are kept for the backward part. Else they are gathered again.
         scatters_gradients: whether gradients of weights end in parts along this axis.
@@ -182,9 +185,9 @@ BLOCK_ROLES = {
 
 
 def num_parts(dims: AxisDims, shape: tuple[int, ...], of: Iterable[Dim]) -> int:
-    """Return into how many parts a tensor in layout `dims` is split along the dims `of` together.
+    """Return into how many parts a tensor in layout `dims` is split along all dims named in `of` together.
 
-    `shape` has the sizes of the mesh axes.
+    `shape` has the sizes of the mesh axes: (("batch", "inner"), (2, 4), ("batch",)) -> 2.
     """
     return math.prod(size for dim, size in zip(dims, shape, strict=True) if dim in of)
 
@@ -192,11 +195,12 @@ def num_parts(dims: AxisDims, shape: tuple[int, ...], of: Iterable[Dim]) -> int:
 def product(a: AxisDims, b: AxisDims, contracted: Iterable[Dim]) -> AxisDims:
     """Return the layout of a product before any communication, from the layouts `a` and `b` of its operands.
 
-    An axis that splits both along a `contracted` dim, over which the product sums, leaves it "partial".
+    A mesh axis that shards both operands along a `contracted` dim, over which the product sums, leaves the result
+    "partial": each rank has a term of the sum.
 
     Raises:
-        LayoutError: an axis splits one operand alone along a contracted dim, or the operands along two dims
-            of the result.
+        LayoutError: an axis shards only one operand along a contracted dim, or the operands along two different
+            dims of the result.
     """
     k = tuple(contracted)
     return tuple(_along(left, right, k) for left, right in zip(a, b, strict=True))
@@ -218,9 +222,10 @@ def _along(left: Dim, right: Dim, contracted: tuple[Dim, ...]) -> Dim:
 
 
 def gradient_dims(dims: AxisDims) -> AxisDims:
-    """Return the layout in which backward products read the gradient of a product whose own layout is `dims`.
+    """Return the layout in which backward products read the gradient of a result whose layout is `dims`.
 
-    It is `dims`, replicated where that is "partial": the gradient of a sum is that of each term.
+    It is `dims`, but replicated ("") along axes where that is "partial": each term of a sum has the sum's
+    gradient.
     """
     return tuple("" if dim == "partial" else dim for dim in dims)
 
@@ -231,7 +236,8 @@ class Roles:
 
     If the role of one axis keeps gathered operands or weights, or reduces last, this holds for all axes. A
     layout is an `AxisDims`: for each mesh axis the dim that it shards, "" where it replicates, "partial" for
-    partial sums.
+    partial sums. Products with W_qkv or W_1 (from the residual to inner features) are first ones; those with W_o
+    or W_2 (back to the residual) are second ones.
 
     Attributes:
         axes: the role of each mesh axis.
@@ -247,12 +253,12 @@ class Roles:
 
     @property
     def is_flat(self) -> bool:
-        """Return whether tokens are one dim, as 2D products have them, and not batch and sequence."""
+        """Return whether tokens are one dim of size batch x sequence, as for 2D products, or else two dims."""
         return bool(self.product_2d)
 
     @cached_property
     def replicated(self) -> AxisDims:
-        """Return the layout of what every rank has whole: "" for each mesh axis."""
+        """Return the layout of a tensor that every rank has whole: "" for each mesh axis."""
         return tuple("" for _ in self.axes)
 
     @cached_property
@@ -262,44 +268,44 @@ class Roles:
 
     @property
     def ring_axis(self) -> int | None:
-        """Return the index of the mesh axis of ring attention; None without one."""
+        """Return the index of the mesh axis around which ring attention sends keys and values; None without it."""
         axes = [number for number, role in enumerate(self.axes) if role.attention == "sequence"]
         return axes[0] if axes else None
 
     @property
     def expert_dims(self) -> AxisDims:
-        """Return how each mesh axis divides parameters of experts, in the words of `experts`."""
+        """Return `experts`; if that is (), "inner" for each axis that shards feed-forward features, else ""."""
         return self.experts or tuple("inner" if dim == "inner" else "" for dim in self.core(False))
 
     def core(self, is_attention: bool) -> AxisDims:
-        """Return the layout of activations inside attention, or else inside the feed-forward part."""
+        """Return the layout of activations between two products: of attention, or of the feed-forward part."""
         return tuple(role.attention if is_attention else role.feed_forward for role in self.axes)
 
     def operand(self, is_first: bool) -> AxisDims:
-        """Return the layout in which the operand of a product is multiplied, its moves done.
+        """Return the layout of the activation operand when a product reads it, after any communication.
 
-        With `is_first` it is the product with W_qkv or W_1, else that with W_o or W_2.
+        With `is_first` the product is that with W_qkv or W_1, else that with W_o or W_2.
         """
         return tuple(role.operand_in if is_first else role.operand_out for role in self.axes)
 
     def weight(self, is_first: bool) -> AxisDims:
-        """Return the layout in which W_qkv and W_1 (`is_first`), or else W_o and W_2, are multiplied."""
+        """Return the layout of W_qkv and W_1 (`is_first`), or else of W_o and W_2, when a product reads them."""
         return tuple(role.w_in if is_first else role.w_out for role in self.axes)
 
     def product(self, is_first: bool) -> AxisDims:
         """Return the layout of the result of the product with W_qkv or W_1 (`is_first`), or else W_o or W_2.
 
-        It is that before any communication: "partial" along axes where ranks have terms of a sum.
+        It is the layout before any communication: "partial" along axes where ranks have terms of a sum.
 
         Raises:
-            LayoutError: an axis splits operand and weight along dims that do not go together.
+            LayoutError: an axis shards operand and weight along dims that do not fit together.
         """
         k: Dim = "hidden" if is_first else "inner"
         return product(self.operand(is_first), self.weight(is_first), (k,))
 
     @property
     def scatters_core(self) -> bool:
-        """Return whether an axis has partial sums after W_qkv or W_1, and then splits heads or FFN features."""
+        """Return whether partial sums after W_qkv or W_1 are scattered by heads or FFN features on some axis."""
         return any(
             before == "partial" and "inner" in (role.attention, role.feed_forward)
             for before, role in zip(self.product(True), self.axes, strict=True)
@@ -307,12 +313,12 @@ class Roles:
 
     @property
     def gain(self) -> AxisDims:
-        """Return the layout of the parameters of a norm where they are used."""
+        """Return the layout of a norm's parameters when they are used: sharded as the residual's features are."""
         return tuple("hidden" if role.residual == "hidden" else "" for role in self.axes)
 
     @property
     def statistics(self) -> AxisDims:
-        """Return the layout of the norms' complete statistics, one or two values a token."""
+        """Return the layout of the norms' complete statistics: sharded by tokens as the residual is."""
         return tuple(dim if dim in TOKENS else "" for dim in self.residual)
 
     @property
@@ -336,10 +342,10 @@ class Roles:
         return any(role.reduces_last for role in self.axes)
 
     def stored(self, used: AxisDims, sides: Iterable[Side]) -> AxisDims:
-        """Return the layout in which ranks store a weight: as used, but sharded by axes with `shards_weights`.
+        """Return the layout in which ranks store a weight between its uses.
 
-        `used` is its layout where it is multiplied, `sides` its dims. These axes shard the first dim that no axis
-        splits in `used`.
+        It is `used`, the layout in which products read the weight, except that axes whose role has
+        `shards_weights` shard the first of its dims `sides` that no axis shards in `used`.
 
         Raises:
             LayoutError: no dim of the weight is left to shard.
@@ -347,10 +353,10 @@ class Roles:
         return _divided(used, sides, [role.shards_weights for role in self.axes])
 
     def gradient(self, used: AxisDims, sides: Iterable[Side]) -> AxisDims:
-        """Return the layout in which the gradient of a weight ends.
+        """Return the layout of a weight's gradient after its reduction over ranks.
 
-        It is `used`, as the weight is multiplied, but axes with `scatters_gradients` shard the first of the
-        dims `sides` that no axis splits in `used`.
+        It is `used`, the layout in which products read the weight, except that axes whose role has
+        `scatters_gradients` shard the first of its dims `sides` that no axis shards in `used`.
 
         Raises:
             LayoutError: no dim of the weight is left to scatter over.

@@ -15,10 +15,12 @@ from meshweave.ir.program.expressions import Index, Var, maximum, minimum
 
 
 def layout_of(mesh: Mesh, sides: Sides, dims: AxisDims) -> Layout:
-    """Return the layout of a tensor with these sides on a mesh.
+    """Return the layout of a tensor with these sides (dims) on a mesh.
 
-    `dims` has for each mesh axis the dim of the side that it shards, "" where it replicates, "partial" for
-    partial sums. An uneven split is `Shard` where one axis deals single elements, else `Tile`.
+    Units of a side are never split. An uneven split is `Shard` if one axis divides single elements, else `Tile`.
+
+    Args:
+        dims: for each mesh axis the `dim` of the side that it shards, "" to replicate, "partial" for partial sums.
     """
     left = [side.count for side in sides]
     is_even = [True] * len(sides)
@@ -42,10 +44,13 @@ PEER = Var("peer")
 
 
 def extent(mesh: Mesh, side: Side, dims: AxisDims, other_axis: int = -1, other: Index = PEER) -> Index:
-    """Return how many elements of a side a rank has: an int, or an expression in the rank's coordinates.
+    """Return how many elements of a side a rank has: an int, or an expression in the rank's mesh coordinates.
 
-    With `other_axis`, the index of a mesh axis, it is that of another rank, whose coordinate along this axis is
-    `other`; -1 for the rank itself.
+    Args:
+        dims: for each mesh axis the `dim` of the side that it shards, or "" or "partial".
+        other_axis: index of a mesh axis, to ask for the rank whose coordinate along it is `other` instead of this
+            rank's own; -1 to ask for this rank.
+        other: a coordinate, or an expression for it.
     """
     count: Index = side.count
     most = side.count
@@ -63,9 +68,10 @@ def extent(mesh: Mesh, side: Side, dims: AxisDims, other_axis: int = -1, other: 
 
 
 def within(side: Side, mesh: Mesh, dims: AxisDims, num_axes: int) -> int | None:
-    """Return how many elements of a side are left for the last `num_axes` mesh axes to divide.
+    """Return how many elements of a side the ranks along the last `num_axes` mesh axes have together.
 
-    Each coordinate along the axes before them has so many; None if these axes divide the side unevenly.
+    These are the elements that the axes before leave to each of their coordinates; None if these axes do not
+    divide the side evenly. `dims` has for each mesh axis the `dim` of the side that it shards, or "" or "partial".
     """
     count = side.count
     for dim, parts in list(zip(dims, mesh.shape, strict=True))[:-num_axes]:
@@ -77,7 +83,10 @@ def within(side: Side, mesh: Mesh, dims: AxisDims, num_axes: int) -> int | None:
 
 
 def largest_extent(mesh: Mesh, side: Side, dims: AxisDims) -> int:
-    """Return the most elements of a side on any rank; rank 0 has as many."""
+    """Return the most elements of a side that any rank has; rank 0 has that many.
+
+    `dims` has for each mesh axis the `dim` of the side that it shards, or "" or "partial".
+    """
     count = side.count
     for dim, parts in zip(dims, mesh.shape, strict=True):
         if dim == side.dim and dim:

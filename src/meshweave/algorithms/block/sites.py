@@ -32,17 +32,16 @@ OPERAND, WEIGHT, RESULT = "X", "W", "Y"
 
 @dataclass(frozen=True)
 class ProductSite:
-    """A product of activations with a weight.
+    """A product of activations with a weight, with the communication that it needs, as a program of its own.
 
     Attributes:
-        is_first: whether the weight is (hidden, inner), entering the inner features, or (inner, hidden).
-        is_attention: whether it is of attention, or of the feed-forward part.
-        hidden: the features of the residual.
-        units, unit: inner features: number of units that are sharded whole, and columns of each.
+        is_first: whether the weight is (hidden, inner), as W_qkv and W_1; else it is (inner, hidden).
+        is_attention: whether it is a product of attention; else of the feed-forward part.
+        hidden: number of features of the residual stream.
+        units, unit: inner features: number of units (such as heads) that are never split, and features of each.
         stored: the layout in which the weight is stored; None for that of the roles.
-        gathers: for each axis whether the product gathers the weight along it, and scatters its gradient. Along
-            others the caller gathers, and reduces the partial sums, of many weights together. None for a product
-            that gathers along all axes.
+        gathers: for each mesh axis whether the product gathers the weight along it, and scatters its gradient.
+            Along other axes the caller does so, for many weights together. None: the product does along all axes.
     """
 
     is_first: bool
@@ -55,7 +54,7 @@ class ProductSite:
 
     @property
     def layer(self) -> LayerGraph:
-        """Return the product as a layer of its own."""
+        """Return the graph of a layer that has this product as its only node."""
         hidden, inner = Features("hidden", self.hidden), Features("inner", self.units, self.unit)
         operand, result = (hidden, inner) if self.is_first else (inner, hidden)
         group = "attention" if self.is_attention else "feed_forward"
@@ -63,15 +62,15 @@ class ProductSite:
 
     @property
     def weight_sides(self) -> Sides:
-        """Return the sides of the weight (features of the operand, features of the result)."""
+        """Return the two sides (dims) of the weight: features of the operand, then features of the result."""
         hidden, inner = Side("hidden", self.hidden), Side("inner", self.units, self.unit)
         return (hidden, inner) if self.is_first else (inner, hidden)
 
     def stored_dims(self, roles: Roles) -> AxisDims:
-        """Return the layout of the weight that the product reads.
+        """Return the layout of the product's input "w".
 
-        Along the axes along which the product gathers, it is that in which ranks store the weight; along the
-        others that in which it is multiplied.
+        Along axes along which the product gathers, the weight is sharded as ranks store it; along other axes it is
+        already as it is multiplied.
 
         Raises:
             LayoutError: no dim of the weight is left to shard.
@@ -87,12 +86,12 @@ class ProductSite:
         return tuple(h if is_here else dim for dim, h, is_here in zip(left, here, self.gathers, strict=True))
 
     def with_own_gathers(self, roles: Roles, shape: tuple[int, ...]) -> ProductSite:
-        """Return the site with `gathers` set, for a caller that gathers many weights at once along some axes.
+        """Return the same product with `gathers` set, for a caller that gathers many weights at once.
 
-        A product gathers its weight itself along axes whose role has `products_gather`; the caller does along
-        the others. Included 2D products gather along all such axes. Other products leave an axis to the caller,
-        too, where another axis divides the same dim of the stored weight, where the weight is multiplied whole,
-        or where the size of the axis does not divide the units of the dim.
+        The product gathers its weight along axes whose role has `products_gather`, and the caller along others. 2D
+        products gather along all axes with that role. Other products leave such an axis to the caller if another
+        axis shards the same dim of the stored weight, if the weight is multiplied whole, or if the size of the
+        axis does not divide the units of the dim.
 
         Args:
             shape: the sizes of the mesh axes.
@@ -113,9 +112,9 @@ class ProductSite:
         return replace(self, gathers=tuple(map(gathers, range(len(stored)))))
 
     def is_local(self, roles: Roles) -> bool:
-        """Return whether a rank multiplies its own tokens by a whole weight, with no communication.
+        """Return whether each rank multiplies its own tokens by a whole weight, so that nothing communicates.
 
-        It is False where `gathers` is None, and for strategies with 2D products, whose tokens are one dim.
+        It is False if `gathers` is None, and for strategies of 2D products, whose tokens are one dim.
         """
         edges = roles.residual, roles.core(self.is_attention)
         if self.gathers is None or roles.is_flat or any(roles.weight(self.is_first)):
@@ -123,9 +122,9 @@ class ProductSite:
         return edges[0] == edges[1] == roles.operand(self.is_first)
 
     def gradient_terms(self, roles: Roles) -> AxisDims:
-        """Return the layout of the weight's gradient as the product leaves it.
+        """Return the layout of the product's output "dw", the weight's gradient.
 
-        Along axes that divide the tokens it is "partial", unless the product scatters the gradient itself.
+        Along axes that shard the tokens it is "partial", unless the product scatters the gradient along them.
 
         Raises:
             LayoutError: the roles fit no product.
@@ -143,7 +142,7 @@ def _site_place(problem: BlockProblem, site: ProductSite, is_flat: bool) -> Laye
 def site_problem(
     batch: int, sequence: int, hidden: int, mesh_shape: tuple[int, ...], dtype: str
 ) -> BlockProblem:
-    """Return a problem with these global sizes of activations, for one site; its other sizes are 1."""
+    """Return a `BlockProblem` for one site, with these global sizes of activations; its other sizes are 1."""
     return BlockProblem(batch, sequence, hidden, 1, 1, 1, 1, mesh_shape, dtype=dtype)
 
 
@@ -152,9 +151,10 @@ def product_parts(
 ) -> BlockParts:
     """Return the forward and the backward program of one product.
 
-    Inputs are "x" and "w", and "dy" backward; outputs "y", and "dx" and "dw" backward. Of "x" and "y" that of
-    hidden features lies as the residual, the other as activations inside its half. Gradients of the weight
-    are complete and sharded as it is stored, unless `site.gathers` leaves partial sums (`site.gradient_terms`).
+    Inputs are "x" and "w", and "dy" backward; outputs are "y", and "dx" and "dw" backward. Of "x" and "y" the one
+    of hidden features is laid out as the residual, the other as activations inside attention or the feed-forward
+    part. "dw" is complete and sharded as the weight is stored, unless `site.gathers` leaves partial sums
+    (`site.gradient_terms`).
 
     Raises:
         LayoutError: the roles fit no product.
@@ -171,13 +171,13 @@ def product_parts(
 
 @dataclass
 class ProductPiece(LayersPiece):
-    """Writes one product forward, and the products of its gradients."""
+    """Writes one product forward, and backward the products for its two gradients."""
 
     site: ProductSite = field(kw_only=True)
 
     @property
     def layers(self) -> Sequence[LayerPlace]:
-        """Return the product as the one layer."""
+        """Return the only layer, which has the product as its only node."""
         return (_site_place(self.problem, self.site, self.roles.is_flat),)
 
     def _declare(self) -> None:
@@ -213,7 +213,7 @@ class ProductPiece(LayersPiece):
     def reduce(self, landed: Stored, out: Stored) -> None:
         """Write the reduction of the weight's gradient over ranks, from its partial sums `landed` into `out`.
 
-        Other pieces leave all-reduces to the caller; this one makes them.
+        Unlike in other pieces, all-reduces are written, too, and not left to the caller.
         """
         super(LayersPiece, self).reduce(landed, out)
 
@@ -224,9 +224,9 @@ class ProductPiece(LayersPiece):
 def ring_parts(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh) -> BlockParts:
     """Return the forward and the backward program of ring attention alone.
 
-    The layer of the problem must have exactly one attention, and one of the roles must be a ring. Queries and
-    keys are rotated as the attention says: with family "gpt" and no `graph`, not at all. For layers without a
-    `graph` inputs are "qkv0" and "positions", and "da0" backward; outputs "a0", and "dqkv0" backward.
+    The layer of the problem must have exactly one attention, and one of the roles must be a ring. Rotary embedding
+    is applied if the attention node has it: not with family "gpt" and no `graph`. For layers without a `graph`
+    inputs are "qkv0" and "positions", and "da0" backward; outputs are "a0", and "dqkv0" backward.
 
     Raises:
         UnsupportedError: the config has several chunks, of which the keys cannot be kept.
@@ -241,11 +241,11 @@ def ring_parts(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: M
 
 @dataclass
 class RingPiece(LayersPiece):
-    """Writes the ring of attention alone."""
+    """Writes ring attention alone, without the products before and after it."""
 
     @property
     def layers(self) -> Sequence[LayerPlace]:
-        """Return attention as the one layer."""
+        """Return the only layer, which has the attention as its only node."""
         return [attention_of(self.problem)]
 
     def _declare(self) -> None:
@@ -263,11 +263,11 @@ class RingPiece(LayersPiece):
 
 @dataclass(frozen=True)
 class MoveSite:
-    """A move of a tensor from one layout to another: "x" to "y".
+    """A move of a tensor from one layout to another, as a program from input "x" to output "y".
 
     Attributes:
-        sides: those of the tensor; the first two are batch and sequence, where it has tokens.
-        before, after: its layouts; `before` may be "partial" along some axes.
+        sides: the dims of the tensor; the first two are batch and sequence if it has tokens.
+        before, after: the layouts, for each mesh axis the dim that it shards; `before` may have "partial".
         op: the reduction of partial values: "sum", "max", "min" or "prod".
     """
 
@@ -283,13 +283,13 @@ class MoveSite:
 
     @property
     def is_sum(self) -> bool:
-        """Return whether the move is all-reduces alone, from partial to replicated, or nothing."""
+        """Return whether the move has no communication but all-reduces, or none at all."""
         pairs = zip(self.before, self.after, strict=True)
         return all(x == y or (x == "partial" and not y) for x, y in pairs)
 
 
 def move_program(site: MoveSite, mesh: Mesh, dtype: str) -> Program:
-    """Return the program of a move on `mesh`, with input "x" and output "y" of this dtype."""
+    """Return the program of a move on `mesh`, with input "x" and output "y" of `dtype`."""
     token_counts = [side.count for side in site.sides if side.dim in TOKENS]
     batch, sequence = (*token_counts, 1, 1)[:2]
     problem = site_problem(batch, sequence, 1, mesh.shape, dtype)

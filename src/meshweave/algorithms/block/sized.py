@@ -30,9 +30,13 @@ ProductPart = Literal["forward", "dgrad", "wgrad"]
 class FlatTask(NamedTuple):
     """A task of rank 0, in a list of tasks.
 
-    `after` are the places, from 0, of tasks in the list that it waits for, besides the one before it in its
-    lane. It stands for `times` equal ops that follow each other there. `part` says which of the three products
-    of training it belongs to.
+    Attributes:
+        lane: name of the queue of tasks that run one after another.
+        after: positions, from 0, of the tasks in the list that it waits for, besides the one before it in its
+            lane.
+        times: number of equal ops, one after another in the lane, that the task stands for.
+        part: which of the three products of training it belongs to: "forward", "dgrad" (gradient of the operand)
+            or "wgrad" (gradient of the weight).
     """
 
     lane: str
@@ -51,10 +55,11 @@ class TaskAccess:
     """The buffers that a task reads and writes, and which gradient it computes.
 
     Attributes:
-        makes: "input_grad" for the gradient of the residual before all layers, "weight_grad" for one of a
-            weight, "" for any other result.
+        reads, writes: names of buffers.
+        makes: "input_grad" for DX, the gradient of the residual before all layers, "weight_grad" for a weight's
+            gradient, "" for any other result.
         is_backward: whether it computes any gradient.
-        part: which of the three products of training it belongs to.
+        part: which of the three products of training it belongs to: "forward", "dgrad" or "wgrad".
     """
 
     reads: frozenset[str]
@@ -65,10 +70,10 @@ class TaskAccess:
 
     @classmethod
     def of(cls, reads: Iterable[Stored], writes: Iterable[Stored]) -> TaskAccess:
-        """Return the access of an op, by the tensors that it reads and writes.
+        """Return the access of an op that reads and writes these tensors.
 
-        A written tensor "D..." is a gradient: of activations if it has tokens, else of a weight. `reads` and
-        `writes` of the access leave out buffers without a tensor, the scratch of 2D products.
+        A written tensor "D..." is a gradient: of activations if it has tokens, else of a weight. Buffers without a
+        tensor, the scratch of 2D products, are left out of the result.
         """
         writes = tuple(writes)
         makes: BackwardPart = ""
@@ -86,9 +91,12 @@ class TaskAccess:
 
 @dataclass(frozen=True, slots=True)
 class SizedTask:
-    """A task of a `SizedSkeleton`; `work_of` returns its work for a number of sequences per rank.
+    """A task of a `SizedSkeleton`.
 
-    `after` are the indices of the tasks that it waits for, besides the one before it in its lane.
+    Attributes:
+        work_of: returns the task's work for a number of sequences per rank.
+        after: indices of the tasks that it waits for, besides the one before it in its lane.
+        times: number of equal ops, one after another in the lane, that the task stands for.
     """
 
     lane: str
@@ -100,12 +108,13 @@ class SizedTask:
 
 @dataclass(frozen=True, slots=True)
 class SizedProduct:
-    """An included 2D product of a `SizedSkeleton`.
+    """An included 2D product of a `SizedSkeleton`, which stands for many tasks.
 
     Attributes:
-        name: the algorithm of `matmul2d`.
+        name: name of the algorithm in `matmul2d`.
         problem: the product for one sequence per rank.
-        after: for each lane the indices of the tasks that its first task waits for.
+        after: for each lane the indices of the tasks of the skeleton that the product's first task there waits
+            for.
     """
 
     name: str
@@ -114,7 +123,7 @@ class SizedProduct:
     access: TaskAccess
 
     def problem_of(self, sequences: int) -> Matmul2dProblem:
-        """Return the product for a number of sequences per rank."""
+        """Return the product for a number of sequences per rank: its token dim grows with that number."""
         if self.problem.dataflow == "rs":
             return replace(self.problem, k=self.problem.k * sequences)
         return replace(self.problem, m=self.problem.m * sequences)
@@ -122,22 +131,26 @@ class SizedProduct:
 
 @dataclass(frozen=True)
 class SizedSkeleton:
-    """The tasks of rank 0, ordered so that each comes after those that it waits for.
+    """The tasks of rank 0 in a block, for any number of sequences per rank.
 
     Attributes:
-        batch_parts: number of ranks over which the batch is sharded.
+        tasks: in an order in which each task comes after those that it waits for.
+        batch_parts: number of parts into which the global batch is sharded.
     """
 
     tasks: tuple[SizedTask | SizedProduct, ...]
     batch_parts: int
 
     def sequences(self, batch: int) -> int:
-        """Return the most sequences that a rank has of a global batch."""
+        """Return ceil(batch / batch_parts): the most sequences that a rank has of a global batch."""
         return -(-batch // self.batch_parts)
 
     @cached_property
     def weight_gradient_tasks(self) -> frozenset[int]:
-        """Return the indices of the backward tasks that gradients of weights depend on, and DX does not."""
+        """Return the indices of the backward tasks that only gradients of weights need, and not DX.
+
+        DX is the gradient of the residual before all layers.
+        """
         begin = next((at for at, task in enumerate(self.tasks) if task.access.is_backward), 0)
         numbers = self._leading_to("weight_grad") - self._leading_to("input_grad")
         return frozenset(number for number in numbers if number >= begin)
@@ -151,12 +164,13 @@ class SizedSkeleton:
         return frozenset(numbers)
 
     def steps(self, sequences: int, config: BlockConfig, part: BackwardPart = "") -> list[FlatTask]:
-        """Return the tasks for a number of sequences per rank, those inside 2D products included.
+        """Return the tasks for a number of sequences per rank, with the tasks of 2D products in their place.
 
         Args:
-            config: of it `slices` and `packets` of 2D products count, and nothing else.
-            part: "" for all; "input_grad" leaves out the tasks of `weight_gradient_tasks`, "weight_grad" has
-                these alone.
+            sequences: sequences per rank.
+            config: only its `slices` and `packets`, of 2D products, are read.
+            part: "" for all tasks, "weight_grad" for those of `weight_gradient_tasks`, "input_grad" for all
+                others.
         """
         steps: list[FlatTask] = []
         last: list[tuple[int, ...]] = []  # of each task of this skeleton, the steps that end it
@@ -206,7 +220,7 @@ def _unrolled(name: str, problem: Matmul2dProblem, slices: int, packets: int) ->
 
 
 class SizedWriter(SkeletonWriter):
-    """Writes tasks as `SkeletonWriter` for one sequence per rank, and records their work for any number."""
+    """Writes tasks like `SkeletonWriter`, with work that is a function of the number of sequences per rank."""
 
     def __init__(
         self, problem: BlockProblem, mesh: Mesh, batch_dims: AxisDims, overlap: Overlap = "layers"

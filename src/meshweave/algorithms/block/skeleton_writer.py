@@ -52,7 +52,12 @@ class _Users:
 
 @dataclass(frozen=True)
 class Pending:
-    """An op of the loop that is being written. `work_of` returns its work for a number of sequences per rank."""
+    """An op of the loop over chunks that is being written.
+
+    Attributes:
+        work_of: returns the op's work for a number of sequences per rank.
+        times: number of equal ops, one after another in the lane, that it stands for.
+    """
 
     lane: str
     work_of: Callable[[int], Work]
@@ -66,7 +71,7 @@ def _no_work(_: int) -> Work:
 
 
 class SkeletonWriter(BlockWriter):
-    """Writes a block as the tasks of rank 0, which make up its skeleton."""
+    """Writes a block as a skeleton: the tasks of rank 0, the lane of each, and what it waits for."""
 
     def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
         super().__init__(problem, config, mesh, batch_dims)
@@ -78,7 +83,7 @@ class SkeletonWriter(BlockWriter):
         self._extents: dict[tuple[Side, AxisDims], int] = {}
 
     def skeleton(self) -> Skeleton:
-        """Return all tasks written so far, as one phase of one turn; an open loop over chunks ends."""
+        """Return the skeleton of all tasks written so far, one phase of one turn; end an open loop over chunks."""
         self.cut()
         return Skeleton((Phase(1, tuple(self._tasks)),))
 
@@ -109,7 +114,7 @@ class SkeletonWriter(BlockWriter):
         self._note(op, chunk, [me])
 
     def end_site(self) -> None:
-        """Let what follows wait for all ops written so far; call it only if the writer `is_by_sites`."""
+        """Let all later tasks wait for all tasks so far; to be called only if `is_by_sites`."""
         self.cut()
         last: dict[str, int] = {}
         for number in range(self._site_begin, len(self._tasks)):
@@ -186,7 +191,7 @@ class SkeletonWriter(BlockWriter):
     # --- sizes --------------------------------------------------------------------------------------------------
 
     def extent(self, side: Side, dims: AxisDims) -> Index:
-        """Return how many elements of a side rank 0 has; of the batch, those of a full chunk."""
+        """Return how many elements of a side rank 0 has in layout `dims`; of the batch, those of a full chunk."""
         if side.dim == "batch" and self.num_chunks > 1:
             return self.chunk * side.unit
         return self._largest(side, dims)
@@ -221,7 +226,8 @@ class SkeletonWriter(BlockWriter):
     ) -> None:
         """Add the task of a call for each chunk, priced as `work` (a key of `CALL_DIMS`) with sizes `shape`.
 
-        `shape` is for a full chunk. `part` is "", or the gradient that is computed: "input_grad", "weight_grad".
+        `shape` is that of a full chunk. `part` is "" or the gradient that is computed, "input_grad" or
+        "weight_grad".
         """
         flops = call_flops(work, part, shape)
         assert isinstance(flops, int) and all(isinstance(size, int) for size in shape)
@@ -244,7 +250,7 @@ class SkeletonWriter(BlockWriter):
     def timed(
         self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
-        """Add a task that costs `work_of(tokens)`, with rank 0's tokens of `ins[0]`; `beside` is not used."""
+        """Add a task that costs `work_of(tokens)`, with rank 0's tokens of `ins[0]`; `beside` is not read."""
         del beside
         per_sequence = self._elements_per_sequence(ins[0]) // self._size(ins[0], len(ins[0].sides) - 1)
         self._do(lane, lambda size: work_of(size * per_sequence), ins, outs)
@@ -303,12 +309,12 @@ class SkeletonWriter(BlockWriter):
         self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype), (src,), (out,))
 
     def turns(self, count: int) -> Iterator[Index]:
-        """Yield the number of each of `count` turns, from 0.
+        """Yield the number of each of `count` turns (steps of ring attention), from 0, to add its tasks.
 
-        Of more than 32 turns all but the first are grouped, and one number is yielded for each group.
-        A task that is added for a group counts once for each of its turns. A group waits for all of the group
-        before; the time is within 1 % of that turn by turn. The first turn and the groups are even in number if
-        the turns are, because turns alternate between two slots.
+        If there are more than 32 turns, all but the first are grouped, and one number is yielded for each group. A
+        task that is added for a group counts once for each of its turns. A group waits for all of the group
+        before, which changes the time little. The number of values yielded is even if `count` is, because turns
+        alternate between two slots.
         """
         groups = count if count <= _MOST_TURNS else _MOST_TURNS - count % 2
         for number in range(groups):
@@ -318,10 +324,10 @@ class SkeletonWriter(BlockWriter):
         self._times = 1
 
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
-        """Add the task of a shift round an axis: `src` goes to the rank before, `out` comes from the next.
+        """Add the task of a shift round mesh axis number `axis`: `src` goes to the rank before.
 
-        `lane` ends the name of the lane. The task is added only if `when` is not 0, a condition on the turn of
-        `turns`; 1 is every turn.
+        `out` comes from the rank after. `lane` ends the name of the lane. No task is added if `when`, a condition
+        on the turn of `turns`, is 0.
         """
         if not when:
             return

@@ -19,13 +19,14 @@ from meshweave.ir.program.statements import ops_of
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """The backward part of a piece as two programs.
+    """The backward program of a piece of a model as two programs, of which the second may run later.
 
     Attributes:
-        input_grad: computes the gradient of the residual; None where there is no residual before the piece.
-        weight_grad: computes the gradients of weights.
-        passed: the buffers that are outputs of the first and inputs of the second.
-        early: gradients of weights that the first program computes, because a node computes both at once.
+        input_grad: the first program, for the gradient of the piece's input; None if the input is no activation.
+        weight_grad: the second program, for the gradients of weights.
+        passed: names of the buffers that are outputs of the first program and inputs of the second.
+        early: names of the buffers of gradients of weights that the first program computes, since one op computes
+            them together with a gradient that the first program needs.
     """
 
     input_grad: Program | None
@@ -37,11 +38,12 @@ class SplitBackward:
 def split_backward(parts: BlockParts) -> SplitBackward:
     """Return a piece's backward program as two: for the gradient of its input, then for those of its weights.
 
-    The first is None where the piece has no residual as input; the second is then the whole.
+    If the piece has no activation as input, as an embedding has none, the first is None, and the second is the
+    whole backward program.
 
     Raises:
-        UnsupportedError: the second part reads scratch that no call of the first writes, or writes to a buffer
-            that the first passes on to it.
+        UnsupportedError: the second part reads scratch that no `call` op of the first writes, or writes to a
+            buffer that the first passes on to it.
     """
     whole = parts.backward
     (on,) = whole.body

@@ -29,7 +29,10 @@ from meshweave.ir.skeleton import Skeleton
 
 
 class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
-    """A strategy for the layers of a transformer.
+    """A strategy for the layers of a transformer: one role for each mesh axis, which says what that axis shards.
+
+    The residual is the stream of activations between layers. A config may cut a rank's batch into chunks, so that
+    one chunk communicates while another computes.
 
     Attributes:
         roles: what each mesh axis does, in the order of the mesh; IDLE for the second axis of a strategy with one.
@@ -46,23 +49,23 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
 
     @property
     def is_one_dimensional(self) -> bool:
-        """Return whether the strategy splits along one mesh axis: there are two, and the second is idle."""
+        """Return whether the strategy uses one mesh axis: it has two roles, and the second is IDLE."""
         return len(self.roles) == 2 and self.roles[1] is IDLE
 
     def roles_of(self, problem: BlockProblem) -> Roles:
-        """Return the roles of the axes of a problem's mesh: the strategy's, but an axis of one rank is idle."""
+        """Return the roles of the axes of a problem's mesh: those of `roles`, but IDLE for an axis of one rank."""
         pairs = zip(self.roles, problem.mesh_shape, strict=True)
         return Roles(tuple(role if size > 1 else IDLE for role, size in pairs))
 
     def examples(self) -> Iterator[BlockProblem]:
-        """Yield two small `exact` problems, one of training, some of whose sizes the mesh does not divide."""
+        """Yield two small `exact` problems, the first with training; the mesh does not divide all their sizes."""
         for problem in _EXAMPLES:
             yield replace(problem, mesh_shape=(3, 1)) if self.roles[1] is IDLE else problem
 
     def refusal(self, problem: BlockProblem) -> str | None:
-        """Return why the strategy does not fit the problem's mesh, as the rest of a sentence; None if it fits.
+        """Return why the strategy cannot use the problem's mesh, to be read after its name; None if it can.
 
-        It needs as many axes as it has `roles`, and one rank along the second axis where that is idle.
+        The mesh must have as many axes as there are `roles`, and one rank along the second axis if that is IDLE.
         """
         if len(problem.mesh_shape) != len(self.roles):
             axes = ", ".join(AXIS_SIZES[-len(self.roles) :])
@@ -72,7 +75,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return None
 
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
-        """Yield configs that cut a rank's batch into at most 1, 2 and 4 chunks, each number of chunks once.
+        """Yield configs that cut a rank's batch into at most 1, 2 and 4 chunks; equal numbers are yielded once.
 
         Other fields have their defaults; `cluster` is ignored.
         """
@@ -81,14 +84,14 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         yield from map(BlockConfig, dict.fromkeys(-(-batch // size) for size in sizes))
 
     def max_chunks(self, problem: BlockProblem) -> int:
-        """Return the most chunks that the batch of a rank can be cut into: the most sequences of any rank."""
+        """Return the most chunks into which a rank's batch can be cut: the most sequences that any rank has."""
         batch = problem.batch
         for dim, parts in zip(self.roles_of(problem).residual, problem.mesh_shape, strict=True):
             batch = -(-batch // parts) if dim == "batch" else batch
         return batch
 
     def program(self, problem: BlockProblem, config: BlockConfig) -> Program:
-        """Return the layers, and with a vocabulary embedding and head around them, as one program.
+        """Return one program of all layers, and if the problem has a vocabulary, of embedding and head, too.
 
         Raises:
             LayoutError: the problem or config does not fit.
@@ -107,7 +110,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         piece: Piece = "layers",
         recompute: Recompute = "none",
     ) -> BlockParts:
-        """Return a piece of the model as a forward and a backward program, each to be run for a micro-batch.
+        """Return a piece of the model as a forward and a backward program, which run once per micro-batch.
 
         Args:
             problem: one with training.
@@ -148,7 +151,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
             )
 
     def estimate(self, problem: BlockProblem, config: BlockConfig, machine: Machine) -> Estimate:
-        """Return the estimate of rank 0, which has the largest shards, without contention between transfers.
+        """Return the predicted time of rank 0, which has the largest shards, without contention of transfers.
 
         Raises:
             LayoutError: the problem or config does not fit.
@@ -156,9 +159,11 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return estimate_skeleton(self.skeleton(problem, config), machine)
 
     def skeleton(self, problem: BlockProblem, config: BlockConfig, piece: Piece | None = None) -> Skeleton:
-        """Return the skeleton of rank 0 of the program; with a `piece`, of that piece of the model alone.
+        """Return the skeleton (tasks, lanes, what waits for what) of rank 0 in the program.
 
-        A piece leaves out all-reduces of gradients of weights and of the loss, which a step makes once.
+        Args:
+            piece: "layers", "embedding" or "head" for that piece of the model alone, without the all-reduces of
+                gradients of weights and of the loss, which a training step does once; None for the program.
 
         Raises:
             LayoutError: the problem or config does not fit.
@@ -167,9 +172,9 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return write_skeleton(problem, config, self.roles_of(problem), problem.mesh, piece)
 
     def sized_skeleton(self, problem: BlockProblem, overlap: Overlap = "layers") -> SizedSkeleton:
-        """Return the tasks of rank 0 in one chunk, to be priced for any number of sequences per rank.
+        """Return the tasks of rank 0 if its batch is not cut, for any number of sequences per rank.
 
-        The batch of the problem does not matter. `overlap` is as in `BlockConfig`.
+        The problem's `batch` is not read. `overlap` is as in `BlockConfig`.
 
         Raises:
             LayoutError: the problem does not fit.
@@ -178,7 +183,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return write_sized_skeleton(problem, self.roles_of(problem), problem.mesh, overlap)
 
     def reference(self, problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return the outputs computed without sharding by numpy, by name, in global shapes.
+        """Return the whole outputs by name, computed by numpy in one process from whole `inputs`.
 
         Raises:
             UnsupportedError: a layer has experts, latent attention or other nodes without functions.
@@ -186,7 +191,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return reference(problem, inputs)
 
     def functions(self, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions that the program calls, by name; of small integers if the problem is `exact`.
+        """Return the functions that the program calls, by name; they give small integers for an `exact` problem.
 
         Raises:
             UnsupportedError: a node is attention with sinks or a norm over all heads together, which have no
@@ -195,7 +200,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return functions_of(problem)
 
     def random_inputs(self, problem: BlockProblem, seed: int = 0) -> dict[str, Array]:
-        """Return random inputs by name, in global shapes: small integers if `exact`, else normal, deviation 0.5.
+        """Return whole random inputs by name: small integers if `exact`, else normal with standard deviation 0.5.
 
         Tokens and targets are drawn from the vocabulary; POSITIONS, IDS_IN and IDS_OUT are 0, 1, 2, ...
         """

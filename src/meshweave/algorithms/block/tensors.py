@@ -23,6 +23,9 @@ WeightSpec = tuple[str, Sides, AxisDims]
 class BlockTensors:
     """Declares the tensors of all layers with a writer.
 
+    A tensor's `sides` are its dims. A layout, `dims`, has for each mesh axis the dim that it shards, "" where it
+    replicates, "partial" for partial sums.
+
     Attributes:
         stored: the buffer of each tensor by name; an operand gathered for a product has " gathered" after its
             name.
@@ -48,17 +51,20 @@ class BlockTensors:
         return Side("batch", batch), Side("sequence", sequence)
 
     def sides(self, features: Features) -> Sides:
-        """Return the sides of an activation: batch and sequence, one side if tokens are flat, and features."""
+        """Return the sides of an activation with these features: (batch, sequence, features).
+
+        With 2D products batch and sequence are one side.
+        """
         return *self._token_sides, side_of(features)
 
     def _residual_sides(self) -> Sides:
         return *self._token_sides, Side("hidden", self.problem.hidden)
 
     def dims(self, at: NodePlace[LayerNode], features: Features) -> AxisDims:
-        """Return the layout of an activation of a node that has these features.
+        """Return the layout of an activation that has these features and is an input or output of a node.
 
-        "hidden" features and those of `WITH_TOKENS` lie as the residual, others as activations inside attention
-        or the feed-forward part, whichever the node belongs to.
+        It is that of the residual for "hidden" features and those of `WITH_TOKENS`, else that of activations
+        inside attention or the feed-forward part, whichever the node belongs to.
         """
         return (
             self.roles.residual
@@ -149,7 +155,7 @@ class BlockTensors:
         )
 
     def new(self, tensor: str, sides: Sides, dims: AxisDims, dtype: str = "") -> Stored:
-        """Return the buffer of a tensor: one declared before, or a new one with these sides, dims and dtype.
+        """Return the buffer of a tensor: one declared before, or a new one with these sides, layout and dtype.
 
         A `dtype` of "" is the problem's.
         """
@@ -160,9 +166,9 @@ class BlockTensors:
         return self.stored[tensor]
 
     def weight(self, at: NodePlace[Linear]) -> Stored:
-        """Return the weight of a product as it is multiplied; write its all-gather if ranks store shards.
+        """Return the buffer of a product's weight as it is multiplied; write its all-gather if ranks store shards.
 
-        It is gathered for each use, or with `roles.keeps_weights` once.
+        It is gathered anew for each use, or only once if `roles.keeps_weights`.
         """
         return self._gathered(at.node.weight, at.layer, self.roles.weight(at.node.reads_residual))
 
@@ -184,9 +190,9 @@ class BlockTensors:
     def result_buffers(
         self, tensor: str, sides: Sides, natural: AxisDims, final: AxisDims
     ) -> tuple[Stored, Stored]:
-        """Return the buffers of the result of a product: before communication, and after it.
+        """Return the buffers of a product's result as (before communication, after it).
 
-        They are one buffer in two layouts if the communication is all-reduces alone, which are in place.
+        They are one buffer in two layouts if there is no communication but all-reduces, which are in place.
 
         Args:
             tensor: the name of the result; a buffer that was declared for it before is used.

@@ -19,12 +19,13 @@ Views = tuple[View, ...]
 
 
 def timed_op(works: Sequence[Work], lane: str, outs: Views, ins: Views) -> Op:
-    """Return an op without values that costs some work; it reads the views `ins` and writes `outs`.
+    """Return an op that computes no values and costs some work; it reads the views `ins` and writes `outs`.
 
     Args:
-        works: the work, or one for each rank of a group of experts, in the order of ranks. The first one must have
-            the most copies: of exchanges it alone counts, since all ranks wait for it.
-        lane: the lane of the op.
+        works: one work for all ranks, or one for each rank of a group that shares experts, in the order of ranks.
+            The first one must be that of the rank with the most copies of tokens; for an exchange it is the only
+            one that counts, since all ranks wait for that rank.
+        lane: the name of the op's lane.
     """
     first = works[0]
     if not isinstance(first, Compute):

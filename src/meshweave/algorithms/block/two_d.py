@@ -30,12 +30,12 @@ class Collective2d(BlockAlgorithm):
 
 
 class IncludedProducts(BlockAlgorithm):
-    """Layers whose products are those of an algorithm of `matmul2d`.
+    """Layers whose products are programs of an algorithm of `matmul2d`, which the layer's program includes.
 
     Attributes:
         product_2d: the name of the algorithm.
-        slices: the upper limits of the number of slices to choose among.
-        packets: the packet counts to choose among.
+        slices: values of `BlockConfig.slices`, the most slices of a product, to choose among.
+        packets: values of `BlockConfig.packets` to choose among.
     """
 
     roles: ClassVar[tuple[AxisRole, ...]] = (ROWS, COLUMNS)
@@ -45,12 +45,12 @@ class IncludedProducts(BlockAlgorithm):
     packets: ClassVar[tuple[int, ...]] = (1,)
 
     def examples(self) -> Iterator[BlockProblem]:
-        """Yield two `exact` problems: one whose products are all included, one with uneven groups of heads."""
+        """Yield two `exact` problems: one whose products are all 2D products, one with uneven groups of heads."""
         yield BlockProblem(2, 2, 5, 4, 2, 1, 6, (2, 2), exact=True)
         yield BlockProblem(1, 2, 4, 3, 3, 1, 3, (1, 2), family="llama", training=False, exact=True)
 
     def roles_of(self, problem: BlockProblem) -> Roles:
-        """Return the roles of the axes of a problem's mesh, with the name of the 2D product that is included."""
+        """Return the roles of the axes of a problem's mesh, with `product_2d` as the algorithm of its products."""
         return Roles(super().roles_of(problem).axes, self.product_2d)
 
     def max_chunks(self, problem: BlockProblem) -> int:
@@ -58,9 +58,9 @@ class IncludedProducts(BlockAlgorithm):
         return 1
 
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
-        """Yield a config for each upper limit of slices with each number of packets; `cluster` is ignored.
+        """Yield a config for each value of `slices` with each value of `packets`; `cluster` is ignored.
 
-        There is one packet where no mesh axis has more than two ranks.
+        If no mesh axis has more than two ranks, the number of packets is always 1.
         """
         packets = self.packets if max(problem.mesh_shape) > 2 else (1,)
         return (BlockConfig(slices=count, packets=each) for count in self.slices for each in packets)
@@ -116,6 +116,6 @@ class TwoHalfDBlock(IncludedProducts):
     packets = (4,)
 
     def examples(self) -> Iterator[BlockProblem]:
-        """Yield two `exact` problems: one whose products are all included, one of a batch uneven over depth."""
+        """Yield two `exact` problems: one whose products are all 2D products, one of a batch uneven over depth."""
         yield BlockProblem(4, 2, 4, 2, 2, 1, 6, (2, 2, 2), exact=True)
         yield BlockProblem(3, 2, 4, 3, 3, 1, 3, (2, 1, 2), family="llama", training=False, exact=True)

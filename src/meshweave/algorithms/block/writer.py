@@ -34,14 +34,13 @@ Part = Literal["", "input_grad", "weight_grad"]
 
 @dataclass(frozen=True)
 class SequenceWindow:
-    """The positions of a sequence that belong to the rank `turn` places further along a mesh axis.
+    """The positions of a sequence that belong to the rank `turn` places further along a mesh axis, cyclically.
 
     Attributes:
         dims: layout of the sequence on the mesh.
         axis: index of the mesh axis.
-        turn: how many places further the rank is, the first after the last; 0 is this rank.
-        is_whole: whether the buffer holds all positions, of which the window is a part; else only those of the
-            window.
+        turn: how many places further the rank is; 0 is this rank.
+        is_whole: whether the buffer holds all positions; else only those of the window.
     """
 
     dims: AxisDims
@@ -52,9 +51,9 @@ class SequenceWindow:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor, or partial sums of it, in a buffer on every rank: its sides, and its layout on the mesh.
+    """A tensor, or partial sums of it, in a buffer on every rank: its sides (dims), and its layout on the mesh.
 
-    Of a scratch buffer `slot` says which copy. With a `window` it is the part for the positions of one rank.
+    `slot` is the number of a scratch buffer's copy. With a `window` it is the part for the positions of one rank.
     """
 
     buffer: str
@@ -67,7 +66,7 @@ class Stored:
 
     @property
     def has_tokens(self) -> bool:
-        """Return whether its first dim is the batch, which is cut into chunks."""
+        """Return whether the tensor's first dim is the batch, which is cut into chunks."""
         return self.sides[0].dim == "batch"
 
 
@@ -83,20 +82,20 @@ class TimedWork(Protocol):
     """Says what an op costs a rank, from the tokens that the rank has."""
 
     def __call__(self, tokens: int, *, load: float | None = None) -> Work:
-        """Return the work of a rank with so many tokens, counted before they are sent to experts.
+        """Return the work of a rank with `tokens` tokens, counted before they are sent to experts.
 
-        `load` is the copies of tokens at its experts divided by the mean of all ranks; None for the problem's.
+        `load` is the copies of tokens at its experts over the mean of all ranks; None for `problem.experts.load`.
         """
 
 
 class BlockWriter(ABC):
-    """Writes the ops of a block on `mesh`.
+    """Writes the ops of a block on `mesh`, as a loop over chunks of a rank's batch where ops have tokens.
 
     Attributes:
-        batch_dims: how the batch lies on the mesh, in the operands of every op.
+        batch_dims: the layout of the batch on the mesh.
         chunk: the most sequences of a chunk on any rank; `num_chunks` is how many chunks there are.
-        is_by_sites: whether nothing of a site runs beside another: a site is a product with its moves, a sum of
-            statistics, or attention.
+        is_by_sites: whether ops of one site wait for the site before: a site is a product with its communication,
+            a sum of statistics, or attention.
     """
 
     def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
@@ -115,7 +114,7 @@ class BlockWriter(ABC):
     def new(
         self, name: str, tensor: str, sides: Sides, dims: AxisDims, dtype: str, kind: Kind = "temp"
     ) -> Stored:
-        """Declare the buffer `name` for `tensor` in layout `dims` and return it; the name must be new."""
+        """Declare a buffer `name`, which must be new, for `tensor` in layout `dims`, and return it."""
         assert name not in self._names, name
         self._names.add(name)
         stored = Stored(name, tensor, sides, dims, dtype)
@@ -123,7 +122,7 @@ class BlockWriter(ABC):
         return stored
 
     def scratch(self, stored: Stored, slots: int = 1) -> Stored:
-        """Declare scratch memory with `slots` slots for `stored`, unless its buffer exists; return `stored`."""
+        """Declare a scratch buffer with `slots` copies for `stored`, unless the buffer exists; return `stored`."""
         if stored.buffer not in self._names:
             self._names.add(stored.buffer)
             self._declare_slots(stored, slots)
@@ -149,10 +148,10 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def extent(self, side: Side, dims: AxisDims) -> Index:
-        """Return how many elements of a side a rank has; of the batch, those of the current chunk."""
+        """Return how many elements of a side a rank has in layout `dims`; of the batch, the current chunk's."""
 
     def extent_of(self, stored: Stored, number: int) -> Index:
-        """Return a rank's elements along dim `number`: of the batch the current chunk's, of a window its own."""
+        """Return a rank's elements along dim `number`; of the batch the current chunk's, of a window its own."""
         side, window = stored.sides[number], stored.window
         if window is not None and side.dim == "sequence":
             return self._extent_in(side, window)
@@ -162,7 +161,7 @@ class BlockWriter(ABC):
     def _extent_in(self, side: Side, window: SequenceWindow) -> Index: ...
 
     def elements(self, stored: Stored) -> Index:
-        """Return how many elements of a rank's buffer belong to the current chunk; all if it has no tokens."""
+        """Return the number of elements of the current chunk in a rank's buffer; of all if it has no tokens."""
         total: Index = 1
         for number in range(len(stored.sides)):
             total = total * self.extent_of(stored, number)
@@ -176,7 +175,7 @@ class BlockWriter(ABC):
         return not self._body
 
     def cut(self) -> None:
-        """End the loop over chunks; ops written after it form a new loop."""
+        """End the loop over chunks that is open; ops written later form a new loop."""
         self._multiplied.clear()
         self._end_loop()
 
@@ -185,16 +184,16 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def end_site(self) -> None:
-        """Let what follows wait for all ops written so far; call it only if the writer `is_by_sites`."""
+        """Let all later ops wait for all ops written so far; to be called only if `is_by_sites`."""
 
     @abstractmethod
     def call(
         self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
-        """Write a call of `fn` on `ins` for the current chunk, priced as `work` with sizes `shape`.
+        """Write a call of function `fn` on `ins` for the current chunk, priced as `work` with sizes `shape`.
 
-        `work` is a key of `CALL_DIMS`, which names the sizes. `part` is "" or, where its price depends on that,
-        the gradient that it computes: "input_grad" or "weight_grad".
+        `work` is a key of `CALL_DIMS`, which names the sizes. `part` is "" or, if the price depends on it, the
+        gradient that the call computes: "input_grad" or "weight_grad".
         """
 
     @abstractmethod
@@ -203,8 +202,8 @@ class BlockWriter(ABC):
     ) -> None:
         """Write an op that computes no values and costs `work_of(tokens)`, with a rank's tokens of `ins[0]`.
 
-        `lane` is its lane, for exchanges of experts the name of their mesh. `beside` are the parameters that it
-        reads, and the gradients of parameters that it computes.
+        `lane` is the op's lane; for exchanges of experts, the name of their mesh. `beside` is (parameters that it
+        also reads, gradients of parameters that it also writes).
         """
 
     def matmul(
@@ -217,7 +216,7 @@ class BlockWriter(ABC):
         transpose_b: bool = False,
         sums_chunks: bool = False,
     ) -> None:
-        """Write out = a b for the current chunk; with `sums_chunks` `out` is the sum of all chunks' products."""
+        """Write out = a b for the current chunk; with `sums_chunks`, `out` gets the sum over all chunks."""
         self._multiplied.add((b.buffer, b.slot))
         self._matmul(out, a, b, (transpose_a, transpose_b), sums_chunks)
 
@@ -229,8 +228,8 @@ class BlockWriter(ABC):
     def product_2d(self, name: str, dataflow: Dataflow, out: Stored, a: Stored, b: Stored) -> None:
         """Write out = a b ("os"), a b^T ("ls") or a^T b ("rs") by the algorithm `name` of `matmul2d`.
 
-        Its communication is included, along the last two mesh axes; each coordinate along others has its own
-        product. The batch must be in one chunk, and other axes must divide the dims evenly.
+        It communicates along the last two mesh axes; each coordinate along other axes has a product of its own.
+        The batch must be in one chunk, and other axes must divide the dims evenly.
         """
         assert self.num_chunks == 1
         sizes = [[within(side, self.mesh, x.dims, 2) for side in x.sides] for x in (a, b)]
@@ -258,14 +257,14 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def turns(self, count: int) -> Iterator[Index]:
-        """Write a loop of `count` turns inside that over chunks; yield each turn, or one variable for all."""
+        """Write a loop of `count` turns (steps of ring attention); yield each turn, or one variable for all."""
 
     @abstractmethod
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
-        """Write a shift round a mesh axis: `src` is sent to the rank before this one, `out` comes from the next.
+        """Write a shift round a mesh axis: `src` goes to the rank before, and `out` comes from the rank after.
 
-        `lane` ends the name of the lane, which begins with the axis. `when` is a condition on the turn of the
-        loop of `turns`: where it is 0, nothing is sent; 1 is all turns.
+        `axis` is the axis's index; `lane` ends the name of the lane, which begins with the axis. `when` is a
+        condition on the turn of a loop of `turns`: in turns in which it is 0 nothing is sent.
         """
 
     # --- moving -------------------------------------------------------------------------------------------------
@@ -281,14 +280,14 @@ class BlockWriter(ABC):
     ) -> Stored:
         """Write the communication that brings a tensor into layout `dims`, axis by axis; return the result.
 
-        Gathers come first, from the last axis that shards a dim to the first, then all-reduces, then the rest.
-        All-reduces are in place: if there is nothing else to do, the result is in the buffer of `src`.
+        All-gathers come first, from the last mesh axis to the first, then all-reduces, then the rest. All-reduces
+        are in place: if there is nothing else to do, the result is in the buffer of `src`.
 
         Args:
-            suffix: the end of names of new buffers.
-            lane: ends the names of lanes, after that of the mesh axis; "" for the lane of the axis itself.
+            suffix: what the names of new buffers end in.
+            lane: what the names of lanes end in, after the mesh axis; "" for the axis alone.
             into: the buffer of the result, None for a new one; unused if all-reduces are enough.
-            op: the reduction of partial values, as "sum".
+            op: the reduction of partial values, such as "sum".
         """
         axes = _order(src.dims, dims)
         left = sum(src.dims[axis] != "partial" or bool(dims[axis]) for axis in axes)
@@ -309,9 +308,9 @@ class BlockWriter(ABC):
         return src
 
     def move_once(self, src: Stored, dims: AxisDims, lane: str, into: Stored | None = None) -> Stored:
-        """Write a move of a tensor without tokens, outside the loop over chunks; return it in layout `dims`.
+        """Write `move` for a tensor without tokens, outside a loop over chunks; return it in layout `dims`.
 
-        No loop may be open. `lane` ends the names of lanes; `into` is for the result, None for a new buffer.
+        No loop may be open. `lane` and `into` are those of `move`.
         """
         assert self.is_between_loops and not src.has_tokens
         chunks, self.num_chunks = self.num_chunks, 1
@@ -320,10 +319,10 @@ class BlockWriter(ABC):
         return out
 
     def gather_once(self, kept: Stored, into: Stored | None, dims: AxisDims, lane: str) -> Stored:
-        """Write a gather of a weight before the open loop over chunks; return it in layout `dims`.
+        """Write an all-gather of the weight `kept` before the open loop over chunks; return it in layout `dims`.
 
-        If that loop already multiplies by the contents of `into`, the loop is ended first. `lane` ends the names
-        of lanes; `into` is the buffer of the result, None for a new one.
+        If that loop already multiplies by the contents of `into`, it is ended first. `lane` and `into` are those
+        of `move`.
         """
         if into is not None and (into.buffer, into.slot) in self._multiplied:
             self.cut()

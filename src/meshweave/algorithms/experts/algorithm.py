@@ -28,8 +28,9 @@ from meshweave.ir.program.parse import parse
 class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
     """An algorithm for a mixture-of-experts layer.
 
-    `counted_program` is the program for all routings, `program` that of the routing of the problem.
-    `validate` proves the first; packing has no equation, so a run is compared with the reference.
+    A row is one token for one of its experts; packed rows of a rank are ordered by expert, then token. How many
+    rows there are depends on the routing: the program's text has tables of counts as inputs. `counted_program` is
+    this program for any routing, and `program` has the counts of the problem's routing put in.
 
     Attributes:
         is_one_sided: whether ranks put rows into the memory of other ranks, instead of sending messages.
@@ -42,7 +43,10 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
     shares_nics: ClassVar[bool] = False
 
     def examples(self) -> Iterator[ExpertsProblem]:
-        """Yield layers on 2 hosts of 2 ranks: balanced, uneven with dropped tokens, all tokens to one expert."""
+        """Yield three layers on 2 hosts of 2 ranks each.
+
+        Their tokens are balanced over experts, uneven with dropped ones, and all routed to one expert.
+        """
         mesh = Mesh.of("ep", (2, 2), ("host", "local"))
         exact: dict[str, Any] = {"dtype": "float64", "activation": "relu"}
         yield ExpertsProblem(mesh, 6, 2, 8, 4, 3, **exact)
@@ -54,10 +58,10 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
 
     @abstractmethod
     def text(self, problem: ExpertsProblem, config: ConfigT) -> str:
-        """Return the program as text, for any routing: the numbers of rows are inputs (`counts`)."""
+        """Return the program for any routing as text for `parse`; tables of `counts` are inputs of it."""
 
     def counted_program(self, problem: ExpertsProblem, config: ConfigT) -> Program:
-        """Return the program for any routing, whose inputs are also the numbers of rows (`counts`).
+        """Return the program for any routing; the tables that `counts` returns are inputs of it.
 
         Raises:
             LayoutError: `refusal` has a reason why the problem does not fit.
@@ -70,10 +74,10 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
     def counts(
         self, problem: ExpertsProblem, config: ConfigT, choices: Array | None = None
     ) -> dict[str, Array]:
-        """Return numbers of rows by name, of which a program takes those in its `counts_of` as inputs.
+        """Return the tables of row counts for a routing, by name; programs need those in their `counts_of`.
 
-        "n0" is (experts, source ranks): the rows of a rank for an expert. "m" is (hosts, source ranks): the
-        tokens of a rank that have an expert on a host.
+        "n0" is (experts, source ranks): the number of rows of a rank's tokens for an expert. "m" is (hosts, source
+        ranks): the number of a rank's tokens that have an expert on a host.
 
         Args:
             choices: experts of each token, (ranks * tokens, top_k), -1 if dropped; None for the problem's own.
@@ -82,18 +86,19 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
         return problem.counts_of(chosen)
 
     def program(self, problem: ExpertsProblem, config: ConfigT) -> Program:
-        """Return the program with the numbers of rows of the problem's routing put in.
+        """Return the program with the row counts of the problem's own routing put in.
 
-        Raises LayoutError where `refusal` has a reason.
+        Raises:
+            LayoutError: `refusal` has a reason why the problem does not fit.
         """
         program, values = self.counted_program(problem, config), self.counts(problem, config)
         return program.with_counts({name: values[name] for name in program.counts_of})
 
     def machine(self, problem: ExpertsProblem, config: ConfigT, cluster: Cluster) -> Machine:
-        """Return the cluster with the program's mesh on it, on which `estimate` prices it.
+        """Return the cluster with the program's mesh laid on it, for `estimate`.
 
-        With `shares_nics`, on a network of hosts, each chip has an equal share of the rate of its host's NICs,
-        at most that of one NIC.
+        If `shares_nics` is set and the cluster is a network of hosts, each chip gets an equal share of the bytes a
+        second of its host's NICs, at most those of one NIC.
         """
         network = cluster.network
         if self.shares_nics and isinstance(network, HostsNetwork):
@@ -104,27 +109,31 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
         return super().machine(problem, config, cluster)
 
     def reference(self, problem: ExpertsProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return the outputs by name, whole, computed expert by expert without sharding.
+        """Return the whole outputs by name, computed expert by expert in one process.
 
-        They are Y, for training also dX, dGates, dW1 and dW2; for a dispatch, weighted or not, instead Q0, the
-        packed rows of all ranks (`cells_reference`).
+        They are Y, and for training also dX, dGates, dW1 and dW2. For a dispatch, weighted or not, the only output
+        is Q0: the rows of all ranks as their experts receive them (`cells_reference`).
         """
         if problem.part in ("layer", "training"):
             return layer_reference(problem, inputs)
         return cells_reference(problem, inputs, self.source_order(problem))
 
     def source_order(self, problem: ExpertsProblem) -> list[int]:
-        """Return the source ranks, positions on the mesh, in the order in which their rows lie at an expert."""
+        """Return the positions of all ranks on the mesh in the order in which their rows lie at an expert.
+
+        This default returns 0, 1, 2, ...
+        """
         return list(range(problem.num_ranks))
 
     def functions(self, problem: ExpertsProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions that its programs call, by name: packing rows, weighted sums, the activation."""
+        """Return the functions that programs call, by name: packing rows, weighted sums, the activation."""
         return layer_functions(problem.activation)
 
     def random_inputs(self, problem: ExpertsProblem, seed: int = 0) -> dict[str, Array]:
-        """Return inputs by name, in global shapes: random integers from -3 to 3, and the problem's choices.
+        """Return whole inputs by name: random integers from -3 to 3, and the problem's own `Choices`.
 
-        Those of 16-bit floats are float32. Packed rows, the input `Z0` of a combine alone, are left out.
+        They have the dtypes of the inputs, but float32 for 16-bit floats. The input Z0 of a combine alone, packed
+        rows, is left out.
         """
         draw = np.random.default_rng(seed)
         inputs: dict[str, Array] = {}
@@ -140,5 +149,8 @@ class UnchosenExperts(ExpertsAlgorithm[NoChoice]):
     """An algorithm with a single config, `NoChoice`."""
 
     def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
-        """Yield the only config: there is nothing to choose."""
+        """Yield the only config: there is nothing to choose.
+
+        `cluster` is ignored.
+        """
         yield NoChoice()

@@ -22,19 +22,22 @@ class DirectAllToAll(UnchosenExperts):
     source = "Lepikhin et al., GShard, arXiv 2006.16668, section 3.2"
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
-        """Return the program as text, for any routing: the numbers of rows are inputs (`counts`)."""
+        """Return the program for any routing as text for `parse`; tables of `counts` are inputs of it."""
         return LayerText(problem, self.title, self).text()
 
     def temps(self, layer: LayerText, tensor: str, use: str) -> Iterator[str]:
-        """Yield the declaration of a buffer for rows ordered by source; nothing if a rank has one expert."""
+        """Yield the declaration, as program text, of a buffer for rows of `tensor` in the order of source ranks.
+
+        Yield nothing if a rank has one expert. `use` is not read.
+        """
         if layer.own > 1:
             yield f"{tensor.lower()}_by_source = temp({tensor}, ep[S(0)], order=(1, 0, 2))"
 
     def dispatch(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield, as text, an all-to-all from buffer `src` and copies into the order of experts in buffer `dst`.
+        """Yield, as program text, an all-to-all from buffer `src`, and copies that sort by expert, into `dst`.
 
-        `src` has the packed rows of a rank's tokens, `dst` tensor `tensor`, the rows on the ranks of their
-        experts. With one expert a rank there are no copies.
+        Buffer `src` has the packed rows of a rank's tokens; buffer `dst` holds `tensor`, the rows for a rank's
+        experts. If a rank has one expert there are no copies.
         """
         between = dst if layer.own == 1 else f"{tensor.lower()}_by_source"
         yield f'all_to_all({between}, {src}, over="ep.x", split_dim=0, concat_dim=1, lane=go)'
@@ -42,10 +45,10 @@ class DirectAllToAll(UnchosenExperts):
             yield from self._copies(layer, dst, between)
 
     def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield, as text, copies of buffer `src` into the order of sources, and an all-to-all into buffer `dst`.
+        """Yield, as program text, copies that sort buffer `src` by source rank, and an all-to-all into `dst`.
 
-        `src` has tensor `tensor`, the rows on the ranks of their experts, `dst` the packed rows of a rank's
-        tokens. With one expert a rank there are no copies.
+        Buffer `src` holds `tensor`, the rows of a rank's experts; buffer `dst` gets the packed rows of a rank's
+        tokens. If a rank has one expert there are no copies.
         """
         between = src if layer.own == 1 else f"{tensor.lower()}_by_source"
         if between != src:

@@ -34,7 +34,7 @@ def _packing(choices: Array) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
 
 
 def pack(x: Array, choices: Array) -> Array:
-    """Return a token's row of `x` for each of its choices, by expert, then token: (1, rows, hidden).
+    """Return packed rows (1, rows, hidden): for each choice its token's row of `x`, by expert, then token.
 
     `x` is (tokens, hidden), `choices` (tokens, top_k) numbers of experts. A choice of -1 is dropped and has no
     row.
@@ -44,10 +44,10 @@ def pack(x: Array, choices: Array) -> Array:
 
 
 def pack_weighted(dy: Array, gates: Array, choices: Array) -> Array:
-    """Return a token's row of `dy` times its gate for each choice, by expert, then token: (1, rows, hidden).
+    """Return packed rows (1, rows, hidden): for each choice its token's row of `dy` times the choice's gate.
 
-    `dy` is (tokens, hidden), `gates` and `choices` are (tokens, top_k). A choice of -1 is dropped and has no
-    row.
+    They are ordered by expert, then token. `dy` is (tokens, hidden), `gates` and `choices` are (tokens, top_k). A
+    choice of -1 is dropped and has no row.
     """
     tokens, rows, kept = _packing(choices)
     weights = np.zeros(len(tokens), np.int64)
@@ -65,16 +65,19 @@ def _taken(b: Array, choices: Array) -> tuple[Array, NDArray[Any]]:
 
 
 def only(values: Array, kept: NDArray[Any]) -> Array:
-    """Set `values` to 0 where booleans `kept`, its first dims, are false, also NaN and infinity; return them."""
+    """Set `values` to 0 in place where `kept` is false, also where they are NaN or infinite; return `values`.
+
+    `kept` is an array of booleans with the shape of the first dims of `values`.
+    """
     if not kept.all():
         values[~kept] = 0
     return values
 
 
 def weigh(b: Array, gates: Array, choices: Array) -> Array:
-    """Return for each token the sum of its experts' rows in `b`, each times its gate, (tokens, hidden).
+    """Return for each token the sum of its experts' outputs, each times its gate: (tokens, hidden).
 
-    `b` is (..., hidden), the outputs of experts with the rows packed by expert, then token. `gates` and
+    `b` (..., hidden) has the outputs of experts as packed rows, ordered by expert, then token. `gates` and
     `choices` are (tokens, top_k); a choice of -1 adds nothing.
     """
     taken, kept = _taken(b, choices)
@@ -82,26 +85,30 @@ def weigh(b: Array, gates: Array, choices: Array) -> Array:
 
 
 def add_rows(b: Array, choices: Array) -> Array:
-    """Return for each token the sum of its experts' rows in `b`, (tokens, hidden).
+    """Return for each token the sum of its rows in `b`, one per expert of the token: (tokens, hidden).
 
-    `b` is (..., hidden), packed by expert, then token; `choices` are (tokens, top_k). A choice of -1 adds
-    nothing.
+    `b` (..., hidden) has packed rows, ordered by expert, then token; `choices` are (tokens, top_k). A choice of -1
+    adds nothing.
     """
     return _taken(b, choices)[0].sum(1)
 
 
 def gate_gradient(b: Array, dy: Array, choices: Array) -> Array:
-    """Return the gradient of the gates, (tokens, top_k), 0 where a choice is dropped (-1).
+    """Return the gradient of the loss with respect to the gates, (tokens, top_k), 0 for a dropped choice (-1).
 
-    It is the dot product of the choice's row of `b` (outputs of experts, (..., hidden), packed by expert, then
-    token) and its token's row of `dy` (tokens, hidden).
+    For each choice it is the dot product of its row of `b` and its token's row of `dy`.
+
+    Args:
+        b: the outputs of experts as packed rows (..., hidden), ordered by expert, then token.
+        dy: the gradient of the loss with respect to the layer's output, (tokens, hidden).
+        choices: experts of each token, (tokens, top_k).
     """
     taken, kept = _taken(b, choices)
     return only((taken * dy[:, None, :]).sum(-1), kept)
 
 
 def sigmoid(x: Array) -> Array:
-    """Return 1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x)) for each element of a numpy array or torch tensor."""
     return x.sigmoid() if hasattr(x, "sigmoid") else 1 / (1 + np.exp(-x))
 
 
@@ -141,9 +148,10 @@ def _activate_gradient(kind: str) -> Callable[[Array, Array, Array], None]:
 def layer_functions(activation: str) -> Mapping[str, Callable[..., Any]]:
     """Return the functions that programs of a layer of experts call, by name.
 
-    They are "pack", "pack_weighted", "weigh", "add_rows", "gate_gradient", and for `activation` ("relu" or
-    "silu") "activate" of (h) and "activate_gradient" of (h, gradient of the result). `h` is (..., 2 inner), the
-    columns of the gate first; the result is (..., inner), the activated gate times the other columns.
+    They are "pack", "pack_weighted", "weigh", "add_rows", "gate_gradient", "activate" and "activate_gradient".
+    activate(h) of h (..., 2 inner) returns (..., inner): `activation` ("relu" or "silu") of the first half of the
+    columns, times the second half. activate_gradient(h, da), where `da` is the gradient of the loss with respect
+    to that result, returns the gradient with respect to h.
     """
     return {
         "pack": pack,

@@ -26,11 +26,12 @@ _SLICED = ("layer", "training")
 
 @dataclass(frozen=True)
 class TokenSlices:
-    """How a fused layer is cut.
+    """How a fused layer is cut into slices of tokens, and its products into sources.
 
     Attributes:
         count: number of slices of each rank's tokens.
-        by_source: whether an expert multiplies the rows of each source rank apart; else all its rows together.
+        by_source: whether an expert multiplies the rows of each source rank in a product of their own; else all
+            its rows of a slice are one product.
     """
 
     count: int = 1
@@ -41,7 +42,7 @@ class TokenSlices:
 
 
 class FusedExperts(ExpertsAlgorithm[TokenSlices]):
-    """Overlaps the messages of some token slices and source ranks with the products of others."""
+    """A layer that overlaps the messages of some token slices and source ranks with the products of others."""
 
     name = "experts_fused"
     title = "Fused experts"
@@ -49,9 +50,10 @@ class FusedExperts(ExpertsAlgorithm[TokenSlices]):
     source = "Pati et al., T3, ASPLOS '24; Nam et al., MeshSlice, ISCA '25; Zhang et al., Comet, MLSys '25"
 
     def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[TokenSlices]:
-        """Yield one slice by source, then 2, 4 and 8 slices, with the rows of an expert together and by source.
+        """Yield one slice with `by_source`, then 2, 4 and 8 slices, each without and with `by_source`.
 
-        Numbers that would leave a slice without tokens are left out. A dispatch or combine alone has one slice.
+        From the first number that would leave a slice without tokens, they are left out. A dispatch or combine
+        alone has one slice. `cluster` is ignored.
         """
         yield TokenSlices()
         count = 2 if problem.part in _SLICED else MOST_SLICES + 1
@@ -61,10 +63,11 @@ class FusedExperts(ExpertsAlgorithm[TokenSlices]):
             count *= 2
 
     def text(self, problem: ExpertsProblem, config: TokenSlices) -> str:
-        """Return the program as text, for any routing: the numbers of rows are inputs (`counts`).
+        """Return the program for any routing as text for `parse`; tables of `counts` are inputs of it.
 
-        Raises LayoutError for several slices of a dispatch or combine alone, whose packed rows are one tensor,
-        and for numbers of slices that leave one without tokens.
+        Raises:
+            LayoutError: a slice would have no tokens; or there are several slices of a dispatch or combine alone,
+                whose packed rows are one tensor.
         """
         if config.count < 1 or not _has_tokens(problem, config.count):
             raise LayoutError(
@@ -77,11 +80,13 @@ class FusedExperts(ExpertsAlgorithm[TokenSlices]):
     def counts(
         self, problem: ExpertsProblem, config: TokenSlices, choices: Array | None = None
     ) -> dict[str, Array]:
-        """Return numbers of rows by name; the program takes "n{i}", for slice i of each rank's tokens.
+        """Return the tables of row counts for a routing, by name; the program needs "n0", "n1", ..., all slices.
 
-        "n{i}" is (experts, source ranks): the rows of a rank's slice for an expert. "m" is (hosts, source
-        ranks): the tokens of a rank that have an expert on a host. `choices` are (ranks * tokens, top_k), -1 for
-        a dropped one; None for the problem's own.
+        "n{i}" is (experts, source ranks): the number of rows that slice i of a rank's tokens has for an expert.
+        "m" is (hosts, source ranks): the number of a rank's tokens that have an expert on a host.
+
+        Args:
+            choices: experts of each token, (ranks * tokens, top_k), -1 if dropped; None for the problem's own.
         """
         return problem.counts_of(problem.choices if choices is None else choices, config.count)
 

@@ -61,7 +61,7 @@ _GRADIENTS = {
 
 @dataclass(frozen=True)
 class HierarchicalText:
-    """Writes the text form of a layer whose tokens go to hosts first, then to experts inside them."""
+    """Writes the program text of a layer whose tokens go to hosts first, then to experts inside them."""
 
     problem: ExpertsProblem
     title: str
@@ -77,7 +77,7 @@ class HierarchicalText:
         return _TENSORS | (_GRADIENTS if self.problem.part == "training" else {})
 
     def text(self) -> str:
-        """Return the program as text, for any routing: the numbers of rows are inputs."""
+        """Return the program for any routing as text for `parse`; tables of row counts are inputs of it."""
         problem = self.problem
         ranks, most, sent = problem.num_ranks, problem.most_rows, problem.tokens * problem.top_k
         mesh = replace(problem.mesh, name="ep", axes=("host", "local"))
@@ -201,16 +201,16 @@ class HierarchicalText:
 
 
 class HierarchicalExperts(UnchosenExperts):
-    """Sends one copy of a token to each host that needs it, over the NICs; the host hands it to its experts."""
+    """Sends one copy of a token over NICs to each host that has experts of it; there it goes to these experts."""
 
     name = "experts_hierarchical"
     title = "Experts by hosts"
     source = "Zhao et al., DeepSeek-V3, arXiv 2412.19437, section 3.2.2; Zhuang et al., AlpaComm, MLSys '23"
 
     def refusal(self, problem: ExpertsProblem) -> str | None:
-        """Return why a problem does not fit; None if it fits.
+        """Return why the algorithm cannot solve a problem; None if it can.
 
-        A mesh of one axis does not fit, nor does a combine or a weighted dispatch without the rest of the layer.
+        It needs a mesh of two axes (hosts, ranks of a host), and a whole layer, its training or a dispatch alone.
         """
         if len(problem.mesh.shape) != 2:
             return "it takes a mesh of hosts and their ranks"
@@ -219,16 +219,19 @@ class HierarchicalExperts(UnchosenExperts):
         return None
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
-        """Return the program as text, for any routing: the numbers of rows are inputs (`counts`)."""
+        """Return the program for any routing as text for `parse`; tables of `counts` are inputs of it."""
         return HierarchicalText(problem, self.title).text()
 
     def counts(
         self, problem: ExpertsProblem, config: NoChoice, choices: Array | None = None
     ) -> dict[str, Array]:
-        """Return the numbers of rows "n0" and of tokens "m" that the program takes as inputs.
+        """Return the tables of counts that the program needs, with source ranks in the order of `source_order`.
 
-        They are (experts, source ranks) and (hosts, source ranks), with source ranks as in `source_order`.
-        `choices` are (ranks * tokens, top_k), -1 for a dropped one; None for the problem's own.
+        "n0" is (experts, source ranks): the number of rows of a rank's tokens for an expert. "m" is (hosts, source
+        ranks): the number of a rank's tokens that have an expert on a host.
+
+        Args:
+            choices: experts of each token, (ranks * tokens, top_k), -1 if dropped; None for the problem's own.
         """
         values = problem.counts_of(problem.choices if choices is None else choices)
         shape = (problem.hosts, problem.local_ranks)
@@ -238,10 +241,13 @@ class HierarchicalExperts(UnchosenExperts):
         }
 
     def source_order(self, problem: ExpertsProblem) -> list[int]:
-        """Return the source ranks, as positions on the mesh, ordered by their number on a host, then by host."""
+        """Return the positions of all ranks on the mesh, ordered by their number on a host, then by host.
+
+        2 hosts of 2 ranks -> [0, 2, 1, 3].
+        """
         places = range(problem.num_ranks)
         return sorted(places, key=lambda place: (place % problem.local_ranks, place))
 
     def functions(self, problem: ExpertsProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions that its programs call, by name: those of all layers, and of exchanges by host."""
+        """Return the functions that programs call, by name: those of all layers, and of exchanges by host."""
         return {**super().functions(problem), **host_functions()}

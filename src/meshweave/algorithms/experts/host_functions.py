@@ -42,10 +42,12 @@ def _flat(rows: Array) -> Array:
 
 
 def pack_hosts(x: Array, choices: Array, hosts: int, per_host: int) -> Array:
-    """Return a token's row of `x` for each host with experts of it, by host, then token: (1, rows, features).
+    """Return rows (1, rows, features): for each host the rows of `x` of the tokens with an expert on it.
+
+    They are ordered by host, then token.
 
     Args:
-        x: (tokens, features).
+        x: a row for each token, (tokens, features).
         choices: experts of each token, (tokens, top_k), -1 for a dropped one.
         hosts: number of hosts.
         per_host: experts of a host.
@@ -55,10 +57,10 @@ def pack_hosts(x: Array, choices: Array, hosts: int, per_host: int) -> Array:
 
 
 def sum_hosts(rows: Array, choices: Array, hosts: int, per_host: int) -> Array:
-    """Return for each token the sum of its rows from hosts, (tokens, features).
+    """Return for each token the sum of the rows that hosts sent back for it: (tokens, features).
 
     Args:
-        rows: (..., features), one for each host that has experts of a token, by host, then token (`pack_hosts`).
+        rows: (..., features), one for each host that has experts of a token, ordered as by `pack_hosts`.
         choices: experts of each token, (tokens, top_k), -1 for a dropped one.
         hosts: number of hosts.
         per_host: experts of a host.
@@ -71,7 +73,9 @@ def sum_hosts(rows: Array, choices: Array, hosts: int, per_host: int) -> Array:
 
 
 def fan_out(rows: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return a token's row for each of its experts on this host, by expert, then token: (1, rows, features).
+    """Return packed rows (1, rows, features): for each expert on a host the rows of its tokens.
+
+    They are ordered by expert, then token.
 
     Args:
         rows: those that arrived on this host, (..., features), one for each token that has experts here.
@@ -83,28 +87,43 @@ def fan_out(rows: Array, choices: Array, host: int, per_host: int) -> Array:
 
 
 def fan_in(rows: Array, gates: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return for each token that arrived the sum of its rows from this host's experts, each times its gate.
+    """Return for each token on a host the sum of its experts' outputs there, each times its gate.
 
-    The shape is (1, tokens, features). `rows` are (..., features), packed by expert, then token; `gates` and
-    `choices`, (..., top_k), those of the tokens that arrived on this host, in their order.
+    The result is (1, tokens, features), in the order in which the tokens arrived.
+
+    Args:
+        rows: the outputs of the host's experts, (..., features), ordered by expert, then token.
+        gates, choices: gates and experts of the tokens that arrived on the host, (..., top_k).
+        host: the number of the host.
+        per_host: experts of a host.
     """
     return weigh(rows, _flat(gates), _on_host(choices, host, per_host))[None]
 
 
 def fan_out_weighted(rows: Array, gates: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return a token's row times its gate for each of its experts on this host: (1, rows, features).
+    """Return packed rows (1, rows, features): for each expert on a host the rows of its tokens times their gates.
 
-    The rows are ordered by expert, then token. `rows` (..., features), `gates` and `choices` (..., top_k) have
-    one row for each token that arrived on this host.
+    They are ordered by expert, then token.
+
+    Args:
+        rows: a row for each token that arrived on the host, (..., features).
+        gates, choices: gates and experts of the same tokens, (..., top_k).
+        host: the number of the host.
+        per_host: experts of a host.
     """
     return pack_weighted(_flat(rows), _flat(gates), _on_host(choices, host, per_host))
 
 
 def fan_in_sum(rows: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return for each token that arrived the sum of its rows from this host's experts, (1, tokens, features).
+    """Return for each token on a host the sum of its rows of experts there: (1, tokens, features).
 
-    `rows` are (..., features), packed by expert, then token; `choices`, (..., top_k), those of the tokens that
-    arrived on this host, in their order.
+    Tokens are in the order in which they arrived.
+
+    Args:
+        rows: a row for each token of each expert of the host, (..., features), ordered by expert, then token.
+        choices: experts of the tokens that arrived on the host, (..., top_k).
+        host: the number of the host.
+        per_host: experts of a host.
     """
     return add_rows(rows, _on_host(choices, host, per_host))[None]
 

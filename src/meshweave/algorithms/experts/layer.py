@@ -20,18 +20,21 @@ _SPACES = "    "
 
 
 class RowExchange(Protocol):
-    """How an algorithm moves rows of tokens to experts and back, as statements of the text form."""
+    """How an algorithm moves rows of tokens to experts and back, as lines of program text.
+
+    A row is one token for one expert. A rank's packed rows are those of its tokens, ordered by expert, then token.
+    """
 
     def dispatch(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield the statements that move packed rows in buffer `src` to their experts, into buffer `dst`.
+        """Yield the statements that move packed rows in buffer `src` to the ranks of their experts, into `dst`.
 
-        `tensor` is the name of the tensor in `dst`.
+        `tensor` is the name of the tensor that buffer `dst` holds.
         """
 
     def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield the statements that move rows of experts in buffer `src` back to their sources, into `dst`.
+        """Yield the statements that move rows of experts in buffer `src` to the ranks of their tokens, into `dst`.
 
-        `tensor` is the name of the tensor in `src`.
+        `tensor` is the name of the tensor that buffer `src` holds.
         """
 
     def temps(self, layer: LayerText, tensor: str, use: str) -> Iterator[str]:
@@ -42,17 +45,22 @@ class RowExchange(Protocol):
 
 
 def flat_mesh(problem: ExpertsProblem) -> Mesh:
-    """Return a mesh of one axis with all ranks of the problem."""
+    """Return the mesh "ep" of one axis "x" with all ranks of the problem."""
     return Mesh("ep", (problem.num_ranks,), ("x",), problem.mesh.ranks)
 
 
 @dataclass(frozen=True)
 class LayerText:
-    """Writes the text form of a mixture-of-experts layer.
+    """Writes the program text of a mixture-of-experts layer (`ir.program.parse`).
+
+    A row is one token for one expert; the rank of the token is its source. Views have dims (experts, sources,
+    features). In the text `ep.x` is a rank's position on the mesh, and `e` the loop index of a rank's experts.
 
     Attributes:
-        slices: number of slices of a rank's tokens, each dispatched, multiplied and combined apart.
-        by_source: whether experts multiply the rows of each source rank apart, or all of an expert together.
+        title: the program's name.
+        exchange: writes the moves of rows to experts and back.
+        slices: number of slices of a rank's tokens, each dispatched, multiplied and combined on its own.
+        by_source: whether experts multiply the rows of each source rank on their own; else all rows together.
     """
 
     problem: ExpertsProblem
@@ -65,33 +73,38 @@ class LayerText:
 
     @property
     def count(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks of the layer."""
         return self.problem.num_ranks
 
     @property
     def own(self) -> int:
-        """Return the number of experts of a rank."""
+        """Return the number of experts that each rank has."""
         return self.problem.local_experts
 
     def peer(self, step: str) -> str:
-        """Return the mesh position `step` places after this rank's, around the ring; both are expressions."""
+        """Return, as an expression, the mesh position `step` places after this rank's, wrapping round at the end.
+
+        `step` is an expression: "1 + r" -> "((ep.x + 1 + r) % 4)" on 4 ranks.
+        """
         return f"((ep.x + {step}) % {self.count})"
 
     def packed(self, buffer: str, position: str) -> str:
-        """Return as text the view of a source rank's packed rows for one expert of another rank.
+        """Return as text the view of the packed rows in `buffer` for expert `e` of the rank at `position`.
 
-        `position`, an expression, is the expert's rank on the mesh; the loop index `e` counts that rank's
-        experts.
+        `position` is an expression for a mesh position.
         """
         first = f"{self.own} * {position} + e"
         return f"{buffer}[{first}:{first} + 1, :, :]"
 
     def received(self, buffer: str, position: str) -> str:
-        """Return as text the view of the rows of own expert `e`, a loop index, from the source at `position`."""
+        """Return as text the view of the rows in `buffer` from the source at `position` for own expert `e`.
+
+        `position` is an expression for a mesh position.
+        """
         return f"{buffer}[e:e + 1, {position}:{position} + 1, :]"
 
     def slice_size(self, number: int) -> int:
-        """Return the number of tokens in slice `number` of a rank."""
+        """Return the number of tokens in slice `number`, from 0, of a rank's tokens."""
         size = -(-self.problem.tokens // self.slices)
         return min(self.problem.tokens - number * size, size)
 
@@ -104,7 +117,7 @@ class LayerText:
     # --- the program ----------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """Return the program as text, for any routing: the numbers of rows are inputs."""
+        """Return the program for any routing as text for `parse`; tables of row counts are inputs of it."""
         part = self.problem.part
         names = {
             "layer": (self._layer, "PQHAZB"),
@@ -172,9 +185,10 @@ class LayerText:
             yield from self.product_meanings(i)
 
     def product_meanings(self, i: int) -> Iterator[str]:
-        """Yield as text the equations of H, A and Z (product, activation, product) of the rows of slice `i`.
+        """Yield as text the equations of the experts for the rows Q of slice `i`, a line each.
 
-        For training also those of dA, dH and dQ, and of the slice's terms of dW1 and dW2.
+        They are H = Q W1, A = activate(H) and Z = A W2; for training also those of dA, dH and dQ, and of the
+        slice's terms of dW1 and dW2.
         """
         yield f"computes(H{i}, product(Q{i}, W1))"
         yield f'computes(A{i}[e, s, :], call("activate", H{i}[e, s, :]))'
@@ -272,7 +286,7 @@ class LayerText:
             yield _SPACES * len(loops) + statement
 
     def forward_products(self, i: int) -> Iterator[str]:
-        """Yield the statements of experts forward on the rows of slice `i`: product, activation, product."""
+        """Yield as text the statements of experts forward on slice `i`: product, activation, product."""
         _, rows = self._rows()
         yield from self._in_loops(
             _product(f"h{i}{rows}", f"q{i}{rows}", "w1[e:e + 1, :, :]"),
@@ -281,7 +295,10 @@ class LayerText:
         )
 
     def backward_products(self, i: int) -> Iterator[str]:
-        """Yield the statements for the gradients of the rows of slice `i` and, added up, of the weights."""
+        """Yield as text the statements of experts backward on slice `i`.
+
+        They compute the gradients of its rows, and add its terms to the gradients of weights.
+        """
         _, rows = self._rows()
         yield from self._in_loops(
             _product(f"da{i}{rows}", f"dz{i}{rows}", "w2[e:e + 1, :, :]", "transpose_b"),
@@ -297,10 +314,10 @@ class LayerText:
 
 
 def call_text(name: str, out: str, *ins: str, args: tuple[int | str, ...] = ()) -> str:
-    """Return as text a `call` of function `name` that reads the views `ins` and writes the view `out`.
+    """Return the text of a `call` op that runs function `name` on views `ins` and writes the view `out`.
 
-    `args` are further arguments of the function: integers, or expressions for integers. Activations are marked
-    as element-wise work.
+    `args` are further arguments of the function: integers, or expressions for integers. A name that begins with
+    "activate" is marked as element-wise work. The op is in lane "compute".
     """
     tail = "," if len(ins) == 1 else ""
     more = ', work="elementwise"' if name.startswith("activate") else ""
@@ -314,13 +331,13 @@ def _product(out: str, a: str, b: str, flag: str = "", more: str = "") -> str:
 
 
 def output_names(problem: ExpertsProblem) -> tuple[str, ...]:
-    """Return the names of the output tensors of the problem's part, without those of packed rows."""
+    """Return the names of the output tensors of what `problem.part` asks for; packed rows are left out."""
     gradients = ("dX", "dGates", "dW1", "dW2")
     return {"layer": ("Y",), "training": ("Y", *gradients), "combine": ("Y",)}.get(problem.part, ())
 
 
 def plain_tensors(problem: ExpertsProblem) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return (global shape, dtype) of each input and output tensor of what `problem.part` asks for, by name.
+    """Return {name: (global shape, dtype)} of the input and output tensors of what `problem.part` asks for.
 
     Tensors of packed rows are left out.
     """

@@ -16,16 +16,20 @@ from meshweave.algorithms.fused.product import NoChoice
 
 
 class PairwiseExchange:
-    """An exchange in rounds: in each, every rank sends to one rank and receives from another."""
+    """An exchange in rounds: in each, every rank sends to one rank and receives from one.
+
+    In a dispatch, rank i sends to ranks i + 1, i + 2, ... in turn, modulo the number of ranks.
+    """
 
     def temps(self, layer: LayerText, tensor: str, use: str) -> Iterator[str]:
         """Yield nothing: rows need no buffer between source and destination."""
         return iter(())
 
     def dispatch(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield, as text, a copy of the rows that stay on the rank, then the rounds: buffer `src` to `dst`.
+        """Yield, as program text, a copy of rows that stay on a rank, then permutes of all others, `src` to `dst`.
 
-        `src` has the packed rows of a rank's tokens, `dst` the rows for its experts; `tensor` is not used.
+        Buffer `src` has the packed rows of a rank's tokens, buffer `dst` gets the rows for its experts; `tensor`
+        is not read.
         """
         yield from own_cells(layer, layer.received(dst, "ep.x"), layer.packed(src, "ep.x"))
         source, target = layer.peer(f"{layer.count - 1} - r"), layer.peer("1 + r")
@@ -33,9 +37,10 @@ class PairwiseExchange:
         yield from other_cells(layer, f'permute({out}, {sent}, over="ep.x", shift=r + 1, lane=go)')
 
     def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield, as text, a copy of the rows that stay on the rank, then the rounds back: buffer `src` to `dst`.
+        """Yield, as program text, a copy of rows that stay on a rank, then permutes of all others, `src` to `dst`.
 
-        `src` has the rows of a rank's experts, `dst` the packed rows of its tokens; `tensor` is not used.
+        Buffer `src` has the rows of a rank's experts, buffer `dst` gets the packed rows of its tokens; `tensor` is
+        not read.
         """
         yield from own_cells(layer, layer.packed(dst, "ep.x"), layer.received(src, "ep.x"))
         source, owner = layer.peer(f"{layer.count - 1} - r"), layer.peer("1 + r")
@@ -45,15 +50,16 @@ class PairwiseExchange:
 
 
 def own_cells(layer: LayerText, out: str, src: str) -> Iterator[str]:
-    """Yield the loop over a rank's experts `e` that copies rows that stay on the rank, view `src` to `out`."""
+    """Yield the text of a loop over a rank's experts `e` that copies view `src` to view `out` on the same rank."""
     yield f"for e in range({layer.own}):"
     yield f"    copy({out}, {src}, lane=compute)"
 
 
 def other_cells(layer: LayerText, statement: str) -> Iterator[str]:
-    """Yield `statement`, as text, in loops over the ranks `r` + 1 places on (`r` from 0) and over experts `e`.
+    """Yield the text of `statement` in loops over all other ranks and over the experts of a rank.
 
-    `e` counts the experts of one rank. Yield nothing if there is one rank.
+    Loop index `r`, from 0, stands for the rank `r` + 1 places after this one, and `e` for the expert. Nothing is
+    yielded if there is one rank.
     """
     if layer.count > 1:
         yield f"for r in range({layer.count - 1}):"
@@ -70,5 +76,5 @@ class PairwiseRounds(UnchosenExperts):
     source = "Thakur and Gropp, EuroPVM/MPI '03, section 4.3"
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
-        """Return the program as text, for any routing: the numbers of rows are inputs (`counts`)."""
+        """Return the program for any routing as text for `parse`; tables of `counts` are inputs of it."""
         return LayerText(problem, self.title, PairwiseExchange()).text()

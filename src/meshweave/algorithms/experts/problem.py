@@ -79,55 +79,57 @@ class ExpertsProblem:
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks on the mesh."""
         return self.mesh.num_ranks
 
     @property
     def local_experts(self) -> int:
-        """Return the number of experts of a rank."""
+        """Return the number of experts on each rank."""
         return self.num_experts // self.num_ranks
 
     @property
     def hosts(self) -> int:
-        """Return the number of hosts."""
+        """Return the number of hosts: the size of the mesh's first axis."""
         return self.mesh.shape[0]
 
     @property
     def local_ranks(self) -> int:
-        """Return the number of ranks of a host."""
+        """Return the number of ranks on each host."""
         return self.num_ranks // self.hosts
 
     @property
     def most_rows(self) -> int:
-        """Return the most rows that one rank can send to one expert: its tokens, or the capacity if less."""
+        """Return the most tokens that one rank can send to one expert: `tokens`, or `capacity` if that is less."""
         return self.tokens if self.capacity is None else min(self.tokens, self.capacity)
 
     @cached_property
     def choices(self) -> NDArray[np.int32]:
-        """Return the experts of each token by the problem's routing, (ranks * tokens, top_k), -1 if dropped."""
+        """Return the experts of each token by `routing`, (ranks * tokens, top_k), -1 for a dropped choice."""
         drawn = self.routing.draw(self.num_ranks * self.tokens, self.top_k, self.num_experts)
         return within_capacity(drawn, self.num_ranks, self.num_experts, self.capacity)
 
     @property
     def num_dropped(self) -> int:
-        """Return how many (token, expert) pairs are dropped, over all ranks."""
+        """Return how many (token, expert) pairs `capacity` drops, on all ranks together."""
         return int((self.choices < 0).sum())
 
     def counts(self, slices: int = 1) -> dict[str, NDArray[Any]]:
-        """Return the numbers of rows by the problem's own choices, by name.
+        """Return the tables of counts (`counts_of`) for the problem's own `choices`.
 
-        "n0", "n1", ..., one for each of the `slices` of a rank's tokens, are (experts, source ranks): the rows
-        of a rank for an expert. "m" is (hosts, source ranks): the tokens of a rank that have an expert on a
-        host.
+        Args:
+            slices: number of slices into which each rank's tokens are cut.
         """
         return self.counts_of(self.choices, slices)
 
     def counts_of(self, choices: NDArray[Any], slices: int = 1) -> dict[str, NDArray[Any]]:
-        """Return the numbers of rows for choices (ranks * tokens, top_k), -1 for a dropped one, by name.
+        """Return how many tokens go where, as tables by name.
 
-        "n0", "n1", ..., one for each of the `slices` of a rank's tokens, are (experts, source ranks): the rows
-        of a rank for an expert. "m" is (hosts, source ranks): the tokens of a rank that have an expert on a
-        host.
+        "n0", "n1", ... are (experts, source ranks), one for each slice: how many of a rank's tokens in the slice
+        have that expert. "m" is (hosts, source ranks): how many tokens of a rank have an expert on that host.
+
+        Args:
+            choices: experts of each token, (ranks * tokens, top_k), -1 for a dropped choice.
+            slices: number of slices into which each rank's tokens are cut.
         """
         by_rank = choices.reshape(self.num_ranks, self.tokens, self.top_k)
         size = -(-self.tokens // slices)

@@ -15,7 +15,10 @@ from meshweave.algorithms.fused.product import NoChoice, rank_of
 
 
 class PutToOwner(UnchosenExperts):
-    """Puts rows into the memory of the expert's rank, and results into the source's; to the next rank first."""
+    """A layer in which ranks put rows into the memory of the expert's rank, and results into the source's.
+
+    Each rank serves the rank after it first.
+    """
 
     name = "experts_put"
     title = "Experts by one-sided puts"
@@ -24,7 +27,7 @@ class PutToOwner(UnchosenExperts):
     shares_nics = True
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
-        """Return the program as text, for any routing: the numbers of rows are inputs (`counts`)."""
+        """Return the program for any routing as text for `parse`; tables of `counts` are inputs of it."""
         return LayerText(problem, self.title, self).text()
 
     def temps(self, layer: LayerText, tensor: str, use: str) -> Iterator[str]:
@@ -32,10 +35,10 @@ class PutToOwner(UnchosenExperts):
         return iter(())
 
     def dispatch(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield, as text, a copy of the rows that stay on the rank, puts of all others, and a fence.
+        """Yield, as program text, a copy of the rows that stay on a rank, puts of all others, and a fence.
 
         Rows go from buffer `src`, the packed rows of a rank's tokens, to buffer `dst` on the ranks of their
-        experts; `tensor` is not used.
+        experts; `tensor` is not read.
         """
         yield from own_cells(layer, layer.received(dst, "ep.x"), layer.packed(src, "ep.x"))
         peer = layer.peer("1 + r")
@@ -44,10 +47,10 @@ class PutToOwner(UnchosenExperts):
         yield from self._puts(layer, f"put(at({owner}, {out}), {sent}, lane=go)", "go")
 
     def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield, as text, a copy of the rows that stay on the rank, puts to the sources of others, and a fence.
+        """Yield, as program text, a copy of the rows that stay on a rank, puts of all others, and a fence.
 
-        Rows go from buffer `src`, those of a rank's experts, to buffer `dst`, packed on the ranks of their
-        tokens; `tensor` is not used.
+        Rows go from buffer `src`, the rows of a rank's experts, to buffer `dst`, the packed rows on the ranks of
+        their tokens; `tensor` is not read.
         """
         yield from own_cells(layer, layer.packed(dst, "ep.x"), layer.received(src, "ep.x"))
         peer = layer.peer("1 + r")

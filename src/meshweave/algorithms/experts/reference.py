@@ -52,15 +52,16 @@ def layer_reference(problem: ExpertsProblem, inputs: Arrays) -> dict[str, NDArra
 def cells_reference(
     problem: ExpertsProblem, inputs: Arrays, source_order: Sequence[int]
 ) -> dict[str, NDArray[Any]]:
-    """Return the output of a dispatch or combine alone, by name: Q0 or Y.
+    """Return the output of a dispatch or a combine alone, by name: {"Q0": rows} or {"Y": (tokens, hidden)}.
 
-    Packed rows, Q0 or the input Z0 of a combine, are (1, ranks * most, hidden), as in the output of a program:
-    rank after rank, each padded (Q0 as memory that nothing was written to: of floats NaN) to `most`, the most rows
-    of any rank; on a rank by expert, by source in `source_order`, by token.
+    Rows at experts, Q0 or the input Z0 of a combine, are (1, ranks * most, hidden): the rows of one rank after
+    another, each padded to `most`, the most rows of any rank (in Q0 with NaN, if floats). On a rank they are
+    ordered by expert, then source rank in `source_order`, then token.
 
     Args:
         inputs: whole arrays by name: Choices, and X for a dispatch, dY and Gates for a weighted dispatch, Z0 and
             Gates for a combine.
+        source_order: positions on the mesh of all ranks.
     """
     choices, dtype = inputs["Choices"], number_dtype(problem.dtype)
     sources = np.repeat(np.arange(problem.num_ranks), problem.tokens)

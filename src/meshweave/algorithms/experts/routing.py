@@ -51,9 +51,9 @@ class Routing:
         return f"{self.kind}{detail} routing, seed {self.seed}"
 
     def draw(self, num_tokens: int, top_k: int, num_experts: int) -> NDArray[np.int32]:
-        """Return `top_k` different experts for each token, (tokens, top_k).
+        """Return `top_k` different experts, from 0, for each token: (num_tokens, top_k).
 
-        Balanced routing takes experts in turn. Of other kinds a token takes experts without replacement in
+        Balanced routing takes experts in turn. With the other kinds a token draws experts without replacement, in
         proportion to their weights (the greatest after Gumbel noise: Kool et al., ICML '19).
 
         Raises:
@@ -79,10 +79,13 @@ class Routing:
 def within_capacity(
     choices: NDArray[Any], num_ranks: int, num_experts: int, capacity: int | None
 ) -> NDArray[np.int32]:
-    """Return `choices` with -1 in place of those beyond the first `capacity` of a rank's tokens for an expert.
+    """Return a copy of `choices` in which each expert keeps at most `capacity` tokens of each rank; others are -1.
 
-    `choices` are experts from 0, (tokens of all ranks, top_k), rank after rank, equally many tokens each. Those
-    of earlier tokens count first. A capacity of None drops none.
+    The earliest tokens are kept.
+
+    Args:
+        choices: experts from 0, (tokens of all ranks, top_k), rank after rank, equally many tokens each.
+        capacity: None to drop nothing.
     """
     kept: NDArray[np.int32] = choices.astype(np.int32, order="C")
     if capacity is None:
@@ -94,7 +97,7 @@ def within_capacity(
 
 
 def cell_counts(choices: NDArray[Any], num_experts: int) -> NDArray[np.int64]:
-    """Return how many rows each source rank has for each expert, (experts, ranks).
+    """Return how many tokens of each rank go to each expert, (experts, ranks).
 
     `choices` are (ranks, tokens, top_k), -1 for a dropped one.
     """

@@ -29,7 +29,7 @@ class AllGatherAtConsumer(TiledProduct):
     wants = "A sharded by rows, B and C by columns"
 
     def text(self, problem: UniversalProblem, config: Tiles) -> str:
-        """Return the program for a problem that `refusal` accepts, in the text form that `parse` reads."""
+        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
         count, (m, _, k) = len(problem.ranks), problem.sizes
         parts = Parts(m, count)
         own, passed = parts.range("tp.x"), parts.range(f"((tp.x + {count - 1} - s) % {count})")

@@ -29,7 +29,7 @@ class FusedAllToAll(TiledProduct):
     cut_dims = (0, 1)
 
     def text(self, problem: UniversalProblem, config: Tiles) -> str:
-        """Return the program for a problem that `refusal` accepts, in the text form that `parse` reads."""
+        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
         mesh, count = problem.a.mesh, len(problem.ranks)
         rows, columns = (Parts(size, count) for size in problem.sizes[:2])
         first, owner = f"(tp.x + 1) % {count}", f"(tp.x + 2 + s) % {count}"

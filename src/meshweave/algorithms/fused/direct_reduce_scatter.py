@@ -30,7 +30,7 @@ class DirectReduceScatter(TiledProduct):
     wants = "A sharded by columns, B by rows, C by rows or replicated"
 
     def text(self, problem: UniversalProblem, config: Tiles) -> str:
-        """Return the program for a problem that `refusal` accepts, in the text form that `parse` reads."""
+        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
         count = len(problem.ranks)
         parts = Parts(problem.m, count)
         first, owner = f"(tp.x + 1) % {count}", f"(tp.x + 2 + s) % {count}"

@@ -21,7 +21,7 @@ class LoopedAllGather(UntiledProduct):
     wants = "A sharded by rows, B and C by columns"
 
     def text(self, problem: UniversalProblem, config: NoChoice) -> str:
-        """Return the program for a problem that `refusal` accepts, in the text form that `parse` reads."""
+        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
         m, _, k = problem.sizes
         count = len(problem.ranks)
         parts = Parts(m, count)

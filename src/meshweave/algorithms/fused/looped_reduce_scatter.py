@@ -28,7 +28,7 @@ class LoopedReduceScatter(UntiledProduct):
     wants = "A sharded by columns, B by rows, C by rows or replicated"
 
     def text(self, problem: UniversalProblem, config: NoChoice) -> str:
-        """Return the program for a problem that `refusal` accepts, in the text form that `parse` reads."""
+        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
         count = len(problem.ranks)
         parts = Parts(problem.m, count)
         first = f"((tp.x + {count - 1}) % {count})"

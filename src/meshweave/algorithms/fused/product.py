@@ -36,14 +36,19 @@ SUMS: tuple[Placements, ...] = tuple((Shard(1), Shard(0), c) for c in (Shard(0),
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a dim of `total` elements over `count` ranks, as expressions of the text form."""
+    """A dim of `total` elements cut into `count` consecutive parts, part i for position i of a ring of ranks.
+
+    All parts have ceil(total / count) elements but the last ones, which may be smaller: Parts(10, 4) has 3, 3, 3
+    and 1. Methods return strings in the language of program texts (`ir.program.parse`); a part's `number`, from 0,
+    is an expression of that language, such as "tp.x" or "((tp.x + 1) % 4)".
+    """
 
     total: int
     count: int
 
     @property
     def size(self) -> int:
-        """Return the size of the largest parts: of all but the last, unless some are empty."""
+        """Return the elements of the largest part, ceil(total / count)."""
         return -(-self.total // self.count)
 
     @property
@@ -57,18 +62,18 @@ class Parts:
         return self.size * (self.count - 1) >= self.total
 
     def range(self, number: str) -> str:
-        """Return the range "start:stop" of part `number` in the dim, as an expression.
+        """Return the indices of a part as "start:stop": Parts(12, 4).range("tp.x") -> "3 * tp.x:3 * tp.x + 3".
 
-        `number` is an expression from 0, in parentheses unless it is a single number or name.
+        `number` must be in parentheses unless it is a single number or name.
         """
         start = f"{self.size} * {number}"
         stop = f"{start} + {self.size}"
         return f"{start}:{stop if self.are_equal else f'min({self.total}, {stop})'}"
 
     def extent(self, number: str) -> str:
-        """Return the elements of part `number`, as an expression.
+        """Return the number of elements of a part as a string: "3", or an expression if parts differ in size.
 
-        `number` is an expression from 0, in parentheses unless it is a single number or name.
+        `number` must be in parentheses unless it is a single number or name.
         """
         if self.are_equal:
             return str(self.size)
@@ -76,23 +81,23 @@ class Parts:
 
     @property
     def sizes(self) -> str:
-        """Return the argument `sizes` of a collective, with a leading comma; "" if all parts are equal.
+        """Return the text ", sizes=..." for the argument list of a collective; "" if all parts are equal.
 
-        It is an expression of `peer`, the position of a member of the collective.
+        It gives the elements of a part as an expression in `peer`, the ring position of the rank that has it.
         """
         return "" if self.are_equal else f", sizes={self.extent('peer')}"
 
 
 class FusedProduct(AnyLayoutProduct[ConfigT]):
-    """A product on a ring of ranks, with the all-gather, reduce-scatter or all-to-all that it needs.
+    """A product C = A B on a ring of ranks, with the all-gather, reduce-scatter or all-to-all that it needs.
 
-    Its communication starts as tiles of it are finished, or it starts as tiles arrive; the rivals that it is
-    compared with overlap whole parts, or nothing.
+    In a `TiledProduct` communication starts as tiles of C are finished, or tiles of C are started as rows of A
+    arrive. An `UntiledProduct`, for comparison, overlaps whole parts, one per rank, or nothing.
 
     Attributes:
-        accepted: the placements of A, B and C, over one mesh axis, that it takes.
+        accepted: the accepted placements of (A, B, C) over the only mesh axis.
         wants: `accepted` in words.
-        cut_dims: the dims of m, n, k (0, 1, 2) that must have at least one element for each rank's part.
+        cut_dims: which of the dims (m, n, k), as 0, 1, 2, must have at least one element for every rank.
     """
 
     accepted: ClassVar[tuple[Placements, ...]]
@@ -108,10 +113,10 @@ class FusedProduct(AnyLayoutProduct[ConfigT]):
             yield UniversalProblem(*sizes, a, b, c, orders=(None, order, None))
 
     def refusal(self, problem: UniversalProblem) -> str | None:
-        """Return why a problem does not fit; None if it fits.
+        """Return why the algorithm cannot solve a problem; None if it can.
 
-        Reasons are layouts that are not `accepted` or have folds, a mesh of several axes or of one rank, and a
-        dim of `cut_dims` of which some rank would have no element.
+        It needs `accepted` placements, without folded dims, on one mesh of one axis and two or more ranks, and
+        each rank must have at least one element of every dim in `cut_dims`.
         """
         mesh = problem.a.mesh
         layouts = (problem.a, problem.b, problem.c)
@@ -128,7 +133,11 @@ class FusedProduct(AnyLayoutProduct[ConfigT]):
         return None
 
     def program(self, problem: UniversalProblem, config: ConfigT) -> Program:
-        """Return the program. Raises LayoutError where `refusal` has a reason."""
+        """Return the program for all ranks.
+
+        Raises:
+            LayoutError: `refusal` has a reason why the problem does not fit.
+        """
         refusal = self.refusal(problem)
         if refusal is not None:
             raise LayoutError(f"{self.title}: {refusal}")
@@ -136,20 +145,22 @@ class FusedProduct(AnyLayoutProduct[ConfigT]):
 
     @abstractmethod
     def text(self, problem: UniversalProblem, config: ConfigT) -> str:
-        """Return the program for a problem that `refusal` accepts, in the text form that `parse` reads."""
+        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
 
     def gradients(self, problem: UniversalProblem) -> tuple[()]:
-        """Return (): fused products declare no gradients; `Universal.gradients` has the problems."""
+        """Return (): fused products give no problems of gradients, as `Universal.gradients` does."""
         return ()
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles in which products signal finished parts of their results.
+    """The tiles of C after which a product signals that another piece of its result is there.
+
+    A region is the part of C that a product computes for one rank.
 
     Attributes:
-        rows, columns: elements of a tile; 0 rows leave both to the machine.
-        order: tiles one after another along the "rows", or down the "columns". "" leaves it to the machine.
+        rows, columns: elements of a tile along each dim; 0 rows leave both to the machine.
+        order: "rows" computes a region's tiles row by row, "columns" column by column, "" as the machine does.
         first: number of the tile, in that order, with which each region begins; those before it come last.
     """
 
@@ -165,27 +176,27 @@ class Tiles:
         )
 
     def release(self, update: bool) -> str:
-        """Return the `release` argument of an op in the text form; with `update` the op adds to its output."""
+        """Return an op's `release` argument as program text; `update` says that the op adds to its output."""
         tile = (self.rows, self.columns) if self.rows else ()
         return value_to_text(Release(tile, self.order, self.first, update))
 
 
 @dataclass(frozen=True)
 class NoChoice:
-    """The only config of an algorithm that leaves nothing open."""
+    """The only config of an algorithm that has nothing to choose."""
 
     def __str__(self) -> str:
         return "nothing to choose"
 
 
 class TiledProduct(FusedProduct[Tiles]):
-    """A fused product that signals its results tile by tile."""
+    """A fused product that signals its results tile by tile; a config is the `Tiles`."""
 
     def candidates(self, problem: UniversalProblem, cluster: Cluster | None = None) -> Iterator[Tiles]:
         """Yield three configs: the machine's own tiles, then small tiles in two orders.
 
-        The second has tiles of at most 2 rows and the full width of a part, by rows; the third of at most 2 rows
-        and 3 columns, by columns, from tile 1 on. `cluster` is ignored.
+        The second has tiles of at most 2 rows and all columns of a rank's part of C, in order "rows"; the third
+        of at most 2 rows and 3 columns, in order "columns", from tile 1 on. `cluster` is ignored.
         """
         rows, columns = (
             Parts(size, len(problem.ranks)).size if dim in self.cut_dims else size
@@ -197,32 +208,43 @@ class TiledProduct(FusedProduct[Tiles]):
 
 
 class UntiledProduct(FusedProduct[NoChoice]):
-    """A product of the fused family that signals nothing before it is finished: a rival or baseline."""
+    """A product that signals nothing before it is finished, to compare the tiled ones with."""
 
     def candidates(self, problem: UniversalProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
-        """Yield the only config: there is nothing to choose."""
+        """Yield the only config: there is nothing to choose.
+
+        `cluster` is ignored.
+        """
         yield NoChoice()
 
 
 def rank_of(mesh: Mesh, member: str) -> str:
-    """Return, as text, the global rank of a member of a mesh; `member` is an expression from 0 to ranks - 1."""
+    """Return as program text the global rank at position `member` (from 0) of a mesh.
+
+    `member` is an expression. On ranks 0, 1, 2, ... it is the rank: "(tp.x + 1) % 4" is returned unchanged. On
+    ranks (4, 6) it indexes them: "tp.x" -> "(4, 6)[tp.x]".
+    """
     if mesh.ranks == tuple(range(mesh.num_ranks)):
         return member
     return f"{mesh.ranks}[{member}]"
 
 
 def each_region(region: str, count: int) -> str:
-    """Return as text the argument that lists `region`, an expression in `s`, for s = 0 .. count - 1.
+    """Return program text that lists `region`, an expression in `s`, for s = 0 .. count - 1.
 
-    It ends in a comma; it is "" if there are none.
+    each_region("f(s)", 2) -> "*(f(s) for s in range(2)), ", with the comma; "" if `count` is 0 or less.
     """
     return f"*({region} for s in range({count})), " if count > 0 else ""
 
 
 def gather_or_copy(problem: UniversalProblem, parts: Parts, reduced: str) -> str:
-    """Return as text the op after a reduce-scatter: an all-gather into C if C is replicated, else a copy to C.
+    """Return as program text the op after a reduce-scatter by rows of C.
 
-    `reduced` is the view, as text, of the rank's reduced rows; `parts` are the parts of the rows of C.
+    It is an all-gather into C if C is replicated, else a copy into C.
+
+    Args:
+        parts: how the rows of C are cut, a part for each rank.
+        reduced: the view, as text, of the rows that the rank has summed.
     """
     if isinstance(problem.c.placements[0], Replicate):
         return f'all_gather(c, {reduced}, over="tp.x", dim=0{parts.sizes}, lane=compute)'
@@ -230,7 +252,10 @@ def gather_or_copy(problem: UniversalProblem, parts: Parts, reduced: str) -> str
 
 
 def declarations(problem: UniversalProblem, title: str) -> str:
-    """Return the head of a program in the text form: mesh, tensors, equation, inputs and output."""
+    """Return the first lines of a program text: mesh, tensors, equation, inputs a and b, and output c.
+
+    `title` is the name of the program.
+    """
     (m, n, k), dtype = problem.sizes, problem.dtype
     a, b, c = (
         f"tp[{layout.placements[0]}]" + ("" if order is None else f", order={order}")

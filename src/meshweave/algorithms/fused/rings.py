@@ -78,11 +78,12 @@ class _Axis:
 
 @lru_cache(maxsize=512)
 def ring_problems(problem: UniversalProblem) -> tuple[UniversalProblem, ...]:
-    """Return the independent products, one per ring of ranks along one mesh axis, into which a product falls.
+    """Return the independent smaller products, one per ring of ranks, that make up a product; () if none do.
 
-    Each reduce-scatters or all-gathers along that axis, and has a mesh of one axis with the ranks of a ring
-    in its order. Along the other axes rows of A and C may be sharded, columns of B and C, or nothing. () if
-    the layouts mean no such product, or cut a dim otherwise than fused entries do.
+    The rings are the lines of ranks along one mesh axis: the first along which the product reduce-scatters C or
+    all-gathers A. Each smaller product has a mesh of one axis with a ring's ranks in order. Along the other axes
+    the rows of A and C, the columns of B and C, or nothing may be sharded. () is returned if there is no such
+    axis, or if a dim is not cut as fused products cut it (into equal parts, of which the last may be smaller).
     """
     mesh = problem.a.mesh
     layouts = problem.a, problem.b, problem.c

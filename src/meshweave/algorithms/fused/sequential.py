@@ -17,7 +17,7 @@ class SequentialReduceScatter(UntiledProduct):
     wants = "A sharded by columns, B by rows, C by rows or replicated"
 
     def text(self, problem: UniversalProblem, config: NoChoice) -> str:
-        """Return the program for a problem that `refusal` accepts, in the text form that `parse` reads."""
+        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
         m, n, _ = problem.sizes
         parts = Parts(m, len(problem.ranks))
         gathers = isinstance(problem.c.placements[0], Replicate)

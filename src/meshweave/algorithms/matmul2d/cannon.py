@@ -56,6 +56,9 @@ STEP = Var("t")
 class CannonSteps:
     """The steps that a square mesh of side `side` does: `count` of the product's `side` steps, from `start` on.
 
+    The dim that is sliced, shared by the two matrices that move, is cut into `side` chunks, and a chip multiplies
+    one chunk per step. `Index` values are integers, or expressions in the chip's mesh coordinates.
+
     Attributes:
         side: chips along either axis of the mesh, which is also the number of chunks.
         count: steps that this mesh does; in a 2.5D product `side / count` meshes share the steps.
@@ -68,29 +71,28 @@ class CannonSteps:
 
     @property
     def layers(self) -> int:
-        """Return the number of meshes that share the steps of a product."""
+        """Return the number of square meshes that share the steps of a product: 1 but for a 2.5D product."""
         return self.side // self.count
 
     def chunk_at(self, step: Index) -> Index:
-        """Return the number of the chunk of the sliced dim that chip (row, col) multiplies at a step.
+        """Return the number of the chunk that chip (row, col) multiplies at a step of this mesh, 0 for the first.
 
-        `step` counts this mesh's own steps, 0 at `start`. The result is an expression in the mesh coordinates.
+        It is (row + col + start + step) % side, an expression in the mesh coordinates.
         """
         return (Var(f"{MESH}.row") + Var(f"{MESH}.col") + self.start + step) % self.side
 
     def skew(self, axis: str) -> Index:
-        """Return the `shift` of the permute along `axis` that brings a moving input to where step 0 needs it.
+        """Return by how many chips a permute along `axis` shifts a moving input before this mesh's first step.
 
-        Each shard goes so many chips on, modulo `side`; `side` means that it stays. It is an expression in the
-        coordinate along the other axis.
+        It is an expression in the coordinate along the other axis, from 1 to `side`; a shift of `side` moves
+        nothing. `axis` is "row" or "col".
         """
         return self.side - (self._other_coordinate(axis) + self.start) % self.side
 
     def unskew(self, axis: str) -> Index:
-        """Return the `shift` of the permute along `axis` that brings sums of a moving output to their owners.
+        """Return by how many chips a permute along `axis` shifts a moving output at the end, to its owners.
 
-        Each goes so many chips on, modulo `side`, after the last step. It is an expression in the coordinate
-        along the other axis.
+        It is an expression in the coordinate along the other axis, from 0 to `side` - 1. `axis` is "row" or "col".
         """
         return (self._other_coordinate(axis) + self.start + (self.count - 1)) % self.side
 
@@ -100,7 +102,11 @@ class CannonSteps:
 
 
 def all_steps(problem: Matmul2dProblem) -> CannonSteps:
-    """Return all P steps of Cannon's product on one P x P mesh. Raises LayoutError for any other mesh."""
+    """Return all P steps of Cannon's product on one P x P mesh.
+
+    Raises:
+        LayoutError: the problem's mesh is not square.
+    """
     shape = problem.mesh_shape
     if len(shape) != 2 or shape[0] != shape[1]:
         raise LayoutError(f"Cannon's product needs a square mesh, not {shape}")
@@ -204,10 +210,10 @@ def build(
 ) -> Program:
     """Return a program, called `name`, that does `steps` on each square mesh.
 
-    Where several meshes share the steps of the product (2.5D), it reduce-scatters their sums over `depth`.
+    If several meshes share the steps of the product (2.5D), it ends in a reduce-scatter of C over `depth`.
 
     Args:
-        placements: of the operands; None for `two_d_placements`.
+        placements: for each of "a", "b" and "c" one placement per mesh axis; None for `two_d_placements`.
     """
     layered = steps.layers > 1
     placed = placements or two_d_placements(problem)
@@ -235,11 +241,10 @@ def build(
 
 
 def build_skeleton(problem: Matmul2dProblem, steps: CannonSteps) -> Skeleton:
-    """Return the skeleton of `build`, with skew and unskew of the row and column with the most hops.
+    """Return the skeleton (tasks per lane and their order) of the program of `build`.
 
-    Every duration is the largest of any chip, so its time is an upper bound. It is attained on even shards, by the
-    chip in that row and column. On uneven shards a chain of moves attains it, too, since it may follow the largest
-    chunk all the way. A chain of products does not, since one of them is smaller.
+    Every task has the largest size of any chip, and skew and unskew go the most hops, so that the estimated time
+    is an upper bound. It is exact if all shards are equal.
     """
     if steps.count == 1:
         return Skeleton((Phase(1, _tasks(problem, steps, first=True, last=True)),))
@@ -309,14 +314,16 @@ def _sum(problem: Matmul2dProblem, steps: CannonSteps, after: str) -> Task:
 
 
 def traffic(problem: Matmul2dProblem, rank: int, count: int, start: int = 0) -> dict[str, int]:
-    """Return the bytes that a rank receives on its own mesh in `count` steps from `start` on, by "mesh.axis".
+    """Return the bytes that a rank receives in some steps of Cannon's product, by "mesh.axis", such as "tp.row".
 
-    A moving input arrives once per step, except for step `start` where the skew is 0. A moving output arrives
-    once per step after the first, and once more in the end where the unskew is not 0. Reductions over `depth`
-    are not counted. An axis without bytes is left out.
+    A moving input arrives once per step, except for the first step if the skew moves nothing. A moving output
+    arrives once per step after the first, and once more at the end if the unskew is not 0. The reduction over
+    `depth` is not counted. An axis without bytes is left out.
 
     Args:
         rank: a global rank.
+        count: the number of steps.
+        start: number of the first step.
     """
     mesh = problem.mesh
     layout = Layout(mesh, two_d_placements(problem)["a"])
@@ -357,26 +364,28 @@ class Cannon(Matmul2d):
     estimate_accuracy = "upper_bound"
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
-        """Return the square mesh shape of `num_chips` chips, or () if their number is no square."""
+        """Return ((P, P),) for `num_chips` = P x P chips, or () if their number is no square."""
         side = math.isqrt(num_chips)
         return ((side, side),) if side * side == num_chips else ()
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-        """Return the program: a skew, then P products with a shift by one chip between two.
+        """Return the program: a skew of moving inputs, then P products with shifts by one chip between them.
 
-        Raises LayoutError for a mesh that is not square.
+        Raises:
+            LayoutError: the mesh is not square.
         """
         return build(problem, all_steps(problem), self.name)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the skeleton of the chip that skews farthest; its time is an upper bound.
+        """Return a skeleton whose time is an upper bound, exact on equal shards (`build_skeleton`).
 
-        Raises LayoutError for a mesh that is not square.
+        Raises:
+            LayoutError: the mesh is not square.
         """
         return build_skeleton(problem, all_steps(problem))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank receives in the whole product, by "mesh.axis"."""
+        """Return the bytes that a global rank receives in the whole product, by "mesh.axis", such as "tp.row"."""
         return traffic(problem, rank, problem.mesh_shape[0])
 
 

@@ -34,11 +34,14 @@ class CollectiveProduct(Matmul2d):
         return build(problem, _one_slice(problem), self.name)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the tasks of the program on the rank with the largest shards."""
+        """Return the skeleton of the program: the tasks of the rank with the largest shards."""
         return build_skeleton(problem, _one_slice(problem))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank communicates, by "mesh.axis": each moving matrix crosses its axis once."""
+        """Return a global rank's bytes of communication, by "mesh.axis", such as "tp.row".
+
+        Each moving matrix crosses its axis once: an all-gather counts bytes received, a reduce-scatter bytes sent.
+        """
         return problem.traffic_bytes(rank)
 
 

@@ -140,11 +140,14 @@ def _copy_name(moving: MovingMatrix) -> str:
 def build(
     problem: Matmul2dProblem, slices: Slices, name: str, placements: Placements | None = None
 ) -> Program:
-    """Return a program, called `name`, for slices of any widths; one slice makes the collective product.
+    """Return a program, called `name`, that gathers, multiplies and scatters one slice after another.
+
+    One slice gives the collective product.
 
     Args:
-        placements: of the operands; they may shard the dims that are not sliced over further axes. None for
-            `two_d_placements`.
+        slices: the slices of the dim that both moving matrices share, of equal or unequal widths.
+        placements: for each of "a", "b" and "c" one placement per mesh axis; the dims that are not sliced may be
+            sharded over further axes. None for `two_d_placements`.
     """
     placed = placements or two_d_placements(problem)
     builder = _MeshSliceProgramBuilder(problem, slices, placed)
@@ -168,9 +171,9 @@ def build(
 
 
 def build_skeleton(problem: Matmul2dProblem, slices: Slices) -> Skeleton:
-    """Return what a planner prices of `build`: the tasks of rank (0, 0), as turns that repeat, without views.
+    """Return the skeleton of the program of `build`: the tasks of the chip at (0, 0), with the largest shards.
 
-    By the chunk rule this rank has the largest shards.
+    Equal neighbouring slices are one phase that repeats.
     """
     return Skeleton.of_runs(task_runs(problem, slices, two_d_placements(problem)))
 
@@ -178,10 +181,13 @@ def build_skeleton(problem: Matmul2dProblem, slices: Slices) -> Skeleton:
 def task_runs(
     problem: Matmul2dProblem, slices: Slices, placements: Placements
 ) -> Iterator[tuple[int, tuple[Task, ...]]]:
-    """Yield (count, tasks) for all slices in order: `count` neighbouring slices that each have these tasks.
+    """Yield (count, tasks) in the order of slices: `count` neighbouring slices that each have these tasks.
 
-    They are the tasks of the rank with the largest shards. Where a mesh axis does not divide the sliced dim into
-    whole periods, each slice is yielded alone.
+    They are the tasks of the rank with the largest shards. If a mesh axis does not divide the sliced dim into
+    whole periods (`Slices`), each slice is yielded on its own, with count 1.
+
+    Args:
+        placements: for each of "a", "b" and "c" one placement per mesh axis.
     """
     axis_sizes = [problem.axis_size(moving.axis) for moving in (problem.horizontal, problem.vertical)]
     sliced = len(slices.widths) > 1
@@ -242,9 +248,12 @@ def _move_tasks(
 
 
 def lower_bound_tasks(problem: Matmul2dProblem, placements: Placements) -> tuple[Task, ...]:
-    """Return tasks that together take no longer than any slicing: the whole product, one collective per matrix.
+    """Return tasks that together take no longer than any choice of slices.
 
-    None waits for another. `placements` has one placement per mesh axis for each of "a", "b" and "c".
+    They are the whole product and one collective per moving matrix, and none waits for another.
+
+    Args:
+        placements: for each of "a", "b" and "c" one placement per mesh axis.
     """
     tasks = [product_task(problem, placements, problem.sliced_size)]
     for moving in (problem.horizontal, problem.vertical):
@@ -260,15 +269,15 @@ def lower_bound_tasks(problem: Matmul2dProblem, placements: Placements) -> tuple
 
 
 def slice_counts(problem: Matmul2dProblem, block: int = 8, most: int = 128) -> list[int]:
-    """Return the slice counts that the paper allows, ascending.
+    """Return the numbers of slices that the paper allows (MeshSlice, section 3.1), ascending.
 
-    Each divides the number of blocks of the sliced dim in a shard, along `row` and along `col`. Where the mesh
-    axes do not divide the sliced dim into whole blocks, they are the powers of two up to the elements of the
-    sliced dim over the longer of the two, 1 at least.
+    Each divides the number of blocks of the sliced dim in a shard, along `row` and along `col`: 4 and 6 blocks
+    -> [1, 2]. If the mesh axes do not divide the sliced dim into whole blocks, the result is instead the powers of
+    two up to the elements of the sliced dim per chip of the longer axis.
 
     Args:
         block: elements of a block.
-        most: the largest slice count to return.
+        most: the largest number to return.
     """
     size = problem.sliced_size
     local = [size // problem.axis_size(axis) // block for axis in ("row", "col")]
@@ -280,7 +289,10 @@ def slice_counts(problem: Matmul2dProblem, block: int = 8, most: int = 128) -> l
 
 
 def uniform_slices(problem: Matmul2dProblem, block: int = 8) -> Iterator[Matmul2dConfig]:
-    """Yield a config of equal slices for each number of slices in `slice_counts`, the fewest first."""
+    """Yield a config of equal slices for each number in `slice_counts`, the fewest first.
+
+    `block` is the number of neighbouring elements that stay together in a slice.
+    """
     for count in slice_counts(problem, block):
         yield Matmul2dConfig((1,) * count, block)
 
@@ -288,7 +300,8 @@ def uniform_slices(problem: Matmul2dProblem, block: int = 8) -> Iterator[Matmul2
 class MeshSlice(Matmul2d):
     """Sliced collectives along both mesh axes, overlapped with the products of earlier and later slices.
 
-    A config chooses the slices and their `block`. Candidates are equal slices, as many as the paper allows.
+    A config chooses the slices and their `block`. Candidates are equal slices, as many as the paper allows. The
+    sliced dim is the one that the two moving matrices share.
     """
 
     name = "meshslice"
@@ -298,29 +311,34 @@ class MeshSlice(Matmul2d):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield a config of equal slices for each number of slices in `slice_counts`, the fewest first."""
+        """Yield a config of equal slices for each number of slices in `slice_counts`, the fewest first.
+
+        `cluster` is ignored.
+        """
         yield from uniform_slices(problem)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
         """Return the program of a config.
 
-        Raises LayoutError where it has more slices than the sliced dim elements, or a width or block below 1.
+        Raises:
+            LayoutError: there are more slices than elements of the sliced dim, or a width or `block` is below 1.
         """
         return build(problem, slices_of(problem, config), self.name)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the skeleton of a config on the rank with the largest shards.
+        """Return the skeleton of a config: the tasks of the rank with the largest shards.
 
-        Raises LayoutError where it has more slices than the sliced dim elements, or a width or block below 1.
+        Raises:
+            LayoutError: there are more slices than elements of the sliced dim, or a width or `block` is below 1.
         """
         return build_skeleton(problem, slices_of(problem, config))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank communicates, by "mesh.axis"; the same for every number of slices."""
+        """Return a global rank's bytes of communication, by "mesh.axis"; equal for every number of slices."""
         return problem.traffic_bytes(rank)
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
-        """Yield a skeleton no slower than any candidate: the whole product beside one collective per matrix."""
+        """Yield one skeleton no slower than any candidate: the whole product beside one collective per matrix."""
         yield Skeleton((Phase(1, lower_bound_tasks(problem, two_d_placements(problem))),))
 
 

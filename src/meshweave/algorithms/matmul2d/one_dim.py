@@ -62,12 +62,12 @@ class _OneRing(RingAlgorithm):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield a config for each of the `iteration_counts` of the ring, ascending."""
+        """Yield a config for each number of iterations in `iteration_counts`, ascending; `cluster` is ignored."""
         for count in iteration_counts(problem.axis_size("col")):
             yield Matmul2dConfig((1,) * count)
 
     def ring(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> RingProduct:
-        """Return the ring of all chips, around which the operand of `moves` travels."""
+        """Return the ring of all chips, around which the operand `self.moves[problem.dataflow]` travels."""
         operand = self.moves[problem.dataflow]
         moving = MovingMatrix(operand, "col", 0, operand == "c")
         return RingProduct(problem, self.operand_placements(problem), moving, None, config.slice_count)
@@ -83,10 +83,10 @@ class TensorParallel1d(_OneRing):
     own_stationary = ("y", "x")
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
-        """Return the placements of "a", "b", "c": sharded over all chips in dims 0, 1, 1; for ls in 1, 1, 0.
+        """Return the placements of "a", "b", "c": all are sharded over all chips, along one dim each.
 
-        Dims are those of A, B and C as stored. The layer is Megatron's column-parallel one for os, its row-
-        parallel one for ls; rs is the gradient of the weights of either.
+        The dims of A, B and C as stored are 0, 1, 1 for dataflows "os" and "rs", and 1, 1, 0 for "ls". "os" is
+        Megatron's column-parallel layer, "ls" its row-parallel one, "rs" the gradient of the weights of either.
         """
         return _placements(_TENSOR_DIMS[problem.dataflow])
 
@@ -101,7 +101,7 @@ class FullyShardedDataParallel(_OneRing):
     own_stationary = ("y",)
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
-        """Return the placements of "a", "b", "c": activations and weights sharded by rows around the ring."""
+        """Return the placements of "a", "b", "c": all are sharded over all chips along dim 0, their rows."""
         return _placements((0, 0, 0))
 
 

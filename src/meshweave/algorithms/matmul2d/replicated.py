@@ -131,17 +131,24 @@ class MeshSliceDataParallel(Matmul2d):
     source = "Nam et al., ISCA '25, section 7"
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
-        """Return every 3D mesh shape of `num_chips` chips with more than one layer in depth."""
+        """Return every mesh shape (rows, columns, depth) of `num_chips` chips with a depth of 2 or more."""
         return tuple(shape for shape in factorisations(num_chips, 3) if shape[2] > 1)
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
-        """Return the placements of "a", "b", "c": tokens sharded and weights replicated over `depth`."""
+        """Return the placements of "a", "b" and "c", for each one per mesh axis (`row`, `col`, `depth`).
+
+        Rows are sharded over `row`, columns over `col`. Over `depth` weights (C for "rs", else B) are replicated,
+        and rows of the other matrices, which are tokens, are sharded.
+        """
         return _placements(problem)
 
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield a config of equal slices for each number of slices in `slice_counts`, the fewest first."""
+        """Yield a config of equal slices for each number of slices in `slice_counts`, the fewest first.
+
+        `cluster` is ignored.
+        """
         return uniform_slices(problem)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
@@ -161,7 +168,10 @@ class MeshSliceDataParallel(Matmul2d):
         return replace(layers, lanes=(*layers.lanes, Lane("depth")), body=body)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the tasks of the rank with the largest shards, the all-reduce over `depth` included."""
+        """Return the skeleton: the tasks of the rank with the largest shards.
+
+        A gradient of weights has its all-reduce over `depth` among them.
+        """
         slices = slices_of(problem, config)
         counted_steps = task_runs(problem, slices, _placements_here(problem))
         if not _sums_over_depth(problem):
@@ -172,14 +182,14 @@ class MeshSliceDataParallel(Matmul2d):
         return Skeleton.of_turns(steps)
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
-        """Yield one skeleton that takes no longer than any candidate, the all-reduce over `depth` included."""
+        """Yield one skeleton that takes no longer than any candidate, the all-reduce of a gradient included."""
         tasks = lower_bound_tasks(problem, _placements_here(problem))
         if _sums_over_depth(problem):
             tasks = (*tasks, _sum_task(problem, -(-problem.m // problem.mesh_shape[0])))
         yield Skeleton((Phase(1, tasks),))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank receives, by "mesh.axis" (MeshSlice, section 2.3.1).
+        """Return a global rank's bytes of communication, by "mesh.axis" (MeshSlice, section 2.3.1).
 
         Each moving matrix crosses its axis once: (P - 1) / P of the gathered or reduced block on P ranks. The
         gradient of the weights crosses `depth` twice, to be reduced and gathered.

@@ -277,12 +277,12 @@ class Summa(Matmul2d):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield configs by number of steps, ascending, each with all `PACKETS` if a mesh axis is longer than 2.
+        """Yield configs by number of steps, ascending, and for each by number of packets (`PACKETS`).
 
-        On shorter axes broadcasts are whole. With L the least common multiple of rows and columns, the numbers
-        of steps are 1, 4 L, 2 L, L, and L / 2, L / 4, ... as long as these are whole. Left out are numbers above
-        the size of the sliced dim. Of more than `MAX_STEP_COUNTS` only 1 and the largest are kept. On one chip
-        there is one config.
+        With L the least common multiple of mesh rows and columns, the numbers of steps are 1, 4 L, 2 L, L, and
+        L / 2, L / 4, ... as long as these are whole. Numbers above the size of the sliced dim are left out, and at
+        most `MAX_STEP_COUNTS` are kept: 1 and the largest. If both axes have at most 2 chips, there is one number
+        of packets. One chip has one config. `cluster` is ignored.
         """
         common = math.lcm(*problem.mesh_shape[:2])
         if problem.num_chips == 1:
@@ -301,7 +301,8 @@ class Summa(Matmul2d):
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
         """Return the program: panels that are broadcast, or reduced, along mesh rows and columns.
 
-        Raises LayoutError where a config has no steps, or more than the sliced dim elements.
+        Raises:
+            LayoutError: a config has no steps, or more steps than the sliced dim has elements.
         """
         steps = slice_steps(problem, config.slice_count)
         builder = _SummaProgramBuilder(problem, steps, config.packets)
@@ -313,9 +314,10 @@ class Summa(Matmul2d):
         return with_ops(problem.declarations("summa"), builder.buffers(), ("compute", "row", "col"), body)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the skeleton of rank (0, 0), which has the largest shards; broadcasts are chains of packets.
+        """Return the skeleton of the chip at (0, 0), which has the largest shards; packets go along chains.
 
-        Raises LayoutError where a config has no steps, or more than the sliced dim elements.
+        Raises:
+            LayoutError: a config has no steps, or more steps than the sliced dim has elements.
         """
         steps = slice_steps(problem, config.slice_count)
         # If steps are alike, the first ones wait for no slot and all others are the same.
@@ -327,10 +329,10 @@ class Summa(Matmul2d):
         return Skeleton.of_runs(runs)
 
     def config_lower_bound(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return a skeleton no slower than the config: one task for all products, two per axis for all panels.
+        """Return a skeleton no slower than the config's, with a few tasks that do not wait for each other.
 
-        Of the two one has the latency of all broadcasts (or reduces) but one, the other all bytes in one of
-        them.
+        One task has all products. Two tasks per mesh axis stand for all broadcasts (or reduces) of panels: one has
+        the latency of all of them but one, the other has all bytes in a single one.
         """
         tasks = [product_task(problem, two_d_placements(problem), problem.sliced_size)]
         for moving in (problem.horizontal, problem.vertical):
@@ -339,13 +341,13 @@ class Summa(Matmul2d):
         return Skeleton((Phase(1, tuple(tasks)),))
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
-        """Yield a skeleton for each packet count; the fastest takes no longer than any candidate."""
+        """Yield a skeleton for each number of packets; the fastest takes no longer than any candidate."""
         return (self.config_lower_bound(problem, Matmul2dConfig(packets=packets)) for packets in PACKETS)
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank communicates, by "mesh.axis"; the same for all steps and packets.
+        """Return a global rank's bytes of communication, by "mesh.axis"; equal for all configs.
 
-        All panels that a rank does not own are what its shard lacks: each matrix crosses its axis once.
+        Each moving matrix crosses its axis once: the panels that a rank does not own are what its shard lacks.
         """
         return problem.traffic_bytes(rank)
 

@@ -19,9 +19,10 @@ class SliceStep:
     width: int
 
     def panels(self, problem: Matmul2dProblem, moving: MovingMatrix) -> tuple[tuple[int, int], ...]:
-        """Return (offset, width) of the parts of this step that each lie in one shard of `moving`.
+        """Return the panels of this step: its parts that each lie in one shard of `moving`, as (offset, width).
 
-        Both are in elements of the sliced dim; offsets count from `start`. The parts cover the step in order.
+        Offset and width are in elements of the sliced dim; offsets count from `start`. The panels cover the step,
+        in order.
         """
         shard_size = problem.largest_part(problem.sliced_size, moving.axis)
         next_shard = (self.start // shard_size + 1) * shard_size
@@ -31,9 +32,10 @@ class SliceStep:
 
 
 def slice_steps(problem: Matmul2dProblem, count: int) -> tuple[SliceStep, ...]:
-    """Return `count` steps that end at the shard boundaries of either axis nearest to even shares.
+    """Return `count` steps that cover the sliced dim, of about equal widths.
 
-    Where there are too few boundaries, steps end between them as well.
+    Each ends at the shard boundary, along `row` or `col`, that is nearest to an even division. If there are too
+    few boundaries, steps end between them as well.
 
     Raises:
         LayoutError: `count` is less than 1, or more than the elements of the sliced dim.
@@ -77,10 +79,9 @@ def _edges(problem: Matmul2dProblem, least: int) -> list[int]:
 
 
 def are_alike(problem: Matmul2dProblem, steps: tuple[SliceStep, ...]) -> bool:
-    """Return whether shards cut all steps alike, so that a loop over them needs only one body.
+    """Return whether all steps have one width and equal `SliceStep.panels` for each of the two moving matrices.
 
-    That is: all have one width, and for each of the two moving matrices `SliceStep.panels` are equal.
-    `steps` are those of `slice_steps`, at least one.
+    A program can then loop over the steps with one body. `steps` are those of `slice_steps`, at least one.
     """
     moving = (problem.horizontal, problem.vertical)
     width = steps[0].width

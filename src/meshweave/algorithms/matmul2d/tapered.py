@@ -25,7 +25,7 @@ MAX_WIDEST = 32
 
 
 class MeshSliceTapered(MeshSlice):
-    """MeshSlice that may also choose slices of rising and falling width. The programs are MeshSlice's."""
+    """MeshSlice with more candidates: slices of rising and falling width. The programs are MeshSlice's."""
 
     name = "meshslice_tapered"
     title = "MeshSlice, tapered"
@@ -34,7 +34,10 @@ class MeshSliceTapered(MeshSlice):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield equal slices, then tapered ones whose relative widths sum to one of MeshSlice's slice counts."""
+        """Yield equal slices, then tapered ones, as 1:2:2:1, whose widths sum to a number in `slice_counts`.
+
+        `cluster` is ignored.
+        """
         yield from uniform_slices(problem, BLOCK)
         for blocks in slice_counts(problem, BLOCK):
             for ramp, widest in RAMPS:

@@ -41,7 +41,9 @@ def _mesh_shapes(num_chips: int) -> tuple[tuple[int, ...], ...]:
 
 
 def depth_steps(problem: Matmul2dProblem) -> CannonSteps:
-    """Return the steps of Cannon's product that each layer of the mesh does, as an expression in `depth`.
+    """Return the P / c steps of Cannon's product that each of the c layers of a P x P x c mesh does.
+
+    The first step is an expression in the coordinate along `depth`.
 
     Raises:
         LayoutError: the mesh is not P x P x c with 1 < c and c dividing P.
@@ -69,23 +71,31 @@ class TwoHalfD(Matmul2d):
         return _mesh_shapes(num_chips)
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
-        """Return placements: A and B replicated over `depth`, rows of C sharded over `row` and then `depth`."""
+        """Return the placements of "a", "b" and "c", for each one per mesh axis (`row`, `col`, `depth`).
+
+        A and B are replicated over `depth`; rows of C are sharded over `row` and then `depth`.
+        """
         replicated = (Shard(0), Shard(1), Replicate())
         return {"a": replicated, "b": replicated, "c": (Shard(0), Shard(1), Shard(0))}
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-        """Return the program. Raises LayoutError for a mesh that is not P x P x c where c > 1 divides P."""
+        """Return the program: Cannon's steps on each layer, then a reduce-scatter of C over `depth`.
+
+        Raises:
+            LayoutError: the mesh is not P x P x c with 1 < c and c dividing P.
+        """
         return build(problem, depth_steps(problem), self.name, self.operand_placements(problem))
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the skeleton of the chip that skews farthest; its time is an upper bound.
+        """Return a skeleton whose time is an upper bound, exact on equal shards (`cannon.build_skeleton`).
 
-        Raises LayoutError for a mesh that is not P x P x c where c > 1 divides P.
+        Raises:
+            LayoutError: the mesh is not P x P x c with 1 < c and c dividing P.
         """
         return build_skeleton(problem, depth_steps(problem))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank receives, by "mesh.axis": in its steps, and partial sums over `depth`."""
+        """Return a global rank's bytes of communication, by "mesh.axis": of its steps and of sums over `depth`."""
         side, _, layers = problem.mesh_shape
         num_steps = side // layers
         first_step = (problem.mesh.coords(rank)[2] + 1) * num_steps

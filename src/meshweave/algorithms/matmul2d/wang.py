@@ -33,20 +33,26 @@ class Wang(RingAlgorithm):
     source = "Wang et al., ASPLOS '23; MeshSlice, sections 2.3.4 and 4.2"
 
     def ring(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> RingProduct:
-        """Return the ring along the axis of a config, with the collective along the other."""
+        """Return the ring along mesh axis `config.overlap`, with one whole collective along the other axis."""
         moving, exposed = problem.horizontal, problem.vertical
         if config.overlap == "row":
             moving, exposed = exposed, moving
         return RingProduct(problem, two_d_placements(problem), moving, exposed, config.slice_count)
 
     def num_iterations(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> int:
-        """Return the iterations that run: as many as slices, from 2 to half of the ring and 1; 1 on one chip."""
+        """Return the number of iterations that run: the number of slices, but between 2 and P // 2 + 1 on P chips.
+
+        P is the number of chips of the ring; it is 1 iteration if P is 1.
+        """
         return 1 + sum(count for count, _, _ in self.ring(problem, config).iteration_sizes)
 
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield configs by mesh axis of the ring and, ascending, by its number of iterations."""
+        """Yield configs: for each mesh axis of the ring all numbers in `iteration_counts`, ascending.
+
+        `cluster` is ignored.
+        """
         for overlap in OVERLAPS:
             for count in iteration_counts(problem.axis_size(overlap)):
                 yield Matmul2dConfig((1,) * count, overlap=overlap)

@@ -32,7 +32,7 @@ class ReshardConfig:
     Attributes:
         network: the hosts and NICs that the plan is for.
         order: name of the search that orders the multicasts, one of `order.ORDERS`.
-        message_bytes: the most bytes of a message.
+        message_bytes: the most bytes of a message, unless one element has more.
     """
 
     network: HostTopology
@@ -44,7 +44,11 @@ class ReshardConfig:
 
 
 class Reshard(Algorithm[ReshardProblem, ReshardConfig]):
-    """A reshard whose unit tasks are multicast by one strategy."""
+    """A reshard in which all data is multicast by one strategy, such as "broadcast".
+
+    Tensor i of the problem is the program's input "X{i}" in the source layout and output "Y{i}" in the target
+    layout.
+    """
 
     problem_type = ReshardProblem
     estimate_accuracy = within(1.0)  # bytes over the rates of NICs, which small messages do not reach
@@ -79,9 +83,13 @@ class Reshard(Algorithm[ReshardProblem, ReshardConfig]):
         yield ReshardProblem((move, other))
 
     def candidates(self, problem: ReshardProblem, cluster: Cluster | None = None) -> Iterator[ReshardConfig]:
-        """Yield one config for each order but "exact", "best" first. Without a cluster each rank is a host.
+        """Yield one config for each order but "exact", "best" first.
 
-        Raises LayoutError where the cluster has no chip for the greatest rank.
+        Args:
+            cluster: the hosts and NICs; None for a network in which each rank is a host of its own.
+
+        Raises:
+            LayoutError: the cluster has too few chips for the problem's ranks.
         """
         count = problem.ranks[-1] + 1
         if cluster is None:
@@ -94,11 +102,11 @@ class Reshard(Algorithm[ReshardProblem, ReshardConfig]):
         yield from (ReshardConfig(network, order) for order in ORDERS if order not in ("best", "exact"))
 
     def plan(self, problem: ReshardProblem, config: ReshardConfig) -> ReshardPlan:
-        """Return the plan of a config: senders, gateways, chunks and order of multicasts."""
+        """Return the plan of a config: who sends what to whom, in how many messages, and in which order."""
         return _planned(problem, config, self.strategy.name)
 
     def program(self, problem: ReshardProblem, config: ReshardConfig) -> Program:
-        """Return the program of the config's plan."""
+        """Return the program that carries out the config's plan."""
         return reshard_program(self.plan(problem, config))
 
     def reference(self, problem: ReshardProblem, inputs: Arrays) -> dict[str, Array]:
@@ -106,17 +114,17 @@ class Reshard(Algorithm[ReshardProblem, ReshardConfig]):
         return {f"Y{number}": inputs[f"X{number}"] for number in range(len(problem.moves))}
 
     def placements(self, problem: ReshardProblem) -> dict[str, Layout]:
-        """Return the source layouts of inputs "X{i}" and the target layouts of outputs "Y{i}", by name."""
+        """Return, by name, the source layouts of inputs "X{i}" and the target layouts of outputs "Y{i}"."""
         sources = {f"X{number}": move.src for number, move in enumerate(problem.moves)}
         return sources | {f"Y{number}": move.dst for number, move in enumerate(problem.moves)}
 
     def estimate(self, problem: ReshardProblem, config: ReshardConfig, machine: Machine) -> Estimate:
-        """Return the plan's predicted seconds on the hosts and NICs of the config; `machine` is not used."""
+        """Return the plan's predicted time on the config's hosts and NICs; `machine` is not read."""
         predicted_s = self.plan(problem, config).predicted_s
         return Estimate(predicted_s, 0.0, 0.0, 0.0, 0.0, predicted_s)
 
     def gradients(self, problem: ReshardProblem) -> tuple[Gradient[ReshardProblem], ...]:
-        """Return the reverse reshard: gradients move from the target layouts back to the source layouts."""
+        """Return for each input "X{i}" the reverse reshard of all tensors; its output "Y{i}" is the gradient."""
         numbers = range(len(problem.moves))
         back = ReshardProblem(
             tuple(TensorMove(move.name, move.shape, move.dtype, move.dst, move.src) for move in problem.moves)

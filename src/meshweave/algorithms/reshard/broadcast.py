@@ -30,7 +30,11 @@ MIN_CHUNK_BYTES = 1 << 16
 
 
 class ChainBroadcast:
-    """A pipelined chain from host to host, and another inside each host."""
+    """A pipelined chain from host to host, and another inside each host.
+
+    The sender sends chunks to one rank of the first host, its gateway, which passes each on to the gateway of the
+    next host and to the next rank of its own host.
+    """
 
     name = "broadcast"
     one_gateway = True
@@ -40,7 +44,7 @@ class ChainBroadcast:
         return True
 
     def split(self, multicast: Multicast) -> Iterator[Multicast]:
-        """Yield the multicast unsplit: one chain serves all hosts."""
+        """Yield the multicast itself: one chain serves all hosts."""
         yield multicast
 
     def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
@@ -48,7 +52,7 @@ class ChainBroadcast:
 
         With A receiving hosts and t seconds for all bytes over a NIC, (K + A - 1) (t / K + latency) is least at
         K = sqrt((A - 1) t / latency); the chains inside hosts count likewise. K is at most `MAX_CHUNKS`, and
-        chunks have at least `MIN_CHUNK_BYTES`. Where a message costs nothing, K is as large as they allow.
+        chunks have at least `MIN_CHUNK_BYTES`. If messages have no latency, K is as large as these limits allow.
         """
         times = network.transfer_times(multicast.num_bytes, multicast.is_local)
         longest_host = max(map(len, multicast.hosts))
@@ -63,11 +67,11 @@ class ChainBroadcast:
         return max(min(round(math.sqrt(fill_s / latency_s)), most), 1)
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
-        """Return for how long the chain occupies NICs, and how long it then takes to reach the last rank.
+        """Return the seconds for which the chain occupies NICs, and the seconds until the last rank has all.
 
-        NICs are occupied for the longer of the times of all bytes through a NIC and inside a host, the latter
-        only where a receiving host has several ranks. Both include the latency of each message and the packing.
-        `fill_s` is that of the chain between hosts plus that of the longest chain inside one.
+        `occupied_s` is the longer of two times: of all bytes through a NIC, and of all bytes over a link inside a
+        host (if a receiving host has several ranks). Both include the latency and packing of each message.
+        `fill_s` is the time of one chunk for each further hop between hosts and inside the host with most ranks.
 
         Args:
             chunks: number of messages into which the bytes are cut.
@@ -88,7 +92,10 @@ class ChainBroadcast:
         return MulticastCost(max(inter_host_s, intra_host_s if longest_host > 1 else 0.0), fill_s)
 
     def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
-        """Return the hops from the sender to the first gateway and from gateway to gateway; () inside a host."""
+        """Return the hops from the sender to the first gateway and from gateway to gateway, in order.
+
+        The result is () for a multicast inside one host.
+        """
         if multicast.is_local:
             return ()
         upstream = (multicast.senders[0], *(host[0] for host in multicast.hosts))
@@ -98,7 +105,10 @@ class ChainBroadcast:
         )
 
     def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
-        """Append the messages to `sink`, chunk by chunk along the chains; there are about `chunks` chunks."""
+        """Write the messages to `sink`, chunk by chunk along the chains.
+
+        `multicast.senders` must be one rank, and the bytes are cut into about `chunks` chunks.
+        """
         (sender,) = multicast.senders
         hops = [(hop.upstream, hop.gateway, hop.lane) for hop in self.host_hops(multicast)]
         for host in multicast.hosts:

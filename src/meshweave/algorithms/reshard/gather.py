@@ -24,30 +24,34 @@ from meshweave.cost.fabric import HostTopology
 
 
 class GlobalAllGather:
-    """A scatter to all receivers, and one ring through all of them."""
+    """A scatter, which sends each receiver a part, and an all-gather in one ring through all receivers.
+
+    The ring goes host by host.
+    """
 
     name = "global_all_gather"
     one_gateway = False
 
     def uses_one_sender(self, multicast: Multicast) -> bool:
-        """Return True for a single receiving host: it takes in no more than one sender can send."""
+        """Return whether there is a single receiving host, which receives no faster than one sender sends."""
         return len(multicast.hosts) == 1
 
     def split(self, multicast: Multicast) -> Iterator[Multicast]:
-        """Yield the multicast unsplit: all receivers gather together."""
+        """Yield the multicast itself: all receivers gather together."""
         yield multicast
 
     def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
-        """Return 1, always: the parts of the ring are chunks already."""
+        """Return 1, always: the receivers' parts are messages that are small enough."""
         return 1
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
         """Return the seconds of the scatter and of the ring, with latency and packing of their messages.
 
-        A ring inside one host occupies no NIC: it is `fill_s`. Otherwise both occupy NICs.
+        The scatter is `occupied_s`. The ring is added to it if it crosses hosts; inside one host it occupies no
+        NIC and is `fill_s`.
 
         Args:
-            chunks: number of messages into which the bytes are cut; only packing depends on it.
+            chunks: number of chunks that are scattered and gathered in turn; only packing depends on it.
         """
         times = network.transfer_times(multicast.num_bytes, multicast.is_local)
         count = len(multicast.receivers)
@@ -63,7 +67,10 @@ class GlobalAllGather:
         return MulticastCost(scatter_s + gather_s) if across_hosts else MulticastCost(scatter_s, gather_s)
 
     def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
-        """Return for each host the hop to its last rank in the ring, which gets its part last; () if local."""
+        """Return for each host the hop from a sender to the host's last rank in the ring, its gateway here.
+
+        The last rank gets its part last. The result is () for a multicast inside one host.
+        """
         if multicast.is_local:
             return ()
         ranks, gateways = multicast.receivers, [host[-1] for host in multicast.hosts]
@@ -73,7 +80,7 @@ class GlobalAllGather:
         )
 
     def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
-        """Append to `sink`, for each of about `chunks` chunks, the messages of the scatter and of the ring."""
+        """Write to `sink`, for each of about `chunks` chunks, the messages of the scatter and of the ring."""
         lane = (INTRA_HOST_LANES if multicast.is_local else INTER_HOST_LANES)[0]
         ranks = multicast.receivers
         count = len(ranks)
@@ -107,7 +114,7 @@ def _write_ring(
 
 
 class LocalAllGather(GlobalAllGather):
-    """A scatter and a ring for each receiving host on its own."""
+    """A scatter and an all-gather in a ring for each receiving host on its own."""
 
     name = "local_all_gather"
 

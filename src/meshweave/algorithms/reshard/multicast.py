@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Multicast:
-    """A transfer of the same pieces to all ranks of some hosts.
+    """A transfer of the same pieces of tensors to some ranks of some hosts. Ranks are global numbers.
 
     Attributes:
         pieces: what is sent.
-        senders: ranks that have all pieces.
-        hosts: for each receiving host the ranks that need all pieces.
-        is_local: whether senders and receivers are on the same host.
+        senders: ranks that have all pieces, and of which one or all send.
+        hosts: for each receiving host its ranks that need all pieces.
+        is_local: whether all senders and receivers are on one host.
     """
 
     pieces: tuple[TensorPiece, ...]
@@ -49,13 +49,16 @@ class Multicast:
 
     @property
     def receivers(self) -> tuple[int, ...]:
-        """Return the receiving ranks, host by host."""
+        """Return the receiving global ranks, host by host."""
         return tuple(rank for host in self.hosts for rank in host)
 
 
 @dataclass(frozen=True)
 class HostHop:
-    """The messages in `lane` by which a multicast enters a host, from rank `upstream` to its rank `gateway`."""
+    """The messages by which a multicast enters a host: from rank `upstream` to rank `gateway` of it, in `lane`.
+
+    A lane is a queue of a rank's ops that run one after another; `lane` is its name.
+    """
 
     upstream: int
     gateway: int
@@ -64,60 +67,67 @@ class HostHop:
 
 @dataclass(frozen=True)
 class MulticastCost:
-    """Seconds for which a multicast occupies its NICs, and seconds after that until all ranks have all pieces."""
+    """The time of a multicast in seconds.
+
+    Attributes:
+        occupied_s: seconds for which it occupies its NICs.
+        fill_s: seconds after that until all receivers have all pieces.
+    """
 
     occupied_s: float
     fill_s: float = 0.0
 
 
 class Strategy(Protocol):
-    """An algorithm for a multicast, such as a chain or a ring. `strategies.STRATEGIES` lists all."""
+    """An algorithm for a multicast, such as a chain or a ring. `strategies.STRATEGIES` lists all.
+
+    A gateway is a rank through which a receiving host gets its copy.
+    """
 
     @property
     def name(self) -> str:
-        """Return the name in the table."""
+        """Return the name in `strategies.STRATEGIES`."""
 
     @property
     def one_gateway(self) -> bool:
         """Return whether each host receives its copy through a single rank, not through all of them."""
 
     def uses_one_sender(self, multicast: Multicast) -> bool:
-        """Return whether a single one of the senders is to send everything; else each of them sends a part."""
+        """Return whether one of the multicast's senders is to send everything; else each of them sends a part."""
 
     def split(self, multicast: Multicast) -> Iterator[Multicast]:
-        """Yield the multicasts into which the strategy splits this one; each is scheduled on its own."""
+        """Yield the smaller multicasts that together do this one; each is scheduled on its own."""
 
     def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
-        """Return into how many messages to cut the bytes that cross each link."""
+        """Return the best number of messages, by this strategy, in which all bytes cross a link."""
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
-        """Return for how long the multicast occupies NICs, and how long it then takes until all ranks have it.
-
-        Both are in seconds, by the formulas of the module, with the latency and packing of each message.
+        """Return the seconds of a multicast, with the latency and packing of each message.
 
         Args:
             chunks: number of messages in which the bytes cross each link.
         """
 
     def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
-        """Return for each host the hop by which the multicast enters it, in the order of hosts; () if it is local.
+        """Return for each receiving host the hop by which the multicast enters it, in the order of hosts.
 
-        The gateway of a hop is the rank that knows when its host has everything.
+        The gateway of a hop is the rank that knows when its host has everything. The result is () for a multicast
+        inside one host.
         """
 
     def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
-        """Append the messages, each of at most a `chunks`-th of the bytes or one element, to `sink`.
+        """Write the messages of a multicast to `sink`, each of at most 1 / `chunks` of the bytes, or one element.
 
-        Where one sender is chosen it is the only one in `multicast.senders`. Gateways come first in their
-        hosts.
+        If the strategy uses one sender, `multicast.senders` must be that one rank. The gateway of a host must be
+        its first rank in `multicast.hosts`.
         """
 
 
 def multicasts_of(task: UnitTask, network: HostTopology, strategy: Strategy) -> Iterator[Multicast]:
-    """Yield the multicasts of a task, each split as `strategy` splits it (`Strategy.split`).
+    """Yield the multicasts that do a task, split as `Strategy.split` says.
 
-    Before the split there is one inside each source host that has other destinations, and one to all destination
-    hosts without a source. Ranks that are sources receive nothing.
+    Before the split there is one inside each host that has a source and other destinations, and one to all
+    destination hosts without a source. Ranks that are sources receive nothing.
     """
     sources_on: dict[int, list[int]] = {}
     for rank in task.sources:

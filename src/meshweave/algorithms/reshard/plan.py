@@ -41,13 +41,14 @@ MAX_DIVIDED = 512
 
 @dataclass(frozen=True)
 class ScheduledMulticast:
-    """A multicast with its route, its start and what it costs.
+    """A multicast with its sender, gateways, start and cost.
 
     Attributes:
-        multicast: with the chosen sender alone, if one is chosen, and the gateway first in each host.
+        multicast: the multicast; if the strategy uses one sender, `senders` is that rank alone, and each host's
+            gateway comes first in the host.
         chunks: number of messages in which its bytes cross each link.
-        cost: seconds for which it occupies NICs and fills chains.
-        start_s: seconds from the start of the reshard.
+        cost: the seconds that it takes.
+        start_s: predicted seconds from the start of the reshard to its start.
     """
 
     multicast: Multicast
@@ -57,16 +58,19 @@ class ScheduledMulticast:
 
     @property
     def end_s(self) -> float:
-        """Return the seconds from the start of the reshard until the last receiving rank has everything."""
+        """Return the seconds from the start of the reshard until all receivers have this multicast's pieces."""
         return self.start_s + self.cost.occupied_s + self.cost.fill_s
 
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """The multicasts of a reshard in the order of the program.
+    """The multicasts of a reshard in the order of the program. All times are predictions, in seconds.
 
-    All times are predictions of the model, in seconds. With `serial` each multicast between hosts waits for
-    the one before, whichever ranks take part in them. `order` is the name of the order that chose the schedule.
+    Attributes:
+        network: the hosts and NICs that the plan is for.
+        order: name of the search that chose the order, one of `order.ORDERS`.
+        tasks: the data that has to move.
+        serial: whether each multicast between hosts waits for the one before, whichever ranks take part.
     """
 
     problem: ReshardProblem
@@ -79,12 +83,12 @@ class ReshardPlan:
 
     @cached_property
     def predicted_s(self) -> float:
-        """Return the predicted seconds of the whole reshard, until the last rank has everything."""
+        """Return the predicted seconds of the whole reshard, until all ranks have everything."""
         return max((scheduled.end_s for scheduled in self.multicasts), default=0.0)
 
     @cached_property
     def bound_s(self) -> float:
-        """Return a lower bound of the seconds of any plan, by the busiest NIC (see the module docstring)."""
+        """Return a lower bound of the seconds of any plan: what the busiest NIC has to send or receive."""
         return nic_bound_s(self.tasks, self.network)
 
     @cached_property
@@ -96,21 +100,21 @@ class ReshardPlan:
 
     @property
     def bytes_across_hosts(self) -> int:
-        """Return the bytes of all messages between hosts, copies counted."""
+        """Return the bytes of all messages from one host to another; a piece sent twice counts twice."""
         return self._traffic.bytes_across_hosts
 
     @property
     def num_messages(self) -> int:
-        """Return the number of messages from rank to rank, without completion signals."""
+        """Return the number of messages from rank to rank, inside hosts too, without completion signals."""
         return self._traffic.num_messages
 
     def scratch_bytes(self, rank: int) -> int:
-        """Return an upper bound of the bytes that a rank needs besides the tensors, to pack strided pieces."""
+        """Return an upper bound of the bytes that a global rank needs besides the tensors, to pack messages."""
         return self._traffic.scratch_bytes(rank)
 
     @property
     def least_bytes_across_hosts(self) -> int:
-        """Return the bytes of one copy of each piece to each host that needs it and does not have it."""
+        """Return the bytes of one copy of each piece for every host that needs it and has no source of it."""
         host_of = self.network.host_of
         total = 0
         for task in self.tasks:
@@ -119,7 +123,7 @@ class ReshardPlan:
         return total
 
     def local_bytes(self, rank: int) -> int:
-        """Return the bytes of a rank's shards of all tensors, source shards and destination shards together."""
+        """Return the bytes of a global rank's shards of all tensors, source and destination shards together."""
         return sum(
             math.prod(layout.local_shape(move.shape, rank)) * move.element_bytes
             for move in self.problem.moves
@@ -136,15 +140,16 @@ def plan_reshard(
     order: str = "best",
     message_bytes: int = MESSAGE_BYTES,
 ) -> ReshardPlan:
-    """Return a plan: senders, gateways, chunks and the order of multicasts.
+    """Return a plan to move tensors to other layouts: who sends what to whom, in how many messages, and when.
 
     The same arguments give the same plan in every process, except for the order "exact", which has a time
     limit.
 
     Args:
-        strategy: one of `strategies.STRATEGIES`.
-        order: one of `order.ORDERS`. With "naive" the first source sends, and one task runs after another. "exact"
-            divides the multicasts as "best" does.
+        network: the hosts and NICs of all ranks.
+        strategy: how one multicast is done, one of `strategies.STRATEGIES`.
+        order: how multicasts are ordered, one of `order.ORDERS`. With "naive" the first source sends, and one
+            multicast runs after another. "exact" orders the multicasts of "best" anew.
         message_bytes: the most bytes of a message, except that a message has at least one element. Besides
             the tensors ranks need room for a few messages: see `ReshardPlan.scratch_bytes`.
 

@@ -61,6 +61,6 @@ class ReshardProblem:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Return all ranks of all source and destination meshes, ascending."""
+        """Return the global ranks of all source and destination meshes, ascending."""
         meshes = dict.fromkeys(layout.mesh for move in self.moves for layout in (move.src, move.dst))
         return tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))

@@ -13,7 +13,7 @@ from meshweave.ir.program.views import View
 
 
 def reshard_program(plan: ReshardPlan) -> Program:
-    """Return the program of a plan.
+    """Return the program that carries out a plan: local copies first, then one multicast after another.
 
     Buffers "x{i}" and "y{i}" hold tensor i of the problem on its source mesh and on its destination mesh.
     """

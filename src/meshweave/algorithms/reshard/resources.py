@@ -26,10 +26,11 @@ class MulticastRoute:
     """One choice of sender and gateways for a multicast.
 
     Attributes:
-        multicast: with the chosen sender alone, if one is chosen, and the gateway first in each host.
+        multicast: the multicast; if one sender is chosen, `senders` is that rank alone. Each host's gateway, the
+            rank that receives for it, comes first in the host.
         out: NICs of the senders.
-        into: NICs through which the hosts take in their copies.
-        forwarding: NICs of the gateways that pass on what they receive.
+        into: NICs through which the receiving hosts get their copies.
+        forwarding: NICs of the gateways that send on to another host what they receive.
     """
 
     multicast: Multicast
@@ -43,13 +44,13 @@ def routes_of(
 ) -> list[MulticastRoute]:
     """Return the routes to consider for a multicast, at most `MAX_ROUTES`.
 
-    A route is one sender, or all where the strategy uses all, and in each receiving host one gateway, or all
-    where the strategy uses all. Of ranks behind one NIC only the first is a candidate: its messages follow each
-    other without completion signals. A multicast within one host has one route, over no NIC.
+    A route has one sender, or all if the strategy uses all, and in each receiving host one gateway, or all ranks
+    if the strategy uses all. Of ranks that share a NIC only the first is considered. A multicast inside one host
+    has one route, over no NIC.
 
     Args:
-        number: the index of the multicast among all. It says which routes are kept, so that multicasts spread
-            over NICs.
+        number: position of the multicast among all multicasts. If there are too many routes, it decides which are
+            returned, so that different multicasts use different NICs.
     """
     picks = strategy.uses_one_sender(multicast)
     if multicast.is_local:
@@ -121,11 +122,11 @@ class _NicResources:
 def jobs_of(
     multicasts: Sequence[Multicast], durations_s: Sequence[float], network: HostTopology, strategy: Strategy
 ) -> JobSet:
-    """Return for each multicast a job to be ordered, with the NICs that each of its routes occupies.
+    """Return for each multicast a job to be ordered; the job's routes are the NICs of `routes_of`, in its order.
 
     Args:
-        durations_s: for each multicast the seconds for which it occupies its NICs; a job has them in whole
-            picoseconds, at least 1.
+        durations_s: for each multicast the seconds for which it occupies its NICs; the job's `duration` is this in
+            whole picoseconds, at least 1.
     """
     picks_all_senders = all(map(strategy.uses_one_sender, multicasts))
     resources = _NicResources({"out": not picks_all_senders, "in": not strategy.one_gateway})
@@ -143,11 +144,11 @@ def jobs_of(
 
 
 def nic_bound_s(tasks: Sequence[UnitTask], network: HostTopology) -> float:
-    """Return a lower bound on the time of any plan, in seconds: what the busiest NIC needs, without latency.
+    """Return a lower bound on the time of any plan, in seconds: that of the bytes of the busiest NIC.
 
-    A task loads NICs only if it has destinations outside its source hosts. Then one copy of its bytes leaves the
-    source hosts, and one enters each other destination host. Copies are spread as evenly as possible over the
-    NICs of the ranks that may send or receive them.
+    Only tasks with destinations outside their source hosts count. One copy of a task's bytes leaves the source
+    hosts, and one enters each other destination host. Copies are spread as evenly as possible over the NICs of the
+    ranks that may send or receive them. Latency is not counted.
     """
     resources = _NicResources({"out": False, "in": False})
     jobs: list[TransferJob] = []

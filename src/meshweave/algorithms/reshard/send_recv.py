@@ -17,13 +17,13 @@ from meshweave.cost.fabric import HostTopology
 
 
 class SendRecv:
-    """One message, or a sequence of them, per receiving rank."""
+    """A copy of its own for each receiving rank, in one message or several."""
 
     name = "send_recv"
     one_gateway = True
 
     def uses_one_sender(self, multicast: Multicast) -> bool:
-        """Return True, always: one sender is enough."""
+        """Return True, always: one sender serves a receiver."""
         return True
 
     def split(self, multicast: Multicast) -> Iterator[Multicast]:
@@ -32,7 +32,7 @@ class SendRecv:
             yield replace(multicast, hosts=((rank,),))
 
     def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
-        """Return 1, always: no rank passes anything on, so there is no pipeline to fill."""
+        """Return 1, always: no rank passes anything on, so smaller messages gain nothing."""
         return 1
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
@@ -49,7 +49,7 @@ class SendRecv:
         return (HostHop(multicast.senders[0], multicast.hosts[0][0], INTER_HOST_LANES[0]),)
 
     def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
-        """Append to `sink` the messages from the sender to the receiver, about `chunks` of them."""
+        """Write to `sink` about `chunks` messages from the one sender to the one receiver."""
         (sender,), ((receiver,),) = multicast.senders, multicast.hosts
         lane = (INTRA_HOST_LANES if multicast.is_local else INTER_HOST_LANES)[0]
         for piece in sink.chunks(multicast.pieces, chunks, LEAD_BYTES):

@@ -20,10 +20,11 @@ def check_known(name: str, table: Iterable[str], what: str) -> str:
     """Return `name` if the table of strategies or orders has it.
 
     Args:
-        what: what the error calls it: "strategy" or "order".
+        table: the names that are known.
+        what: what the error message calls a name: "strategy" or "order".
 
     Raises:
-        UnsupportedError: the table has no such name; the error lists those that it has.
+        UnsupportedError: the table has no such name; the message lists the names that it has.
     """
     names = list(table)
     require_known(name, names, f"there is no {what}", UnsupportedError, "known:")

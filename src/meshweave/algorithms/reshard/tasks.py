@@ -24,7 +24,7 @@ Offsets = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A box of one tensor, and where it lies in a source shard and in a destination shard.
+    """A box (a range of indices in each dim) of one tensor, with its place in a source and a destination shard.
 
     Attributes:
         tensor_index: number of the tensor in the problem.
@@ -32,7 +32,8 @@ class TensorPiece:
         dst_offsets: first index of the box in the destination shard, one per dim.
         shape: elements per dim.
         num_bytes: bytes of the box.
-        src_shard, dst_shard: the shapes of the two shards; () for a box that is taken as contiguous in memory.
+        src_shard, dst_shard: shapes of the source and the destination shard; () if the box is to count as
+            contiguous in that shard's memory.
     """
 
     tensor_index: int
@@ -44,7 +45,7 @@ class TensorPiece:
     dst_shard: tuple[int, ...] = field(default=(), compare=False)
 
     def part(self, start: Offsets, shape: tuple[int, ...]) -> TensorPiece:
-        """Return the box of `shape` elements that begins at index `start` of this one."""
+        """Return the smaller box of `shape` elements that begins at index `start` (one per dim) of this box."""
         each = self.num_bytes // math.prod(self.shape)
         return TensorPiece(
             self.tensor_index,
@@ -58,13 +59,16 @@ class TensorPiece:
 
     @property
     def is_strided(self) -> tuple[bool, bool]:
-        """Return whether the box is strided in memory, in the source shard and in the destination shard."""
+        """Return whether the box has gaps in memory, as (in the source shard, in the destination shard)."""
         return _has_gaps(self.shape, self.src_shard), _has_gaps(self.shape, self.dst_shard)
 
 
 @dataclass(frozen=True)
 class UnitTask:
-    """Pieces that every rank of `sources` has and every rank of `destinations` needs; a rank may be in both."""
+    """All pieces that exactly the ranks `sources` have and the ranks `destinations` need.
+
+    Ranks are global; a rank may be in both.
+    """
 
     sources: tuple[int, ...]
     destinations: tuple[int, ...]
@@ -72,12 +76,15 @@ class UnitTask:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all pieces, each counted once."""
+        """Return the bytes of all pieces, each counted once however many ranks need it."""
         return sum(piece.num_bytes for piece in self.pieces)
 
 
 def unit_tasks(problem: ReshardProblem) -> tuple[UnitTask, ...]:
-    """Return the unit tasks of a problem, source shard by source shard; tasks without bytes are left out."""
+    """Return one task for each set of source ranks and set of destination ranks that have pieces in common.
+
+    They are in the order of source shards. Pieces of several tensors share a task if their ranks are equal.
+    """
     pieces_of: dict[tuple[tuple[int, ...], tuple[int, ...]], list[TensorPiece]] = {}
     for index, move in enumerate(problem.moves):
         for sources, destinations, boxes, shards in _overlaps(move.shape, move.src, move.dst):
@@ -135,10 +142,9 @@ def _has_gaps(shape: Sequence[int], shard: Sequence[int]) -> bool:
 
 
 def cut_piece(piece: TensorPiece, most: int) -> tuple[TensorPiece, ...]:
-    """Return the parts of a box, of nearly equal size, each of at most `most` bytes or of one element.
+    """Return the parts of a piece, of nearly equal size, each of at most `most` bytes or of one element.
 
-    Leading dims are cut first, so that a part is a run of whole rows and as contiguous in memory as it can
-    be.
+    Leading dims are cut first, so that a part has whole rows and is as contiguous in memory as possible.
     """
     dim, count = _cuts(piece, most)
     if not count:
@@ -170,7 +176,7 @@ def _row_part(piece: TensorPiece, dim: int, lead: Offsets, lo: int, hi: int) -> 
 
 
 def in_chunks(pieces: Sequence[TensorPiece], count: int) -> Iterator[TensorPiece]:
-    """Yield the pieces cut into chunks of at most a `count`-th of all bytes each, or of one element."""
+    """Yield the pieces cut into chunks, each of at most 1 / `count` of the bytes of all pieces, or one element."""
     share = _chunk_bytes(pieces, count)
     for piece in pieces:
         yield from cut_piece(piece, share)
@@ -179,13 +185,13 @@ def in_chunks(pieces: Sequence[TensorPiece], count: int) -> Iterator[TensorPiece
 def kinds_of_chunks(
     pieces: Sequence[TensorPiece], count: int, tail: int | None = None
 ) -> Iterator[tuple[TensorPiece, int]]:
-    """Yield for each piece one chunk of each shape that `in_chunks` cuts it into, and how many have that shape.
+    """Yield (chunk, number): for each piece one chunk of each shape that `in_chunks` makes, and how many it makes.
 
-    Work and memory grow with the number of pieces, and not with their sizes, as those of `in_chunks` do.
+    This takes less work and memory than `in_chunks` for large pieces.
 
     Args:
-        count: a chunk has at most a `count`-th of all bytes, or one element.
-        tail: the last chunk of all is cut as `with_tail` does it with `most` = `tail`; None to leave it whole.
+        count: a chunk has at most 1 / `count` of the bytes of all pieces, or one element.
+        tail: if not None, the last chunk of all is cut as by `with_tail` with `most` = `tail`.
     """
     share = _chunk_bytes(pieces, count)
     for number, piece in enumerate(pieces, 1):
@@ -215,9 +221,9 @@ def _chunk_bytes(pieces: Sequence[TensorPiece], count: int) -> int:
 
 
 def with_tail(chunks: Iterable[TensorPiece], most: int) -> Iterator[TensorPiece]:
-    """Yield the chunks as they are, except that a last one of more than 2 x `most` bytes is cut.
+    """Yield the chunks unchanged, but cut the last one if it has more than 2 x `most` bytes.
 
-    Its last part has at most `most` bytes or is one element, the parts before it have the rest.
+    Its last part then has at most `most` bytes, or one element; the parts before have the rest.
     """
     last: TensorPiece | None = None
     for chunk in chunks:
@@ -244,14 +250,17 @@ def _heads_and_tail(piece: TensorPiece, most: int) -> Iterator[TensorPiece]:
 
 
 def num_messages(pieces: Sequence[TensorPiece], count: int) -> int:
-    """Return the number of chunks that `in_chunks` yields."""
+    """Return the number of chunks that `in_chunks(pieces, count)` yields."""
     share = _chunk_bytes(pieces, count)
     cuts = ((piece.shape, *_cuts(piece, share)) for piece in pieces)
     return sum(math.prod(shape[:dim]) * max(parts, 1) for shape, dim, parts in cuts)
 
 
 def packing_s(pieces: Sequence[TensorPiece], count: int, network: HostTopology) -> tuple[float, float]:
-    """Return the seconds to pack all chunks of `in_chunks` at the source, and to unpack them at the other end."""
+    """Return (seconds to pack the chunks at the source, seconds to unpack them at the destination).
+
+    The chunks are those of `in_chunks(pieces, count)`; only those with gaps in memory are packed.
+    """
     if not network.packs:
         return 0.0, 0.0
     at_source = at_destination = 0.0
@@ -263,9 +272,9 @@ def packing_s(pieces: Sequence[TensorPiece], count: int, network: HostTopology) 
 
 
 def equal_shares(pieces: Sequence[TensorPiece], count: int) -> list[tuple[TensorPiece, ...]]:
-    """Return the pieces in `count` shares of nearly equal bytes, in order.
+    """Return the pieces in `count` shares of nearly equal bytes, in the given order.
 
-    A piece that reaches across the border of two shares is cut. Shares may be empty.
+    A piece that belongs to two shares is cut. Shares may be empty.
     """
     total = sum(piece.num_bytes for piece in pieces)
     shares: list[list[TensorPiece]] = [[] for _ in range(count)]

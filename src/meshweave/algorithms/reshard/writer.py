@@ -38,37 +38,43 @@ LEAD_BYTES = 1 << 15
 
 
 class MessageSink(Protocol):
-    """The interface that a strategy writes the messages of a multicast to."""
+    """What a strategy writes the messages of a multicast to. Ranks are global numbers."""
 
     def chunks(
         self, pieces: Sequence[TensorPiece], count: int, tail: int | None = None
     ) -> Iterator[TensorPiece]:
-        """Yield pieces in chunks of at most a `count`-th of all bytes, or of one element.
+        """Yield pieces in chunks, each of at most 1 / `count` of the bytes of all pieces, or one element.
 
-        The caller writes all messages of a chunk before it asks for the next. Unless `tail` is None, a last
-        chunk of more than 2 x `tail` bytes is cut, so that its last part has at most `tail` bytes or one
+        The caller writes all messages of a chunk before it asks for the next. If `tail` is not None and the last
+        chunk has more than 2 x `tail` bytes, it is cut so that its last part has at most `tail` bytes, or one
         element. A sink that only counts may yield one chunk for many of equal shape.
         """
 
     def message(
         self, piece: TensorPiece, src: int, dst: int, lane: str, *, from_source: bool, signals: bool = True
     ) -> None:
-        """Append a message of one piece from rank `src` to rank `dst`.
+        """Append a message with one piece from rank `src` to rank `dst`.
 
         Args:
+            lane: name of the queue of ops, on both ranks, that the message is in.
             from_source: whether `src` sends from its source shard; else it passes on what it received.
-            signals: whether other multicasts that want the NIC wait for this message, too.
+            signals: whether later multicasts over the same NIC wait for this message, too.
         """
 
     def wait_for_receiver(self, receiver: int, waiter: int, lane: str) -> None:
-        """Make what follows in `lane` of rank `waiter` wait until `receiver` has what this multicast sent to it.
+        """Make later ops in `lane` of rank `waiter` wait until rank `receiver` has what this multicast sent to it.
 
-        It waits for the last message, or for the one before that where the last is short.
+        They wait for the last message, or for the one before it if the last is short.
         """
 
 
 class TrafficCounter:
-    """Counts the messages of multicasts without writing them."""
+    """A `MessageSink` that counts the messages of multicasts and writes no ops.
+
+    Attributes:
+        bytes_across_hosts: bytes of all messages from one host to another.
+        num_messages: number of all messages.
+    """
 
     def __init__(self, network: HostTopology) -> None:
         self._host_of = network.host_of
@@ -82,10 +88,10 @@ class TrafficCounter:
     def chunks(
         self, pieces: Sequence[TensorPiece], count: int, tail: int | None = None
     ) -> Iterator[TensorPiece]:
-        """Yield for each piece one chunk of each shape; messages of it count for all chunks of that shape.
+        """Yield one chunk of each shape per piece; `message` counts it for all chunks of that shape.
 
         Args:
-            count: a chunk has at most a `count`-th of the bytes of all pieces, or one element.
+            count: a chunk has at most 1 / `count` of the bytes of all pieces, or one element.
             tail: the most bytes of the last part of the last chunk, as in `MessageSink.chunks`; None for no cut.
         """
         for chunk, times in kinds_of_chunks(pieces, count, tail):
@@ -100,10 +106,10 @@ class TrafficCounter:
     def message(
         self, piece: TensorPiece, src: int, dst: int, lane: str, *, from_source: bool, signals: bool = True
     ) -> None:
-        """Count the messages of `piece` from rank `src` to rank `dst`, for all chunks of its shape.
+        """Count a message of `piece` from rank `src` to rank `dst`, once for each chunk that it stands for.
 
-        These are the chunks that the one that `chunks` yielded last stands for. `from_source` and `signals` are
-        not read.
+        Inside a loop over `chunks` these are all chunks of the shape of the latest one. `from_source` and
+        `signals` are not read.
         """
         self.num_messages += self._times
         if self._host_of[src] != self._host_of[dst]:
@@ -115,17 +121,21 @@ class TrafficCounter:
         """Do nothing: completion signals are not messages of the tensors."""
 
     def scratch_bytes(self, rank: int) -> int:
-        """Return an upper bound of the bytes that an executor of `rank` packs messages into.
+        """Return an upper bound of the bytes of the buffers in which a global rank packs messages.
 
-        Per lane there is one buffer for outgoing and two for incoming messages, each rounded up to a power of two,
-        and the smaller ones that were there before.
+        Per lane there is one buffer for outgoing and two for incoming messages. A buffer is as large as the
+        largest message, rounded up to a power of two, and smaller ones from before are counted too.
         """
         largest = ((direction, size) for (of, _, direction), size in self.largest.items() if of == rank)
         return sum((8 if direction == "in" else 4) * size for direction, size in largest)
 
 
 class ReshardWriter:
-    """Collects the ops of a reshard."""
+    """A `MessageSink` that writes the ops of a reshard. Tensor i is input "x{i}" and output "y{i}".
+
+    A completion signal is a message of one element by which a rank that has received a multicast lets another rank
+    use a NIC.
+    """
 
     def __init__(self, problem: ReshardProblem) -> None:
         self._problem = problem
@@ -151,17 +161,21 @@ class ReshardWriter:
     def chunks(
         self, pieces: Sequence[TensorPiece], count: int, tail: int | None = None
     ) -> Iterator[TensorPiece]:
-        """Yield chunks of at most a `count`-th of the bytes or one element; `tail` cuts the last chunk."""
+        """Return the pieces in chunks, each of at most 1 / `count` of the bytes of all pieces, or one element.
+
+        If `tail` is not None and the last chunk has more than 2 x `tail` bytes, it is cut (`with_tail`).
+        """
         chunks = in_chunks(pieces, count)
         return chunks if tail is None else with_tail(chunks, tail)
 
     def message(
         self, piece: TensorPiece, src: int, dst: int, lane: str, *, from_source: bool, signals: bool = True
     ) -> None:
-        """Append a send on `src` and the recv on `dst`, into its output.
+        """Append a send on rank `src` and a recv on rank `dst`, both in `lane`; the piece arrives in an output.
 
-        With `from_source` the send reads the input of `src`, else its output. `signals` is whether
-        `completion_piece` counts the message.
+        Args:
+            from_source: whether the send reads the input of `src`; else it reads its output.
+            signals: whether `completion_piece` counts the message.
         """
         target = self._target(piece)
         if piece.shape and signals:
@@ -171,24 +185,23 @@ class ReshardWriter:
         self._on(dst, Recv(out=target, peer=src, lane=lane))
 
     def wait_for_receiver(self, receiver: int, waiter: int, lane: str) -> None:
-        """Append a completion signal from `receiver` to `waiter`, and the wait for it in `lane`.
+        """Append a completion signal from rank `receiver` to `waiter`, and the wait for it in `lane` of `waiter`.
 
-        Append nothing if `receiver` has received nothing.
+        Append nothing if `receiver` has received nothing of this multicast.
         """
         last = self.completion_piece(receiver)
         if last is not None:
             self.wait_for(self.send_completion(last, receiver, waiter), self.dtype_of(last), waiter, lane)
 
     def begin_multicast(self) -> None:
-        """Begin a multicast: forget which pieces arrived in the one before."""
+        """Begin a new multicast: forget which pieces arrived in the one before."""
         self._arrived.clear()
 
     def completion_piece(self, rank: int) -> TensorPiece | None:
-        """Return the piece of this multicast whose arrival at a rank lets the next multicast begin.
+        """Return the piece of this multicast after whose arrival at a rank the next multicast may begin.
 
-        That is the last but one if the last is short, so that the NIC is busy while the signal travels. It is
-        None where nothing arrived, or only scalars, which no rank waits for; messages without `signals` do not
-        count.
+        It is the last piece, or the one before it if the last is short, so that the NIC is busy while the signal
+        travels. Messages without `signals` and scalars do not count; None is returned if nothing else arrived.
         """
         last, before = self._arrived.get(rank, (None, None))
         return before if last is not None and before is not None and last.num_bytes <= LEAD_BYTES else last
@@ -198,14 +211,17 @@ class ReshardWriter:
         return self._problem.moves[piece.tensor_index].dtype
 
     def copy_locally(self, piece: TensorPiece, rank: int) -> None:
-        """Append a copy on a rank that holds the piece in its source shard already."""
+        """Append a copy of the piece from input to output on a rank that needs it and is a source of it."""
         self._on(rank, Copy(out=self._target(piece), src=self._source(piece), lane=COPY_LANE))
 
     def send_completion(self, last: TensorPiece, receiver: int, waiter: int) -> View:
-        """Append a signal from `receiver` to `waiter` that all of `last`, a piece with dims, has arrived.
+        """Append a completion signal from rank `receiver` to rank `waiter` and return what to wait for.
 
-        Returns the view of one element that `wait_for` waits for: of the piece itself where both are one rank,
-        and nothing is sent.
+        The result is a view of one element on `waiter`, for `wait_for`. If both ranks are the same, nothing is
+        sent, and the view is of the last element of the piece itself.
+
+        Args:
+            last: the piece, not a scalar, that `receiver` must have.
         """
         end = tuple(offset + size - 1 for offset, size in zip(last.dst_offsets, last.shape, strict=True))
         element = View(f"y{last.tensor_index}", _box(end, (1,) * len(end)))
@@ -222,7 +238,10 @@ class ReshardWriter:
         return signal
 
     def wait_for(self, signal: View, dtype: str, rank: int, lane: str) -> None:
-        """Make all that follows in `lane` of `rank` wait for a signal: append a copy of its element."""
+        """Make all later ops in `lane` of `rank` wait for a signal: append a copy of its one element.
+
+        `dtype` is that of the element.
+        """
         num_dims = len(signal.selectors)
         name = f"go_{dtype}_{num_dims}d_{lane}"
         self._scratch[name] = dtype, (1,) * num_dims
@@ -231,7 +250,7 @@ class ReshardWriter:
     # --- the program --------------------------------------------------------------------------------------
 
     def program(self, name: str) -> Program:
-        """Return the program of all that was written so far, called `name`."""
+        """Return a program, called `name`, of all ops written so far."""
         program_meshes = ProgramMeshes()
         tensors: list[Tensor] = []
         buffers: list[Buffer] = []

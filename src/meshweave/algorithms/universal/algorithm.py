@@ -24,7 +24,7 @@ from meshweave.ir.program import Program
 
 
 class AnyLayoutProduct(Algorithm[UniversalProblem, ConfigT]):
-    """An algorithm for products of matrices in any layouts."""
+    """An algorithm for products C (M, N) = A (M, K) B (K, N) of matrices in any layouts."""
 
     problem_type = UniversalProblem
 
@@ -33,14 +33,14 @@ class AnyLayoutProduct(Algorithm[UniversalProblem, ConfigT]):
         return {"C": inputs["A"] @ inputs["B"]}
 
     def placements(self, problem: UniversalProblem) -> dict[str, Layout]:
-        """Return the layouts of "A", "B" and "C", which the problem gives."""
+        """Return the layouts of "A", "B" and "C", by name: `problem.a`, `problem.b` and `problem.c`."""
         return {"A": problem.a, "B": problem.b, "C": problem.c}
 
     def gradients(self, problem: UniversalProblem) -> tuple[Gradient[UniversalProblem], ...]:
-        """Return the problems of dA = dC B^T and dB = A^T dC, each in the layout of its operand.
+        """Return the problems of dA = dC B^T and dB = A^T dC, where dA has the layout of A, and dB that of B.
 
-        A term of a partial sum has the gradient of the sum, so what is partial forward is replicated
-        backward.
+        Each term of a partial sum has the gradient of the sum, so a matrix that is partial along a mesh axis has
+        a gradient that is replicated along it.
         """
         m, n, k = problem.sizes
         a, b, c = (_whole_sums(layout) for layout in (problem.a, problem.b, problem.c))
@@ -91,7 +91,11 @@ def _flip(order: tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 class Universal(AnyLayoutProduct[UniversalConfig]):
-    """One matrix stays in place; panels of the others are read by gets, results added by remote accumulates."""
+    """A product in which one matrix stays in place.
+
+    Panels of the other operands are read from other ranks' memory by gets, and a C that moves is updated there by
+    accumulates.
+    """
 
     name = "universal"
     title = "Universal"
@@ -125,10 +129,9 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
     def candidates(
         self, problem: UniversalProblem, cluster: Cluster | None = None
     ) -> Iterator[UniversalConfig]:
-        """Yield the configs for which all copies of C surely have the same bits, the simplest first.
+        """Yield the configs for which all replicas of C surely have the same bits, the simplest first.
 
-        All have the default `num_slices` and `prefetch`, which a tuner varies besides. `cluster` makes no
-        difference.
+        All have the default `num_slices` and `prefetch`; a tuner varies these itself. `cluster` is ignored.
         """
         return (
             config
@@ -137,7 +140,7 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
         )
 
     def program(self, problem: UniversalProblem, config: UniversalConfig) -> Program:
-        """Return the program with one-sided reads and updates of other ranks' memory, not yet messages.
+        """Return the program of one-sided ops: get, put and accumulate in other ranks' memory, no send and recv.
 
         Raises:
             LayoutError: the config does not fit the problem (`check_config`).
@@ -146,10 +149,11 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
         return universal_program(problem, config)
 
     def estimate(self, problem: UniversalProblem, config: UniversalConfig, machine: Machine) -> Estimate:
-        """Return the seconds of a config by a roofline, from the FLOPs and bytes of its ranks.
+        """Return the predicted time of a config by a roofline, from the FLOPs and bytes of each rank.
 
-        Sums before and after the products are exposed. Products and transfers overlap but for one step
-        (`estimate.universal`). All communication is in `transfer_s`. Of `machine` only the cluster counts.
+        Reductions before and after the products overlap with nothing. Products overlap with their transfers, but
+        for one step (`estimate.universal`). All communication is in `transfer_s`. Of `machine` only the cluster is
+        read.
         """
         if not math.prod(problem.sizes):
             return Estimate(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)

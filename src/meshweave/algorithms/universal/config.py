@@ -23,24 +23,27 @@ SCHEDULE_KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
 
 @dataclass(frozen=True)
 class UniversalConfig:
-    """How a universal product is computed.
+    """How a universal product C = A B is computed.
+
+    A rank computes its part as a number of steps: local products of a panel of A and a panel of B.
 
     Attributes:
-        stationary: the matrix that does not move. A rank computes the products that its tile of it takes part in.
-        redundant_axes: axes of C's mesh along which C is replicated and each replica is computed by its own
-            holders. Along the other axes the replicas share the work, and C is reduced and copied at the end.
-        summed_a, summed_b: the layout in which a partial operand is summed first, over some or all of its partial
-            axes. None leaves it as it is: each rank multiplies its own term, and the sum is left to C.
-        split: how ranks with the same tile of the stationary matrix share its work: "even" gives each the same
+        stationary: the matrix that does not move. A rank computes the products that its shard of it takes part in.
+        redundant_axes: indices of axes of C's mesh along which C is replicated, and the ranks at each coordinate
+            compute their own replica of C. Along other axes the replicas share the work, and C is reduced and
+            copied at the end.
+        summed_a, summed_b: the layout to which a partial A or B is reduced first, over some or all of its partial
+            axes. None skips that: each rank multiplies its own term of the sum, and C gets the sum.
+        split: how ranks with the same shard of the stationary matrix share its work: "even" gives each the same
             amount, "local" gives each what it has in its own memory.
-        num_slices: about how many steps a rank has, as even as the tiles allow: none is longer than its share of
-            the dim that the rank loops over, rounded up (`slicing.split_counts`). More steps hide more
-            communication and cost more launches.
-        prefetch: scratch slots per matrix beyond those that the order needs: panels are fetched so far ahead.
+        num_slices: about how many steps a rank has, as even as the shards allow: no step is longer than the rank's
+            share of the dim that it loops over, divided by `num_slices` and rounded up (`slicing.split_counts`).
+            More steps hide more communication and cost more launches.
+        prefetch: how many panels of each matrix may be fetched early: scratch slots beyond those that are needed.
         schedule: the order of a rank's steps: "direct" is the order in which they are listed, others are those
             of `schedule` and `schedule_search`.
-        limits: the most products, fetches and accumulates of a stage of a schedule. A rank also runs so many
-            products, and accumulates, at once, whatever the schedule (section 4.2).
+        limits: the most products, fetches and accumulates of a stage of a schedule. A rank also runs at most that
+            many products at once, and accumulates at once, whatever the schedule (section 4.2).
         rates: rates of the machine, which every schedule but "direct" needs.
     """
 
@@ -71,9 +74,9 @@ class UniversalConfig:
 
 
 def group_of_ranks(problem: UniversalProblem, redundant_axes: tuple[int, ...]) -> dict[int, int]:
-    """Return for each rank the number of its group, from 0; a group's ranks together compute a replica of C.
+    """Return {global rank: number of its group, from 0}; the ranks of a group together compute one replica of C.
 
-    `redundant_axes` are positions of axes of C's mesh: ranks of a group have equal coordinates along them.
+    `redundant_axes` are indices of axes of C's mesh: ranks of a group have equal coordinates along them.
     """
     mesh = problem.c.mesh
     numbers: dict[tuple[int, ...], int] = {}
@@ -85,7 +88,7 @@ def group_of_ranks(problem: UniversalProblem, redundant_axes: tuple[int, ...]) -
 
 
 def check_config(problem: UniversalProblem, config: UniversalConfig) -> None:
-    """Raise LayoutError where a field of a config has no valid value, or does not fit the problem."""
+    """Raise LayoutError if a field of a config has an invalid value or does not fit the problem."""
     for name, kinds in (
         ("stationary", OPERANDS),
         ("split", get_args(SplitRule)),
@@ -112,10 +115,13 @@ def check_config(problem: UniversalProblem, config: UniversalConfig) -> None:
 def base_configs(
     problem: UniversalProblem, *, stationary: Operand | None = None
 ) -> Iterator[UniversalConfig]:
-    """Yield one config per stationary matrix (or only `stationary`) and choice of redundant axes.
+    """Yield one config per stationary matrix and choice of redundant axes; other fields have their defaults.
 
-    Partial operands are summed where they must be, in the first layout of `summed_layouts`. Choices for which an
-    operand has none are left out.
+    Partial operands are summed first only where they must be, to the first layout of `summed_layouts`. Choices
+    for which `summed_layouts` of A or B is empty are left out.
+
+    Args:
+        stationary: yield configs with this stationary matrix only; None for all three.
     """
     for operand in ("c", "a", "b") if stationary is None else (stationary,):
         for redundant_axes in _redundant_axes(problem):
@@ -130,12 +136,13 @@ def summed_layouts(
 ) -> list[Layout | None]:
     """Return the layouts to which operand "a" or "b" may be reduced before it is multiplied.
 
-    None in the list, which is then its first entry, leaves the operand as it is: always for one that is not
-    partial, for a partial one only where it or C is stationary. Where the operand is stationary, each group of
-    ranks that computes a copy of C must hold all of it: where no layout does that, the list is empty.
+    If the first entry is None, the operand may be used without that reduction: always if it is not partial, and
+    for a partial operand if it or C is stationary. If the operand is stationary, each group of ranks that computes
+    a replica of C must hold all of it (`group_of_ranks`): layouts without that are left out, so that the list may
+    be empty.
 
     Args:
-        variant: of which only the stationary matrix and the redundant axes count.
+        variant: a config of which only `stationary` and `redundant_axes` are read.
     """
     layouts = _summed_layouts(problem.layout(operand), variant.stationary in ("c", operand))
     if variant.stationary != operand:
@@ -144,7 +151,7 @@ def summed_layouts(
 
 
 def universal_configs(problem: UniversalProblem) -> Iterator[UniversalConfig]:
-    """Yield all configs of a problem with the default slices, prefetch and schedule, the simplest first."""
+    """Yield all configs of a problem with the default `num_slices`, `prefetch` and `schedule`, simplest first."""
     for variant in base_configs(problem):
         for a, b in product(*(summed_layouts(problem, variant, name) for name in OPERANDS[:2])):
             config = replace(variant, summed_a=a, summed_b=b)
@@ -227,10 +234,10 @@ def _shardable_dims(layout: Layout) -> tuple[int, ...]:
 
 
 def permute_axes(layout: Layout, order: tuple[int, ...]) -> Layout:
-    """Return the layout whose mesh axis i is axis `order[i]` of the old mesh, with the latter's placement.
+    """Return the layout whose mesh axis i is axis `order[i]` of the old mesh, with that axis's placement.
 
     Placements apply in the order of the axes, so a dim that several axes shard is cut in another order. The mesh
-    gets another name, unless `order` changes nothing.
+    gets a new name, unless `order` is 0, 1, 2, ...
     """
     mesh = layout.mesh
     if order == tuple(range(len(order))):

@@ -63,11 +63,12 @@ class SearchEffort:
     def of(
         cls, graphs: Collection[ScheduleGraph], limits: StageLimits, max_states: int | None = None
     ) -> SearchEffort:
-        """Return an effort for which the searches of all graphs, one per rank, take a second or two together.
+        """Return limits with which the searches of all graphs together take a second or two.
 
         Args:
-            limits: of one stage.
-            max_states: replaces the number of states that follows from the graphs.
+            graphs: one graph per rank.
+            limits: the most products, fetches and accumulates of one stage.
+            max_states: the result's `max_states`; None to choose it by the number of products in the graphs.
         """
         num_products = max(1, sum(len(graph.products) for graph in set(graphs)))
         if max_states is None:
@@ -80,9 +81,9 @@ PanelKey = tuple[int, Operand]
 
 
 def needs_no_accumulate(slicing: Slicing) -> bool:
-    """Return whether every element of C is the result of one product of one rank, so that nothing is added.
+    """Return whether every element of C is the result of one product of one rank, so that nothing is added to it.
 
-    Asked only where A or B is stationary; for a stationary C the answer means nothing.
+    The result has a meaning only if A or B is stationary, not if C is.
     """
     stationary = slicing.config.stationary
     matrix = slicing.matrices[stationary]
@@ -92,9 +93,10 @@ def needs_no_accumulate(slicing: Slicing) -> bool:
 
 
 def remote_panels(steps: Sequence[ProductStep], rank: int) -> tuple[PanelKey, ...]:
-    """Return the panels of A and B that a rank needs scratch for, each as (number of its step, "a" or "b").
+    """Return the panels that a rank copies into scratch, as (position in `steps`, "a" or "b").
 
-    They are in the order of steps, "a" before "b". The position of a panel is the number of its fetch.
+    They are all but those that are one block of the rank's own shard. They are in the order of steps, "a" before
+    "b"; the position of a panel in the result is the number of its fetch in schedules.
     """
     return tuple(
         (number, operand)
@@ -105,10 +107,9 @@ def remote_panels(steps: Sequence[ProductStep], rank: int) -> tuple[PanelKey, ..
 
 
 def schedule_graph(slicing: Slicing, rank: int, rates: RankRates) -> ScheduleGraph:
-    """Return a rank's graph: its steps as products, and its `remote_panels` as fetches, in that order.
+    """Return the graph to schedule for a rank: its steps are the products, its `remote_panels` the fetches.
 
-    Args:
-        rates: from which the seconds of products, fetches and accumulates follow.
+    Both keep their order. `rates` of the machine give the seconds of products, fetches and accumulates.
     """
     steps = slicing.steps(rank)
     element_bytes, adds = dtype_bytes(slicing.problem.dtype), not needs_no_accumulate(slicing)
@@ -135,7 +136,10 @@ def schedule_graph(slicing: Slicing, rank: int, rates: RankRates) -> ScheduleGra
 
 
 def direct_order(steps: Sequence[ProductStep], rank: int) -> IssueOrder:
-    """Return the order of direct execution (section 4.2): all three lanes go through the steps in turn."""
+    """Return the order of direct execution (section 4.2): fetches, products and accumulates follow the steps.
+
+    Fetches are those of `remote_panels(steps, rank)`. Every step is listed as an accumulate.
+    """
     numbers = tuple(range(len(steps)))
     return IssueOrder(tuple(range(len(remote_panels(steps, rank)))), numbers, numbers)
 
@@ -143,9 +147,9 @@ def direct_order(steps: Sequence[ProductStep], rank: int) -> IssueOrder:
 def schedule_stages(
     kind: ScheduleKind, graph: ScheduleGraph, effort: SearchEffort = SearchEffort()
 ) -> tuple[IssueStage, ...]:
-    """Return the stages that the schedule `kind` makes of one rank's fetches, products and accumulates.
+    """Return the stages into which the schedule `kind` divides one rank's fetches, products and accumulates.
 
-    `effort` limits the search, and what one stage has.
+    `effort` limits how long the search takes, and how many products and transfers a stage has.
     """
     if kind == "exhaustive":
         return exhaustive_search(graph, effort).stages
@@ -154,7 +158,7 @@ def schedule_stages(
 
 @lru_cache(maxsize=4096)
 def exhaustive_search(graph: ScheduleGraph, effort: SearchEffort = SearchEffort()) -> ScheduleSearchResult:
-    """Return the fastest stages that branch and bound finds for one rank's `graph`, within limits `effort`."""
+    """Return the fastest stages that branch and bound finds for one rank's `graph` within the limits `effort`."""
     return exhaustive(
         graph, effort.limits, max_states=effort.max_states, max_selections=effort.max_selections
     )
@@ -170,9 +174,10 @@ def _heuristic_stages(
 
 
 def issue_orders(slicing: Slicing) -> dict[int, IssueOrder]:
-    """Return for each rank the order of its fetches, products and accumulates by the schedule of the config.
+    """Return for each global rank the order of its fetches, products and accumulates by the config's schedule.
 
-    Products and accumulates have the numbers of steps, fetches those of `remote_panels`.
+    Products and accumulates are numbered as the steps of `slicing.steps(rank)`, fetches as the panels of
+    `remote_panels`.
 
     Raises:
         UnsupportedError: the schedule is not "direct", and the config has no rates.
@@ -195,11 +200,11 @@ class IssueStep:
     """A product with the fetches issued before it and the accumulates issued after it.
 
     Attributes:
-        fetches: the panels that are fetched.
-        step: the number of the product's step.
-        accumulates: the steps whose results are accumulated.
-        slots: the number of the scratch slot of each panel in scratch that these fetches, the product and the
-            accumulates write or read. The panel "c" of a step is its result.
+        fetches: the panels that are fetched, as (number of a step, "a" or "b").
+        step: number of the step whose product is computed.
+        accumulates: numbers of the steps whose results are accumulated.
+        slots: for each panel in scratch that is written or read here, (number of a step, "a", "b" or "c"), the
+            number of its scratch slot. Panel "c" of a step is its result.
     """
 
     fetches: tuple[PanelKey, ...]
@@ -213,12 +218,13 @@ def issue_steps(
 ) -> list[IssueStep]:
     """Return the steps of a rank in the order of issue, with their fetches, accumulates and scratch slots.
 
-    Every order makes a correct program. A fetch stands before the first product that needs it, and with it
-    all fetches that the order has before it. Likewise, an accumulate stands after the product of its step.
+    Any `order` gives a correct program: a fetch is issued before the first product that needs its panel, together
+    with all fetches that `order` lists before it, and an accumulate after the product of its step.
 
     Args:
+        steps: the steps of `rank`, as `Slicing.steps` lists them.
         in_scratch: for each step whether its result is computed in scratch.
-        prefetch: slots per matrix beyond those that the order needs, by which fetches can run ahead.
+        prefetch: scratch slots per matrix beyond those that `order` needs, so that fetches can be issued earlier.
     """
     lifetimes = _panel_lifetimes(remote_panels(steps, rank), order, in_scratch)
     free = {operand: deque(range(_max_in_scratch(lifetimes, operand) + prefetch)) for operand in OPERANDS}

@@ -10,14 +10,14 @@ from meshweave.algorithms.universal.owners import ClassPair, CommonRun
 
 @dataclass(frozen=True)
 class LoopPart:
-    """A part of the loop dim: runs of one class and one term in each of the two moving matrices.
+    """A part of the loop dim: indices of one class and one term in each of the two moving matrices.
 
-    Indices of one class are held by the same ranks (`owners`).
+    Indices of one class are held by the same ranks (`owners.DimTable`).
 
     Attributes:
-        classes: the classes of its indices in the first and the second moving matrix.
-        terms: which terms of the two matrices it multiplies; 0 for C and for a matrix that is not partial.
-        runs: its indices.
+        classes: the classes of the indices in the first and the second moving matrix.
+        terms: the numbers of the terms of the first and second matrix; 0 for C and for one that is not partial.
+        runs: the indices, as runs.
     """
 
     classes: ClassPair
@@ -26,11 +26,11 @@ class LoopPart:
 
     @property
     def size(self) -> int:
-        """Return the number of indices."""
+        """Return the number of indices in all runs."""
         return sum(run.size for run in self.runs)
 
     def split(self, size: int) -> tuple[LoopPart, LoopPart]:
-        """Return two parts: the first `size` indices, and the rest."""
+        """Return two parts: one of the first `size` indices, and one of the rest."""
         first: list[CommonRun] = []
         rest: list[CommonRun] = []
         for run in self.runs:
@@ -53,15 +53,17 @@ class LoopPart:
 def split_loop(
     parts: Sequence[LoopPart], members: int, missing: Sequence[Sequence[int]], *, even: bool
 ) -> list[tuple[LoopPart, ...]]:
-    """Return for each of `members` ranks which indices of the loop it runs over.
+    """Return for each of `members` ranks which parts of a loop, or pieces of parts, it computes.
 
     A part goes to the members that must move the fewest elements for it.
 
     Args:
+        parts: the whole loop.
+        members: the number of ranks that share it.
         missing: `missing[i][j]` is how many elements member j must move per index of part i; not read for a single
             member.
-        even: whether no member may do more than 1 / `members` of all indices, rounded up (torch's chunk
-            rule). If not, only parts for which several members miss equally little are balanced.
+        even: whether no member may get more than ceil(all indices / `members`) indices. If not, a part is divided,
+            evenly, only among the members that must move the fewest elements for it.
     """
     if members == 1:
         return [tuple(parts)]

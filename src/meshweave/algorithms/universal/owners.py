@@ -25,12 +25,12 @@ BlockKey = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ClassSegment:
-    """Consecutive indices of one class, cut from a list of indices.
+    """A piece of a list of indices: neighbours in the list that also lie together in the memory of their holders.
 
     Attributes:
-        index_class: number of the class.
-        local_start: where they begin in the memory of a rank that holds the class.
-        list_start: where they begin in the list that was cut.
+        index_class: number of the class that the indices belong to (`DimTable`).
+        local_start: position of the first index in the shard of a rank that holds the class.
+        list_start: position of the first index in the list that was cut.
         size: how many indices.
         global_start: the first index, in the whole matrix.
     """
@@ -43,12 +43,15 @@ class ClassSegment:
 
 
 class DimTable:
-    """The classes of one dim of a matrix.
+    """The classes of one dim (rows or columns) of a matrix; each index is in exactly one class.
+
+    A class is the set of indices that some ranks hold: with 8 rows sharded over 2 ranks, class 0 is rows 0 to 3
+    and class 1 rows 4 to 7. Index lists are tuples of intervals [start, stop).
 
     Attributes:
         classes: the index list of each class.
-        offsets: where each class begins in the memory of the ranks that hold it.
-        segments: (start, stop, class, local start) of every run of indices, by start.
+        offsets: position, in the shard of the ranks that hold a class, of the first index of the class.
+        segments: (start, stop, class, position of `start` in the shard) of every interval, by start.
     """
 
     def __init__(self, classes: Sequence[Intervals], offsets: Sequence[int] | None = None) -> None:
@@ -65,11 +68,14 @@ class DimTable:
         self._starts = [segment[0] for segment in segments]
 
     def size(self, number: int) -> int:
-        """Return the number of indices of a class."""
+        """Return how many indices class `number` has."""
         return num_indices(self.classes[number])
 
     def split(self, intervals: Iterable[tuple[int, int]]) -> list[ClassSegment]:
-        """Return the indices of `intervals`, each [start, stop), cut where class or place in memory changes."""
+        """Return the indices of `intervals` in pieces of one class that lie together in its holders' memory.
+
+        `intervals` are [start, stop) each, of global indices.
+        """
         out: list[ClassSegment] = []
         list_start = 0
         for start, stop in intervals:
@@ -100,12 +106,14 @@ def _extend(segments: list[ClassSegment], new: ClassSegment) -> None:
 
 @dataclass(frozen=True)
 class OwnerMap:
-    """The block of a matrix that each rank holds.
+    """The block of a matrix that each rank holds: one class of rows times one class of columns (`DimTable`).
+
+    A partial matrix is the sum of `num_terms` terms, and a rank holds a block of one term.
 
     Attributes:
         rows, columns: the classes of the two dims.
-        block_of: the block of each rank, as (row class, column class, term).
-        num_terms: how many terms a partial matrix has; 1 where it is not partial.
+        block_of: for each global rank its block, as (row class, column class, term).
+        num_terms: how many terms a partial matrix has; 1 if it is not partial.
     """
 
     rows: DimTable
@@ -115,26 +123,26 @@ class OwnerMap:
 
     @property
     def dims(self) -> tuple[DimTable, DimTable]:
-        """Return the tables of row classes and of column classes, in the order of the dims of the matrix."""
+        """Return (`rows`, `columns`), the tables of row classes and of column classes."""
         return self.rows, self.columns
 
     @cached_property
     def holders(self) -> Mapping[BlockKey, tuple[int, ...]]:
-        """Return the ranks that hold each block, ascending."""
+        """Return the global ranks that hold each block, ascending, by (row class, column class, term)."""
         ranks_of: dict[BlockKey, list[int]] = defaultdict(list)
         for rank in sorted(self.block_of):
             ranks_of[self.block_of[rank]].append(rank)
         return {block: tuple(ranks) for block, ranks in ranks_of.items()}
 
     def shape(self, rank: int) -> tuple[int, int]:
-        """Return the numbers of rows and columns that a rank holds."""
+        """Return (number of rows, number of columns) that a global rank holds."""
         row, column, _ = self.block_of[rank]
         return self.rows.size(row), self.columns.size(column)
 
 
 @lru_cache(maxsize=1024)
 def owners(layout: Layout, shape: tuple[int, int]) -> OwnerMap:
-    """Return which block of a matrix of global `shape` each rank holds in a layout."""
+    """Return which block each rank holds of a matrix of global `shape` (rows, columns) in a layout."""
     numbers: tuple[dict[Intervals, int], dict[Intervals, int]] = ({}, {})
     partial_axes = [
         axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Partial)
@@ -158,13 +166,15 @@ def owners(layout: Layout, shape: tuple[int, int]) -> OwnerMap:
 
 
 def split_among_replicas(whole: OwnerMap, dim: int, group_of: Mapping[int, int]) -> OwnerMap:
-    """Return the owners of a matrix such that every element of a term has one owner per group.
+    """Return owners of a matrix of which, within a group of ranks, no two own the same element of one term.
 
-    A block that several ranks of a group hold is cut among them along `dim`. Local starts still count in the
-    memory of the whole block.
+    A block that several ranks of a group hold (`whole`) is cut among them along `dim`. Positions in memory still
+    count from the start of the block that they hold.
 
     Args:
-        group_of: the number of the group of each rank.
+        whole: the blocks that ranks hold, replicas included.
+        dim: 0 to cut the rows of a block, 1 to cut its columns.
+        group_of: for each global rank the number of its group.
     """
     replica_of, num_replicas = _replicas(whole, dim, group_of)
     table = whole.dims[dim]
@@ -219,7 +229,7 @@ class CommonRun:
     size: int
 
     def split(self, size: int) -> tuple[CommonRun, CommonRun]:
-        """Return two runs: the first `size` indices, and the rest."""
+        """Return two runs: one of the first `size` indices, and one of the rest."""
         return (
             CommonRun(self.left_start, self.right_start, size),
             CommonRun(self.left_start + size, self.right_start + size, self.size - size),
@@ -227,11 +237,11 @@ class CommonRun:
 
 
 def common_runs(left: DimTable, right: DimTable, total: int) -> dict[ClassPair, tuple[CommonRun, ...]]:
-    """Return all `total` indices of a summed dim as runs, by (class in `left`, class in `right`).
+    """Return all indices 0 .. total - 1 of a dim that two matrices share as runs.
 
-    The dim is one of the left and of the right matrix. A class of a matrix is the indices that one of its tiles
-    holds. A sum may run over the indices in any order: sorted by class, a block-cyclic dim falls into as few
-    runs as a block one, wherever the two matrices are cut alike.
+    The keys are (class in the left matrix, class in the right matrix). The indices of a run are consecutive in the
+    shards of both matrices, though not always globally: they are sorted by class, so that a block-cyclic dim gives
+    as few runs as a contiguous one if both matrices are cut alike.
     """
     edges = sorted({0, total, *(row[0] for row in left.segments), *(row[0] for row in right.segments)})
     runs_of: dict[ClassPair, list[CommonRun]] = defaultdict(list)
@@ -251,8 +261,9 @@ def common_runs(left: DimTable, right: DimTable, total: int) -> dict[ClassPair, 
 
 
 def nearest_holder(ranks: Sequence[int], rank: int, position: Callable[[int], int], count: int) -> int:
-    """Return the holder in `ranks` that `rank` takes a block from: itself, or the next one after it.
+    """Return the one of `ranks` from which `rank` takes a block that they all hold.
 
-    Different ranks so prefer different holders. `position` returns the place of a rank in a cycle of `count`.
+    It is `rank` itself if it is among them, else the next one after it in a cycle of `count` positions, so that
+    different ranks prefer different holders. `position` maps a global rank to its position, from 0.
     """
     return min(ranks, key=lambda holder: (position(holder) - position(rank)) % count)

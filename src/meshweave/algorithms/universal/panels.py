@@ -13,12 +13,12 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class OwnedBlock:
-    """A block of what one rank holds of a matrix.
+    """A block of the shard that one rank holds of a matrix.
 
     Attributes:
-        owner: the rank.
-        rows, columns: where the block is in the owner's memory.
-        panel_offset: row and column at which it lies in a panel.
+        owner: the global rank.
+        rows, columns: the block's [start, stop) in the owner's shard.
+        panel_offset: (row, column) of the block's first element in the panel that it is a part of.
     """
 
     owner: int
@@ -28,7 +28,7 @@ class OwnedBlock:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the numbers of rows and columns."""
+        """Return (number of rows, number of columns)."""
         return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
 
     @property
@@ -40,10 +40,13 @@ class OwnedBlock:
 
 @dataclass(frozen=True, slots=True)
 class OperandPanel:
-    """The part of a matrix that takes part in one local product, made of blocks of its owners.
+    """The part of a matrix that one local product reads or writes, put together from blocks of several ranks.
 
     Attributes:
-        is_copied: whether the product reads or writes it in scratch, wherever its blocks are.
+        operand: "a", "b" or "c".
+        shape: (rows, columns) of the panel, in elements.
+        blocks: where its elements are.
+        is_copied: whether the product uses a copy in scratch even if the panel is one block of the rank's shard.
     """
 
     operand: Operand
@@ -52,7 +55,7 @@ class OperandPanel:
     is_copied: bool = False
 
     def is_local_to(self, rank: int) -> bool:
-        """Return whether a product of `rank` takes the panel as one block in that rank's own shard."""
+        """Return whether a product on `rank` uses the panel where it lies: one block of that rank's own shard."""
         return not self.is_copied and len(self.blocks) == 1 and self.blocks[0].owner == rank
 
 
@@ -61,8 +64,8 @@ class ProductStep:
     """One local product: the A panel times the B panel, written to the C panel or added to it.
 
     Attributes:
-        sizes: its m, n, k.
-        panels: the panel of each matrix.
+        sizes: (m, n, k) of the product, in elements.
+        panels: the panel of each matrix, by "a", "b" and "c".
     """
 
     sizes: tuple[int, int, int]

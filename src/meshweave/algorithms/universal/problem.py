@@ -28,11 +28,11 @@ class UniversalProblem:
     placements by anything but "sum", and for an unknown dtype.
 
     Attributes:
-        m, n, k: global sizes.
-        a, b, c: the layouts, which may be on meshes of different shapes.
+        m, n, k: global sizes M, N and K, in elements.
+        a, b, c: the layouts of A, B and C, which may be on meshes of different shapes.
         dtype: of all three matrices.
-        orders: the dims of A, B, C from outermost to innermost in memory; None for row-major. A transposed operand
-            is one whose order is (1, 0).
+        orders: for A, B and C the dims from outermost to innermost in memory: (1, 0) for column-major, None for
+            row-major.
     """
 
     m: int
@@ -63,12 +63,12 @@ class UniversalProblem:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Return the global ranks, ascending."""
+        """Return the global numbers of all ranks, ascending."""
         return tuple(sorted(self.a.mesh.ranks))
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Return the global sizes (M, N, K)."""
+        """Return the global sizes (M, N, K), in elements."""
         return self.m, self.n, self.k
 
     def layout(self, operand: Operand) -> Layout:
@@ -76,13 +76,13 @@ class UniversalProblem:
         return {"a": self.a, "b": self.b, "c": self.c}[operand]
 
     def shape(self, operand: Operand) -> tuple[int, int]:
-        """Return the global shape of matrix "a", "b" or "c"."""
+        """Return the global shape (rows, columns) of matrix "a", "b" or "c", in elements."""
         rows, columns = DIMS[operand]
         return self.sizes[rows], self.sizes[columns]
 
 
 def transposed_layout(layout: Layout) -> Layout:
-    """Return the layout of the transpose of a matrix: rows are sharded as columns were, and columns as rows."""
+    """Return the layout of a matrix's transpose: its rows are sharded as the columns were, and vice versa."""
     rows, columns = ((0,), (0,)) if layout.folds is None else layout.folds
     num_rows, num_columns = len(rows), len(columns)
 

@@ -41,8 +41,8 @@ def universal_program(
 
     Args:
         config: one that fits the problem, as `universal_configs` yields them.
-        orders: for each rank the order in which it fetches, multiplies and accumulates, instead of the
-            config's schedule. Fetches are numbered as in `issue_order.remote_panels`. None for the schedule.
+        orders: for each global rank the order of its fetches, products and accumulates, numbered as by
+            `issue_order.issue_orders`. None for the order of the config's schedule.
 
     Raises:
         LayoutError: the config does not fit the problem (`check_config`).

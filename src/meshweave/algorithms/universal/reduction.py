@@ -13,13 +13,17 @@ from meshweave.describe.layout import Layout, Partial
 def partial_sums(
     slicing: Slicing, operand: Operand, rank: int
 ) -> list[tuple[tuple[int, int], tuple[OwnedBlock, ...]]]:
-    """Return the blocks of a partial operand that this rank sums before the products, with their terms.
+    """Return what a rank adds up, block by block, to reduce a partial operand before the products.
 
-    Each is ((row, column), terms): the block's first element in this rank's local part of the summed operand,
-    and the addends in the order of addition, each a block in the memory of the rank that holds it. If no
-    other rank has this sum, the terms begin at the nearest rank, itself first. If other ranks hold copies of
-    the sum, all add in one order, which begins at a different term for each block to spread the reads. Empty
-    for an operand that is not summed first.
+    Each entry is ((row, column), terms): the position of the block's first element in this rank's shard of the
+    reduced operand, and the addends in the order of addition, each a block in the shard of the rank that holds it.
+    If no other rank makes the same sum, the addends go from the nearest rank (this one) to the farthest. If other
+    ranks do, all of them add in one order, which begins at a different term for each block to spread the reads.
+    The list is empty for an operand that is not reduced first.
+
+    Args:
+        operand: "a" or "b".
+        rank: a global rank.
     """
     layout = slicing.summed_layout(operand)
     if layout is None:
@@ -62,13 +66,14 @@ def _summed_terms(source: Layout, target: Layout, rank: int) -> list[int]:
 
 
 def replicas_have_same_bits(slicing: Slicing) -> bool:
-    """Return whether all copies of C, and of each term of a partial C, surely have the same bits.
+    """Return whether all replicas of C, and of each term of a partial C, surely have the same bits.
 
-    Within a group one rank computes an element, and the others copy it. Of several groups each must add up the
-    same products in the same order: products of equal panels, which also lie alike in memory
-    (`Slicing.product_key`), added by the rank itself or by another one. Schedules but "direct" order the products
-    of a rank by what it has to fetch, so that with C stationary their graphs must be equal, too; with A or B
-    stationary nothing is sure. `ir.analysis.replicas` judges the same of any program, and takes longer.
+    Within a group (`Slicing`) one rank computes an element, and the others copy it. Several groups get the same
+    bits if each adds up the same products in the same order: products of equal panels, which also lie alike in
+    memory (`Slicing.product_key`), each added by the same side, the owner or another rank. A schedule other than
+    "direct" orders the products of a rank by what it has to fetch, so that with C stationary the ranks' graphs
+    must be equal, too; with A or B stationary the result is then False. `ir.analysis.replicas` decides the same
+    for any program, and takes longer.
     """
     config = slicing.config
     if not slicing.is_recomputed:
@@ -117,21 +122,24 @@ def _by_rank(term: tuple[int, int, object]) -> tuple[int, int]:
 
 
 def merges_replicas(slicing: Slicing) -> bool:
-    """Return whether replicas of C are combined at the end, from blocks that different ranks computed."""
+    """Return whether some ranks of one group hold the same block of C, and so combine their results at the end."""
     return any(len(replicas_of(slicing, rank)) > 1 for rank in slicing.problem.ranks)
 
 
 def replicas_of(slicing: Slicing, rank: int) -> tuple[int, ...]:
-    """Return the ranks of a rank's group that hold the same term of the same block of C, itself included."""
+    """Return the global ranks, `rank` among them, of its group that hold the same term of the same block of C.
+
+    They are in ascending order.
+    """
     c, group_of = slicing.matrices["c"], slicing.group_of
     return tuple(holder for holder in c.holders[c.block_of[rank]] if group_of[holder] == group_of[rank])
 
 
 def share_to_sum(slicing: Slicing, rank: int) -> tuple[Span, Span]:
-    """Return which part of its shard of C a rank sums over the replicas of C in its group, which then copy it.
+    """Return the part of its shard of C that a rank sums over the replicas of its group; these then copy it.
 
-    It is (rows, columns), each [start, stop) in the shard. The replicas share the longer dim of C; the other
-    dim is whole.
+    It is ((first row, stop), (first column, stop)) in the shard. The replicas divide the longer dim of C among
+    them; the other dim is whole.
     """
     c = slicing.matrices["c"]
     rows, columns = c.shape(rank)

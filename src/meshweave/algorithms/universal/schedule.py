@@ -37,7 +37,7 @@ Selection = tuple[int, ...]
 
 @dataclass(frozen=True)
 class FetchNode:
-    """A fetch of a remote tile that some products need, with its seconds."""
+    """A fetch of a remote tile that some products need; it takes `seconds`."""
 
     seconds: float
 
@@ -48,7 +48,8 @@ class ProductNode:
 
     Attributes:
         seconds: its compute time.
-        needs: the numbers of the fetches that it needs; operands in the rank's own memory are not listed.
+        needs: numbers of the fetches that must be done before it, as positions in `ScheduleGraph.fetches`.
+            Operands in the rank's own memory need none.
         accumulate_s: the time to accumulate its result into a remote tile; 0 where the result is local.
     """
 
@@ -59,7 +60,9 @@ class ProductNode:
 
 @dataclass(frozen=True)
 class StageLimits:
-    """The most products, fetches and accumulates of one stage. A product has two operands.
+    """The most products, fetches and accumulates of one stage. The default fetches both operands of a product.
+
+    An accumulate adds the result of a product to a remote tile of C.
 
     Raises:
         UnsupportedError: one of them is less than 1.
@@ -85,8 +88,12 @@ STAGE_LIMITS = StageLimits()
 class ScheduleGraph:
     """The local products of one rank, in the given order, and the remote tiles that they need.
 
+    Products and tiles are numbered from 0. A state says what is done: three bit sets, of the products computed,
+    the tiles fetched, and the products whose results are accumulated into remote tiles.
+
     Attributes:
-        fetches: one for each tile; its position is the number of the tile.
+        fetches: one for each remote tile, in the order of their numbers.
+        products: in the order of their numbers.
     """
 
     fetches: tuple[FetchNode, ...]
@@ -100,21 +107,21 @@ class ScheduleGraph:
 
     @cached_property
     def needed_fetches(self) -> Selection:
-        """Return the numbers of the tiles that some product needs, in the order of first use."""
+        """Return the numbers of the tiles that at least one product needs, in the order of first use."""
         return tuple(dict.fromkeys(tile for product in self.products for tile in product.needs))
 
     @cached_property
     def accumulating(self) -> Selection:
-        """Return the numbers of the products whose results are accumulated into remote tiles."""
+        """Return the numbers of the products whose results belong to remote tiles, and take time to accumulate."""
         return tuple(i for i, product in enumerate(self.products) if product.accumulate_s > 0)
 
     @cached_property
     def needs(self) -> tuple[int, ...]:
-        """Return for each product the tiles that it needs, as a bit set."""
+        """Return for each product the tiles that it needs, as an integer in which their bits are set."""
         return tuple(bit_set(product.needs) for product in self.products)
 
     def ready(self, state: ScheduleState) -> list[int]:
-        """Return the numbers of products not computed yet whose tiles are all fetched, in the given order."""
+        """Return the numbers of the products that are not computed yet and whose tiles are all fetched."""
         return [i for i, need in enumerate(self.needs) if not (state[0] >> i & 1 or need & ~state[1])]
 
     def unfetched(self, state: ScheduleState) -> list[int]:
@@ -128,7 +135,7 @@ class ScheduleGraph:
 
 @dataclass(frozen=True)
 class IssueStage:
-    """Products, fetches and accumulates that run at once. An accumulate has the number of its product."""
+    """Numbers of products, fetches and accumulates that run at once. An accumulate has its product's number."""
 
     products: Selection
     fetches: Selection
@@ -137,7 +144,10 @@ class IssueStage:
 
 @dataclass(frozen=True)
 class IssueOrder:
-    """What a rank issues on each of its three lanes. An accumulate has the number of its product."""
+    """The order in which a rank issues its fetches, its products and its accumulates, each in a lane of its own.
+
+    Entries are numbers of fetches and of products; an accumulate has the number of its product.
+    """
 
     fetches: Selection
     products: Selection
@@ -145,7 +155,10 @@ class IssueOrder:
 
 
 def stage_s(stage: IssueStage, graph: ScheduleGraph) -> float:
-    """Return the seconds of one stage: the longer of its compute and its communication."""
+    """Return the seconds of one stage: the larger of its products' time and its transfers' time.
+
+    The time of its fetches and accumulates is added up.
+    """
     fetch_s = sum(graph.fetches[i].seconds for i in stage.fetches)
     accumulate_s = sum(graph.products[i].accumulate_s for i in stage.accumulates)
     compute_s = sum(graph.products[i].seconds for i in stage.products)
@@ -153,7 +166,7 @@ def stage_s(stage: IssueStage, graph: ScheduleGraph) -> float:
 
 
 def staged_s(stages: Iterable[IssueStage], graph: ScheduleGraph) -> float:
-    """Return the seconds of all stages, one after another."""
+    """Return the seconds that all stages take together, one after another (the sum of `stage_s`)."""
     return math.fsum(stage_s(stage, graph) for stage in stages)
 
 
@@ -167,7 +180,10 @@ def flatten_stages(stages: Sequence[IssueStage]) -> IssueOrder:
 
 
 def direct(graph: ScheduleGraph, limits: StageLimits) -> tuple[IssueStage, ...]:
-    """Return stages in the given order: the next products, and the next tiles to be needed (section 4.2)."""
+    """Return stages that compute the products in the graph's order (section 4.2), as many as `limits` allow.
+
+    A stage fetches the next tiles that will be needed.
+    """
 
     def pick(state: ScheduleState) -> IssueStage:
         ready, following = graph.ready(state), unset(state[0], len(graph.products))
@@ -179,7 +195,10 @@ def direct(graph: ScheduleGraph, limits: StageLimits) -> tuple[IssueStage, ...]:
 
 
 def greedy(graph: ScheduleGraph, limits: StageLimits) -> tuple[IssueStage, ...]:
-    """Return stages of the first ready products and the first transfers, up to the limits (section 4.3)."""
+    """Return stages of the first products whose tiles are there, and the first fetches and accumulates.
+
+    Each stage has as many of them as `limits` allow (greedy scheduling, section 4.3).
+    """
     return _stages(graph, lambda state: _filled(graph, state, graph.ready(state)[: limits.products], limits))
 
 
@@ -191,11 +210,11 @@ first items only."""
 def cost_greedy(
     graph: ScheduleGraph, limits: StageLimits, max_selections: int = MAX_SELECTIONS
 ) -> tuple[IssueStage, ...]:
-    """Return stages filled up to the limits so that each exposes the least communication (section 4.3).
+    """Return stages, each chosen so that its compute and communication times differ least (section 4.3).
 
-    It prefers selections after which some product is ready, then those whose compute and communication differ
-    least, then those whose stage is longest. Where a stage has more than `max_selections` selections, it weighs
-    only those among the first items.
+    A stage has as many products, fetches and accumulates as `limits` allow. Preferred are choices after which some
+    product has all its tiles, then those of the least difference, then those of the longest stage. If a stage has
+    more than `max_selections` choices, only choices among the first products and transfers are compared.
     """
 
     def pick(state: ScheduleState) -> IssueStage:
@@ -248,7 +267,7 @@ def _num_selections(pools: Sequence[Sequence[int]], sizes: Sequence[int], width:
 
 
 def next_state(state: ScheduleState, stage: IssueStage) -> ScheduleState:
-    """Return the state after a stage, three bit sets: products computed, tiles fetched, results accumulated."""
+    """Return the state after a stage: bit sets of products computed, tiles fetched and results accumulated."""
     return (
         state[0] | bit_set(stage.products),
         state[1] | bit_set(stage.fetches),
@@ -257,7 +276,7 @@ def next_state(state: ScheduleState, stage: IssueStage) -> ScheduleState:
 
 
 def bit_set(numbers: Iterable[int]) -> int:
-    """Return an integer in which the bits with these numbers are set."""
+    """Return the integer in which the bits with these numbers are set: [0, 3] -> 9."""
     bits = 0
     for number in numbers:
         bits |= 1 << number
@@ -265,5 +284,5 @@ def bit_set(numbers: Iterable[int]) -> int:
 
 
 def unset(bits: int, count: int) -> list[int]:
-    """Return the numbers of the bits that are not set among the lowest `count`."""
+    """Return the numbers of the bits that are 0 among the lowest `count` bits: (9, 4) -> [1, 2]."""
     return [i for i in range(count) if not bits >> i & 1]

@@ -42,11 +42,11 @@ class ScheduleSearchResult:
     """The best schedule that a search found.
 
     Attributes:
-        stages: its stages.
-        seconds: what they take.
-        bound_seconds: no schedule takes less.
-        proven: whether `seconds` equals the bound, to 1e-9.
-        states: the number of states that were visited.
+        stages: the stages of the schedule.
+        seconds: the time of all stages together.
+        bound_seconds: a lower bound of the time of any schedule.
+        proven: whether `seconds` equals `bound_seconds`, to 1e-9 of it.
+        states: the number of states that the search visited.
     """
 
     stages: tuple[IssueStage, ...]
@@ -63,16 +63,17 @@ def exhaustive(
     max_states: int = 200_000,
     max_selections: int = MAX_SELECTIONS,
 ) -> ScheduleSearchResult:
-    """Return the sequence of stages with the least `staged_s` (section 4.3) that branch and bound finds.
+    """Return the fastest sequence of stages (least `staged_s`, section 4.3) that branch and bound finds.
 
-    The following stages depend on the state only, so each state is kept once, with the least seconds that
-    lead to it. Each depth in turn extends its most promising state. That soon meets good schedules, and
-    raises the bound, too. It begins with the best of the heuristic schedules.
+    The search starts from the best of `direct`, `greedy` and `cost_greedy`. A state (`ScheduleGraph`) is kept
+    once, with the least seconds that lead to it. For each number of stages in turn, the search extends the state
+    with the least lower bound.
 
     Args:
-        budget_s: seconds after which the search ends.
-        max_states: states after which it ends. Where this limit stops it, equal input gives equal results.
-        max_selections: the most selections per stage that `cost_greedy`, one of the heuristics, weighs.
+        limits: the most products, fetches and accumulates of one stage.
+        budget_s: seconds after which the search ends; the result then depends on the computer's speed.
+        max_states: number of states after which the search ends. Equal input then gives equal results.
+        max_selections: the most choices per stage that `cost_greedy` compares.
     """
     stop = time.monotonic() + budget_s
     heuristics = (

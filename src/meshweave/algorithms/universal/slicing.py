@@ -1,14 +1,7 @@
 """The slicing: which local products a rank computes, where their operands come from, where results go.
 
-Slicing Is All You Need, section 4.1. The stationary matrix gives each rank a *box*: its block along two of the
-dims m, n, k. The rank loops over the third, the *loop* dim. Ranks with the same box (replicas of the stationary
-matrix, or terms of a partial C) are a *team* and share the loop. The loop is cut into runs where the holders of
-one of the two moving matrices change. For each run one panel of either moving matrix takes part. A panel of A or
-B is fetched from its holders, a panel of C is accumulated into its owners. So every element that a rank needs and
-does not have reaches it exactly once, and no other computation of the same box moves less.
-
-A partial matrix that is not summed first lengthens the loop: it runs over k and r of sum_kr A_r[m, k] B[k, n].
-"""
+Slicing Is All You Need, section 4.1. In each step of its loop a rank multiplies one panel of either moving matrix,
+so all that it needs and lacks reaches it exactly once: no other computation of its box moves less."""
 
 from __future__ import annotations
 
@@ -38,10 +31,10 @@ ProductKey = tuple[BlockKey, ClassPair, tuple[int, int], CommonRun]
 
 
 def split_counts(runs: Sequence[CommonRun], num_slices: int) -> list[int]:
-    """Return into how many parts each run is cut; none has over ceil(total of `runs` / `num_slices`) indices.
+    """Return into how many parts to cut each run so that none has over ceil(total / `num_slices`) indices.
 
-    With several runs there may be more parts in all than `num_slices`; fewer where that length does not divide
-    the total: one run of 9 indices and 6 slices give 5 parts. An empty run has 0 parts.
+    `total` is the number of indices of all runs. Several runs may give more than `num_slices` parts in all; fewer
+    come out where the length does not divide: one run of 9 and 6 slices -> [5]. An empty run has 0 parts.
     """
     total = sum(run.size for run in runs)
     longest = max(-(-total // max(num_slices, 1)), 1)
@@ -50,7 +43,14 @@ def split_counts(runs: Sequence[CommonRun], num_slices: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Slicing:
-    """What each rank computes and moves, as it follows from a problem and a config."""
+    """What each rank computes and moves, as it follows from a problem and a config.
+
+    A rank's *box* is the block that it holds of the stationary matrix, along two of the dims m, n, k. The rank
+    loops over the third, the *loop* dim. Ranks of a *group* together compute one replica of C. Those with the same
+    box (replicas of the stationary matrix, or terms of a partial C) are a *team* and share the loop, which is cut
+    into *runs* where the holders of one of the two moving matrices change. A partial matrix that is not summed
+    first lengthens the loop: it runs over k and r of sum_kr A_r[m, k] B[k, n].
+    """
 
     problem: UniversalProblem
     config: UniversalConfig
@@ -59,17 +59,17 @@ class Slicing:
 
     @cached_property
     def group_of(self) -> dict[int, int]:
-        """Return for each rank the number of its group; each group computes one replica of C."""
+        """Return for each global rank the number of its group, from 0."""
         return group_of_ranks(self.problem, self.config.redundant_axes)
 
     @cached_property
     def is_recomputed(self) -> bool:
-        """Return whether several groups each compute C, so that copies of an element come from different ranks."""
+        """Return whether there are several groups: each replica of C is then computed by other ranks."""
         return len(set(self.group_of.values())) > 1
 
     @cached_property
     def matrices(self) -> dict[Operand, OwnerMap]:
-        """Return the owners of "a", "b" and "c"; of a partial operand that is summed first, those of the sum."""
+        """Return which blocks ranks hold of "a", "b" and "c"; of an operand that is summed first, of the sum."""
         return {
             operand: owners(
                 self.summed_layout(operand) or self.problem.layout(operand), self.problem.shape(operand)
@@ -78,12 +78,12 @@ class Slicing:
         }
 
     def summed_layout(self, operand: Operand) -> Layout | None:
-        """Return the layout in which a partial operand is summed first; None if it is not summed."""
+        """Return the layout to which "a" or "b" is summed before the products; None if it is not, as for "c"."""
         return {"a": self.config.summed_a, "b": self.config.summed_b, "c": None}[operand]
 
     @cached_property
     def c_owners(self) -> OwnerMap:
-        """Return the owners of C: in each group every element, of a partial C in each term, has one owner."""
+        """Return which block of C each rank owns: in a group each element (of each term) has one owner."""
         dim = 0 if self.problem.m >= self.problem.n else 1
         return split_among_replicas(self.matrices["c"], dim, self.group_of)
 
@@ -103,7 +103,7 @@ class Slicing:
 
     @cached_property
     def position(self) -> dict[int, int]:
-        """Return the position of each rank among all ranks, ascending."""
+        """Return the position, from 0, of each global rank among the problem's ranks in ascending order."""
         return {rank: index for index, rank in enumerate(self.problem.ranks)}
 
     def nearest_holder(self, ranks: Sequence[int], rank: int) -> int:
@@ -114,9 +114,9 @@ class Slicing:
 
     @cached_property
     def loop_parts(self) -> tuple[LoopPart, ...]:
-        """Return the loop of a whole team: a part for each pair of classes and pair of terms of moving matrices.
+        """Return the loop of a whole team: one part per pair of classes and pair of terms of the moving matrices.
 
-        A partial C has no terms here: a product may be added to any of its terms.
+        A partial C counts as one term here: a product may be added to any of its terms.
         """
         dim = LOOP[self.config.stationary]
         left, right = (
@@ -137,10 +137,10 @@ class Slicing:
 
     @cached_property
     def teams(self) -> dict[int, tuple[int, ...]]:
-        """Return for each rank its team: the ranks of its group with the same box.
+        """Return for each global rank its team, ascending: the ranks of its group with the same box.
 
-        Of a partial stationary operand a box is one term. Of a partial C each term is a part of the loop
-        instead.
+        If A or B is stationary and partial, ranks with different terms have different boxes; ranks with different
+        terms of a partial C share a box.
         """
         stationary = self.matrices[self.config.stationary]
         members: dict[tuple[int, ...], list[int]] = {}
@@ -152,10 +152,10 @@ class Slicing:
 
     @cached_property
     def work(self) -> dict[int, tuple[LoopPart, ...]]:
-        """Return for each rank the parts of its team's loop that it runs over.
+        """Return for each global rank the parts of its team's loop that it computes.
 
-        Teams of different groups that have the same box share it out alike, so that their copies of C are
-        sums of the same products.
+        Teams of different groups with the same box divide the loop alike, so that their replicas of C are sums
+        of the same products.
         """
         alike: dict[tuple[BlockKey, int], list[tuple[int, ...]]] = {}
         stationary = self.matrices[self.config.stationary]
@@ -217,9 +217,9 @@ class Slicing:
         return second if first == LOOP[self.config.stationary] else first
 
     def shared_dim_segments(self, operand: Operand, rank: int) -> tuple[ClassSegment, ...]:
-        """Return the indices of a rank's box along the dim that it shares with moving matrix `operand`.
+        """Return the indices of a rank's box along the dim that the stationary matrix shares with `operand`.
 
-        They are cut where the holders of `operand`, or the place in their memory, change.
+        They are cut where the holders of the moving matrix `operand`, or the place in their memory, change.
         """
         stationary = self.config.stationary
         shared = self._shared_dim(operand)
@@ -240,12 +240,12 @@ class Slicing:
     # --- steps ----------------------------------------------------------------------------------------------
 
     def runs(self, rank: int) -> Sequence[tuple[LoopPart, CommonRun]]:
-        """Return the runs of a rank, with their loop parts, in the order of direct execution (section 4.2).
+        """Return the runs of a rank as (loop part, run of it), in the order of direct execution (section 4.2).
 
         Loop parts begin at an offset that differs by rank, so that ranks do not all ask one holder at a time.
         Then the run whose first step fetches the fewest elements of A and B is moved to the front, since no
-        product hides that fetch. Where several groups compute C it stays where it is: all groups go through a box
-        in the same order, so that copies of C are the same sums.
+        product hides that fetch. With several groups it is not moved: all groups go through a box in the same
+        order, so that replicas of C are the same sums.
         """
         runs = self._known_runs.get(rank)
         if runs is None:
@@ -283,8 +283,8 @@ class Slicing:
     def steps(self, rank: int) -> list[ProductStep]:
         """Return the local products of a rank in the order of `runs`, each run cut into about equal parts.
 
-        No part is longer than ceil(indices of the loop / `num_slices`), so that there are about `num_slices`
-        products; none where the rank holds nothing of the stationary matrix.
+        No part is longer than ceil(indices of the runs / `num_slices`), so that there are about `num_slices`
+        products. The list is empty if the rank holds nothing of the stationary matrix.
         """
         runs = self.runs(rank)
         counts = split_counts([run for _, run in runs], self.config.num_slices)
@@ -298,7 +298,7 @@ class Slicing:
 
     @cached_property
     def whole_steps(self) -> dict[int, tuple[ProductStep, ...]]:
-        """Return for each rank the products of its runs, uncut: they compute and move the same as the cut ones."""
+        """Return for each global rank one product per run, uncut; in all they do the same work as `steps`."""
         return {
             rank: tuple(self._step(rank, part, run, run) for part, run in self.runs(rank))
             for rank in self.problem.ranks
@@ -327,7 +327,7 @@ class Slicing:
     def product_key(self, rank: int, part: LoopPart, run: CommonRun) -> ProductKey:
         """Return a key of the product that a rank computes in `run` of its loop part `part`.
 
-        It is equal for ranks that multiply the same parts of A and B, whichever group they are in.
+        Keys are equal for ranks, of whatever group, that multiply the same parts of A and B.
         """
         row, column, term = self.matrices[self.config.stationary].block_of[rank]
         box = row, column, 0 if self.config.stationary == "c" else term

@@ -16,12 +16,12 @@ from meshweave.ir.volume import PhaseVolume, RankVolume, Volume
 def volume(slicing: Slicing, num_slices: int | None = None) -> Volume:
     """Return the exact FLOPs, exchanged bytes and messages of each rank in the program of a slicing.
 
-    They are by phase: sums of partial operands before the products, the products, sums of replicas of C after
-    them. `local_bytes` are those of elements added to the rank's memory; local copies, and results
-    that are stored and not added, are left out.
+    They are counted per phase: `before` (sums of partial operands), `during` (the products) and `after` (sums of
+    replicas of C). `local_bytes` of a rank counts the elements that are added to its memory, by any rank; local
+    copies, and results that are stored without an addition, are left out.
 
     Args:
-        num_slices: the number of slices to count with; None for the config's.
+        num_slices: replaces the config's `num_slices`; None keeps it.
     """
     problem = slicing.problem
     ranks = problem.ranks

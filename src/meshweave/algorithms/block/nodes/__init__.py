@@ -69,11 +69,11 @@ def _table() -> dict[type[LayerNode], NodeRecord[Any]]:
 
 
 def record_of(node: LayerNode) -> NodeRecord[Any]:
-    """Return the record of a node's type.
+    """Return the `NodeRecord` of a node's type: how its equations, functions, kernels and ops are made.
 
     Raises:
-        UnsupportedError: there is no record of the type, also none of an installed package, or two records are
-            of one type.
+        UnsupportedError: neither this package nor an installed one has a record of the type, or two records are of
+            one type.
     """
     record = _table().get(type(node))
     if record is None:
@@ -85,19 +85,21 @@ def record_of(node: LayerNode) -> NodeRecord[Any]:
 
 
 def is_timed(layer: LayerGraph) -> bool:
-    """Return whether a layer has a node with costs only, such as experts: its programs then have no equations.
+    """Return whether a layer has a node with costs only, such as experts, so that its programs have no equations.
 
     Raises:
-        UnsupportedError: there is no record of a node before the first of these.
+        UnsupportedError: a node before the first such node has no `NodeRecord`.
     """
     return any(record_of(node).is_timed for node in layer.nodes)
 
 
 def kernels_of(problem: BlockProblem, roles: Roles) -> Iterator[Kernel]:
-    """Yield the kernels of the first layer, forward and backward, on the rank with the largest shards.
+    """Yield the kernels of a problem's first layer, forward and backward, on the rank with the largest shards.
+
+    Sums of gradients are included, communication is not.
 
     Raises:
-        UnsupportedError: there is no record of a node.
+        UnsupportedError: a node has no `NodeRecord`.
     """
     sizes, layer = RankSizes(problem), layers_of(problem)[0]
     for at in layer.nodes:

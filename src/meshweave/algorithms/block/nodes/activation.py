@@ -20,9 +20,10 @@ class ActivationRecord(CallRecord[Activation]):
     fn = "activation"
 
     def calls(self, node: Activation, is_exact: bool) -> tuple[Callable[..., Any], ...]:
-        """Return (activation(y), gradient(dout, y)), functions of arrays; of small integers if `is_exact`.
+        """Return two functions of arrays: activation(y), and its gradient(dout, y) with respect to y.
 
-        `y` is (..., features), for a gated activation (..., 2 features) with gate and input by turns.
+        `y` is (..., features), for a gated activation (..., 2 features) with a gate and an input column by turns.
+        If `is_exact` the functions give small integers instead.
         """
         return (_INTEGER if is_exact else _REAL)["gated" if node.gated else "plain"]
 

@@ -19,7 +19,7 @@ from meshweave.ir.work import move_work
 
 
 class AddRecord(NodeRecord[EdgeSum]):
-    """A sum of edges. Terms that are partial sums on each rank are added first and then reduced together."""
+    """A sum of activations. Terms that are partial sums on each rank are added first and then reduced together."""
 
     node_type = EdgeSum
 
@@ -32,20 +32,23 @@ class AddRecord(NodeRecord[EdgeSum]):
         yield from ()
 
     def compute(self, at: NodePlace[EdgeSum], known: Known, functions: Functions) -> None:
-        """Compute the sum and store it in `known`."""
+        """Compute the sum and store it in `known`.
+
+        `known` has whole arrays by tensor name.
+        """
         known[at.out] = np.sum([known[at.layer.edge(edge)] for edge in at.node.ins], 0)
 
     def compute_gradient(self, at: NodePlace[EdgeSum], known: Known, functions: Functions) -> None:
         """Do nothing: each term has the gradient of the sum."""
 
     def kernels(self, at: NodePlace[EdgeSum], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the additions of the forward part: one for each term but the first."""
+        """Yield the first rank's additions of the forward part: one for each term but the first."""
         elements = sizes.tokens(roles.residual) * sizes.features(at.node.features, roles.residual)
         for _ in at.node.ins[1:]:
             yield Kernel(move_work(elements, sizes.problem.dtype, "add"), "forward")
 
     def write(self, at: NodePlace[EdgeSum], writer: NodeWriter) -> None:
-        """Write the sum of terms that are partial sums, its reduction over ranks, and the sum with the others."""
+        """Write the addition of terms that are partial sums, their reduction over ranks, and other additions."""
         out, layer, ops = writer.out(at), at.layer, writer.writer
         terms = [layer.edge(edge) for edge in at.node.ins if layer.home(edge) != at.out]
         in_parts = [

@@ -49,10 +49,10 @@ class RingCore:
     """Writes one layer's ring attention along the mesh axis with index `axis`, with its buffers.
 
     Attributes:
-        inner: the joint queries, keys and values, the input of attention.
-        core: its output, the heads.
-        log_sums: the log-sum-exp of each head's scores.
-        positions: the positions of all tokens of a sequence, whole on every rank.
+        inner: buffer of the joint queries, keys and values, the input of attention.
+        core: buffer of the heads, the output of attention.
+        log_sums: buffer of the log-sum-exp of each token's scores in each head.
+        positions: buffer of the positions of all tokens of a sequence, whole on every rank.
     """
 
     writer: BlockWriter
@@ -98,7 +98,7 @@ class RingCore:
         return batch, heads, queries, count, self.at.node.width
 
     def forward(self) -> None:
-        """Write ring attention: from the joint queries, keys and values into the heads `core` and `log_sums`."""
+        """Write ring attention forward: from queries, keys and values in `inner` to `core` and `log_sums`."""
         writer, names, node, fn = self.writer, ring_names(self.at), self.at.node, self.at.fn
         elements = (writer.elements(self.inner),)
         ins: tuple[Stored, ...] = (self.inner, self._positions())
@@ -121,7 +121,10 @@ class RingCore:
         writer.call(fn("finish_attention"), (self.core, self.log_sums), running, "elementwise", elements)
 
     def backward(self, of_core: Stored, of_inner: Stored) -> None:
-        """Write the gradient of queries, keys and values, `of_inner`, from that of the heads, `of_core`."""
+        """Write ring attention backward: from `of_core`, the gradient of the heads, to `of_inner`.
+
+        `of_inner` is the buffer of the gradient of the joint queries, keys and values.
+        """
         writer, names, node, fn = self.writer, ring_names(self.at), self.at.node, self.at.fn
         width = node.per_group * node.width
         names = {**names, **{f"of {key}": f"D{names[key]}" for key in ("queries", "keys")}}
@@ -170,11 +173,11 @@ class AttentionRecord(NodeRecord[Attention]):
     node_type = Attention
 
     def tensors(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Tensor]:
-        """Yield the tensors that the equations of attention name.
+        """Yield the tensors that only the equations of attention name, in global shapes.
 
-        They are the log-sum-exp of scores (tokens, heads); it, the operand and the result as (batch, sequence,
-        groups of heads, columns of a group), with gradients of the last two; and with a ring its own tensors,
-        and the positions (sequence,).
+        They are the log-sum-exp of scores (tokens, heads); log-sum-exp, operand and result as (batch, sequence,
+        groups of heads, columns of a group), with gradients of operand and result; and for ring attention the
+        tensors of its steps and the positions (sequence,).
         """
         node, real = at.node, at.problem.statistics_dtype
         sums = at.own(node.sums)
@@ -189,9 +192,9 @@ class AttentionRecord(NodeRecord[Attention]):
             yield Tensor(POSITIONS, (at.problem.sequence,), real)
 
     def meanings(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the heads and their log-sum-exp: attention within each group of heads.
+        """Yield the equations of the heads and of the log-sum-exp of their scores, for each group of heads.
 
-        Where ranks divide the sequence, they are those of attention in a ring.
+        If an axis shards the sequence in attention, they are those of ring attention.
         """
         yield Same(f"{at.operand}_units", at.operand)
         if roles.ring_axis is not None:
@@ -203,9 +206,9 @@ class AttentionRecord(NodeRecord[Attention]):
             yield Same(name, f"{name}_units")
 
     def gradient_meanings(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the contribution to the gradient of the joint queries, keys and values.
+        """Yield the equations of the node's term of the gradient of the joint queries, keys and values.
 
-        They are of each group of heads; where ranks divide the sequence, those of attention in a ring.
+        They are for each group of heads; if an axis shards the sequence in attention, those of ring attention.
         """
         if roles.ring_axis is not None:
             yield from ring_gradient_meanings(at)
@@ -217,26 +220,36 @@ class AttentionRecord(NodeRecord[Attention]):
         yield Same(at.contribution_name(at.node.ins[0]), f"D{at.operand}_units")
 
     def functions(self, node: Attention, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions of attention and its gradient by name: whole, and in steps of a ring.
+        """Return the functions of attention and its gradient, by name: for whole sequences, and for ring steps.
 
-        They are those of small integers if `problem.exact`; else real ones, which compute 16-bit arguments in
-        single precision.
+        They give small integers if `problem.exact`; else they compute attention, 16-bit arguments in single
+        precision.
         """
         if problem.exact:
             return IntegerAttention(node, problem.sequence).table()
         return widened(RealAttention(node, problem.sequence).table())
 
     def compute(self, at: NodePlace[Attention], known: Known, functions: Functions) -> None:
-        """Compute the heads and the log-sum-exp of their scores without sharding and store them in `known`."""
+        """Compute the heads and the log-sum-exp of their scores in one process, and store them in `known`.
+
+        `known` has whole arrays by tensor name.
+        """
         known[at.out], known[at.own(at.node.sums)] = functions[at.fn("attention")](known[at.operand])
 
     def compute_gradient(self, at: NodePlace[Attention], known: Known, functions: Functions) -> None:
-        """Store in `known` the contribution to the gradient of the joint queries, keys and values."""
+        """Store in `known` the node's term of the gradient of the joint queries, keys and values.
+
+        `known` has whole arrays by tensor name.
+        """
         ins = (known[name] for name in (at.arriving, at.operand, at.out, at.own(at.node.sums)))
         known[at.contribution_name(at.node.ins[0])] = functions[at.fn("attention_grad")](*ins)
 
     def kernels(self, at: NodePlace[Attention], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the first rank's kernels of attention and its gradient; each runs once per rank of a ring."""
+        """Yield the first rank's kernels of attention and its gradient; with a ring each runs once per rank.
+
+        In a ring each is priced for as many keys as the first step has, fewer than other steps have if masked keys
+        are not counted.
+        """
         node, core, dtype = at.node, roles.core(at.node.group == "attention"), at.problem.dtype
         queries = sizes.sequence(core)
         heads = sizes.features(Features("heads", node.groups, node.per_group), core)
@@ -246,10 +259,10 @@ class AttentionRecord(NodeRecord[Attention]):
             yield Kernel(work, part, sizes.ring(roles))
 
     def write(self, at: NodePlace[Attention], writer: NodeWriter) -> None:
-        """Write attention of the heads of a rank, or the ring over ranks that divide the sequence.
+        """Write attention of a rank's heads, or ring attention if an axis shards the sequence in attention.
 
         Raises:
-            LayoutError: there is a ring, and the layer has several attentions, whose keys would have one name.
+            LayoutError: it is ring attention, and the layer has several attention nodes.
         """
         if writer.roles.ring_axis is not None and len(at.layer.graph.attentions) > 1:
             raise LayoutError("a layer with several attentions has no ring yet; give context=1")
@@ -265,7 +278,7 @@ class AttentionRecord(NodeRecord[Attention]):
         writer.writer.call(at.fn("attention"), (out, sums), (inner,), "attention", shape)
 
     def write_gradient(self, at: NodePlace[Attention], writer: NodeWriter) -> None:
-        """Write the gradient of attention: one call, or the steps of a ring."""
+        """Write the gradient of attention: one call, or the steps of ring attention."""
         edge, arriving = at.node.ins[0], writer.arriving(at)
         out = writer.contribution(at, edge)
         if writer.roles.ring_axis is not None:
@@ -287,7 +300,7 @@ class AttentionRecord(NodeRecord[Attention]):
 
 
 class SinkAttentionRecord(AttentionRecord):
-    """Attention with sinks, priced as attention without them; it has no functions, so its programs do not run."""
+    """Attention with sinks, priced like attention without them. It has no functions: programs cannot run."""
 
     node_type = SinkAttention
 
@@ -297,9 +310,9 @@ class SinkAttentionRecord(AttentionRecord):
 
 
 def priced_keys(at: NodePlace[Attention], sequence: int) -> int:
-    """Return the keys per query for which attention over `sequence` positions is priced.
+    """Return the number of keys per query for which attention over `sequence` positions is priced.
 
-    All of them if the problem counts masked pairs, else the mean number that mask and window leave.
+    It is `sequence` if the problem `counts_masked` pairs, else the mean number that mask and window leave.
     """
     return sequence if at.problem.counts_masked else at.node.mean_keys(sequence)
 

@@ -34,21 +34,27 @@ _NAMES = (
 
 
 class AttentionFunctions(ABC):
-    """The functions of attention over sequences of `sequence` tokens."""
+    """The functions of attention over sequences of `sequence` tokens.
+
+    Arrays (numpy, torch or jax) are (batch, sequence, columns), or (tokens, columns) without a ring. The columns
+    of one group of heads, which share a key and a value, follow those of another: in `qkv` the queries, the key
+    and the value of a group, in `queries` its queries, in `keys` its key and value, in log-sums one column per
+    query head.
+    """
 
     def __init__(self, node: Attention, sequence: int) -> None:
         self.node, self.sequence = node, sequence
         self.width, self.per_group = node.width, node.per_group
 
     def table(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions that programs call, by the names of their methods."""
+        """Return the functions that programs call, by the names of the methods here."""
         return {name: getattr(self, name) for name in _NAMES}
 
     def mask(self, here: Values, there: Values) -> Values:
-        """Return booleans (queries, keys): whether the query at `here` attends to the key at `there`.
+        """Return booleans (queries, keys): whether each query attends to each key.
 
-        Both are positions, of one dim. A query attends to keys up to its own position, and within the window of
-        the node if it has one.
+        `here` are the positions of the queries, `there` those of the keys, both 1-D. A query attends to keys up to
+        its own position, and only within the node's window if it has one.
         """
         distance = here[:, None] - there[None, :]
         if self.node.window is None:
@@ -100,9 +106,9 @@ class AttentionFunctions(ABC):
         return joined.swapaxes(1, 2).reshape(like.shape)
 
     def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
-        """Split `qkv` into [queries, keys with values], each (batch, sequence, columns), group after group.
+        """Return [queries, keys with values] of `qkv`, each (batch, sequence, columns), group after group.
 
-        Queries and keys are rotated by `positions` (those of the rank's tokens, 1-D) if the node is rotary.
+        Queries and keys get rotary embedding by `positions` (those of the rank's tokens, 1-D) if the node has it.
         """
         queries, keys, values = self._split(qkv)
         queries, keys = self._turned(queries, positions), self._turned(keys, positions)
@@ -110,10 +116,10 @@ class AttentionFunctions(ABC):
         return [self._joined(queries, qkv), self._joined(joined, qkv)]
 
     def merge_heads(self, of_queries: Values, of_keys: Values, positions: Values) -> Values:
-        """Return the gradient with respect to `qkv`, from those with respect to both results of `split_heads`.
+        """Return the gradient with respect to `qkv`, from the gradients of the results of `split_heads`.
 
-        All are (batch, sequence, columns). Rotary embedding is undone; `positions` are those of the rank's
-        tokens, 1-D.
+        All are (batch, sequence, columns); `of_keys` is for keys with values. Rotary embedding is undone;
+        `positions` are those of the rank's tokens, 1-D.
         """
         d, r = self.width, self.per_group
         queries, (keys, values) = self._heads(of_queries, d), self._keys(of_keys)
@@ -123,9 +129,10 @@ class AttentionFunctions(ABC):
         return self._merged(queries, keys, values, like)
 
     def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
-        """Return the gradient of attention with respect to `qkv`, in its shape.
+        """Return the gradient with respect to `qkv`, in its shape.
 
-        `dout` is the gradient of the heads `out`, and `log_sums` their log-sum-exp, both results of `attention`.
+        `out` (the heads) and `log_sums` (the log-sum-exp of scores) are the results of `attention`, and `dout` is
+        the gradient with respect to `out`.
         """
         *operands, scores = self._scores(qkv)
         queries, keys, values = self._gradients(scores, operands, dout, out, log_sums)
@@ -135,11 +142,15 @@ class AttentionFunctions(ABC):
     def attend_grad(
         self, dout: Values, queries: Values, out: Values, log_sums: Values, keys: Values, *positions: Values
     ) -> list[Values]:
-        """Return [gradient of `queries`, gradient of `keys`] of attention to these keys and values alone.
+        """Return [gradient of `queries`, gradient of `keys`] that come from attention to these keys and values.
 
-        Those of the queries add up over all parts of the keys. In `keys` a group has its key, then its value.
-        `dout` is the gradient of the heads `out`, and `log_sums` their log-sum-exp, both over all keys.
-        `positions` are two: those of the queries, then those of the keys, 1-D.
+        The gradients of `queries` for all parts of the keys add up.
+
+        Args:
+            dout: the gradient of the heads `out`.
+            out, log_sums: heads and log-sum-exp of scores, over all keys.
+            keys: some of the keys, with their values.
+            positions: two arrays, 1-D: positions of the queries, then positions of these keys.
         """
         operands = self._heads(queries, self.width), *self._keys(keys)
         scores = self._masked(*operands[:2], *positions)
@@ -166,7 +177,12 @@ class AttentionFunctions(ABC):
 
 
 class RealAttention(AttentionFunctions):
-    """Causal softmax attention as models compute it, with rotary positions where the node has them."""
+    """Causal softmax attention as models compute it, with rotary positions if the node has them.
+
+    Arrays are (batch, sequence, columns), or (tokens, columns) without a ring. Columns are group after group of
+    heads that share a key and a value: in `qkv` a group has its queries, key and value, in `keys` its key and
+    value.
+    """
 
     def _scores(self, qkv: Values) -> tuple[Values, Values, Values, Values]:
         """Return queries and keys as they are multiplied, values, and masked scores."""
@@ -195,7 +211,7 @@ class RealAttention(AttentionFunctions):
         return module.concatenate(parts, -1)
 
     def attention(self, qkv: Values) -> list[Values]:
-        """Return [heads, log-sum-exp] of causal softmax attention, (..., heads x width) and (..., heads)."""
+        """Return [heads (..., heads x width), log-sum-exp of scores (..., heads)] of causal softmax attention."""
         module = array_module(qkv)
         _, _, values, scores = self._scores(qkv)
         greatest = module.amax(scores, -1)[..., None]
@@ -219,8 +235,12 @@ class RealAttention(AttentionFunctions):
     ) -> list[Values]:
         """Return [sums of weighted values, greatest scores, sums of weights] after more keys, by online softmax.
 
-        `before` has the same three after the keys so far, all 0 at first. `keys` has keys and values; `here` and
-        `there` are the positions of queries and keys, 1-D. A greatest score is 0 until a key is attended to.
+        Args:
+            queries: the queries of the rank's tokens.
+            keys: the further keys, with their values.
+            here, there: positions of the queries, and of these keys, 1-D.
+            before: the same three arrays after the keys so far, all 0 at first. A greatest score is 0 until its
+                query attends to a key.
         """
         if not there.shape[0]:
             return list(before)
@@ -238,14 +258,17 @@ class RealAttention(AttentionFunctions):
         return [self._joined(part, queries) for part in (out, finite, total)]
 
     def finish_attention(self, so_far: Values, greatest: Values, weights: Values) -> list[Values]:
-        """Return [heads, log-sum-exp of each query's scores] from the results of `attend` after all keys."""
+        """Return [heads, log-sum-exp of scores] from the three results of `attend` after all keys."""
         d = self.width
         out = self._heads(so_far, d) / self._heads(weights, 1)
         return [self._joined(out, so_far), greatest + array_module(weights).log(weights)]
 
 
 class IntegerAttention(AttentionFunctions):
-    """Functions of small integers in place of those of attention, so that results compare with `==`."""
+    """Functions that give small integers in place of attention, so that results compare with `==`.
+
+    They depend on the same elements as attention, and have its shapes. Their "gradients" are no derivatives.
+    """
 
     def _scores(self, qkv: Values) -> tuple[Values, Values, Values, Values]:
         queries, keys, values = self._split(small(qkv))
@@ -254,16 +277,16 @@ class IntegerAttention(AttentionFunctions):
         return queries, keys, values, scores * like(1.0 * self.mask(here, here), scores)
 
     def attention(self, qkv: Values) -> list[Values]:
-        """Return small integers in place of the heads and of the log-sum-exp."""
+        """Return [small integers in place of the heads, small integers in place of the log-sum-exp]."""
         _, _, values, scores = self._scores(qkv)
         return [self._joined(small(scores @ values), qkv), self._joined(scores.sum(-1)[..., None], qkv)]
 
     def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
-        """Return small integers in place of the gradient of attention."""
+        """Return small integers in place of the gradient with respect to `qkv`, in its shape."""
         return small(super().attention_grad(dout, qkv, out, log_sums))
 
     def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
-        """Return small integers in place of the queries, and of keys with values."""
+        """Return [small integers in place of the queries, small integers in place of keys with values]."""
         return super().split_heads(small(qkv), positions)
 
     def _masked(self, queries: Values, keys: Values, here: Values, there: Values) -> Values:
@@ -285,10 +308,9 @@ class IntegerAttention(AttentionFunctions):
     def attend(
         self, queries: Values, keys: Values, here: Values, there: Values, *before: Values
     ) -> list[Values]:
-        """Return the three arrays `before`, with terms of small integers added for more keys.
+        """Return the three arrays `before`, with small integers added for more keys.
 
-        They stand in place of the results of online softmax; arguments and shapes are those of
-        `RealAttention.attend`.
+        They stand for the results of online softmax; arguments and shapes are those of `RealAttention.attend`.
         """
         own_keys, values = self._keys(keys)
         scores = self._masked(self._heads(queries, self.width), own_keys, here, there)

@@ -24,14 +24,15 @@ from meshweave.ir.program.meanings import Function, Meaning, Same, TensorPart
 class CallRecord(NodeRecord[AnyNode]):
     """A node with one function of its input, and perhaps of parameters.
 
-    A parameter that all units share, such as the gain of all heads, is whole on every rank. A parameter with
-    features of the edge, such as a gain per feature, is sharded as these are, and functions get a rank's shard.
+    The function works on one unit of features at a time, such as a head; no rank has a part of a unit. A parameter
+    that all units share, such as the gain of all heads, is whole on every rank. A parameter with features of the
+    input, such as a gain per feature, is sharded as these are, and functions get a rank's shard.
 
     Attributes:
         fn: the name of the function; the name of its gradient with respect to the input ends in "_grad", that
             with respect to parameters in "_weight_grad".
         work: how it is priced: "elementwise", or "norm" of rows.
-        view: the suffix of the names of its edges seen by units.
+        view: what the names of tensors end in that show an activation as (tokens, units, features of a unit).
     """
 
     fn: ClassVar[str]
@@ -40,17 +41,17 @@ class CallRecord(NodeRecord[AnyNode]):
 
     @abstractmethod
     def calls(self, node: AnyNode, is_exact: bool) -> tuple[Callable[..., Any], ...]:
-        """Return (function, its gradient by the input), and with parameters also the gradient by the parameters.
+        """Return the node's function, its gradient with respect to the input, and if any that of the parameters.
 
-        The first takes (input, parameters), the second (gradient of the result, input, parameters), the third
-        (gradient of the result, input, sum so far), of which it returns the new sum. With `is_exact` they
-        compute on small integers.
+        The function takes (input, parameters); its gradient takes (gradient of the result, input, parameters). The
+        gradient of the parameters takes (gradient of the result, input, sum so far), and returns the new sum. With
+        `is_exact` all give small integers.
         """
 
     def functions(self, node: AnyNode, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the function, named `fn`, and its gradients, `fn` with "_grad" and "_weight_grad", by name.
+        """Return the functions of `calls` by name: `fn`, and `fn` with "_grad" and "_weight_grad" added.
 
-        The last is there only for nodes with parameters. They give small integers if `problem.exact`.
+        The last one is there only for nodes with parameters. They give small integers if `problem.exact`.
         """
         names = self.fn, f"{self.fn}_grad", f"{self.fn}_weight_grad"
         table = dict(zip(names, self.calls(node, problem.exact), strict=False))
@@ -81,9 +82,9 @@ class CallRecord(NodeRecord[AnyNode]):
         return TensorPart(name, at.element)
 
     def tensors(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Tensor]:
-        """Yield the input seen by units, (tokens, units, features of a unit), and its gradient.
+        """Yield the input and its gradient as tensors (tokens, units, features of a unit), in global shapes.
 
-        Where units of the result have several features, as heads have, also the result and its gradient.
+        If units of the result have several features, as heads have, also the result and its gradient.
         """
         for name, features in self._ends(at):
             for prefix in ("", "D"):
@@ -99,7 +100,7 @@ class CallRecord(NodeRecord[AnyNode]):
             yield Same(at.out, self._units(at.out))
 
     def gradient_meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the contribution to the input's gradient, and of gradients of parameters."""
+        """Yield the equations of the node's term of the input's gradient, and of gradients of parameters."""
         arriving = at.arriving
         if at.node.makes.unit > 1:
             arriving = f"D{at.out}"
@@ -114,12 +115,18 @@ class CallRecord(NodeRecord[AnyNode]):
             yield Function(of, at.fn(f"{self.fn}_weight_grad"), (*ins, of), reduce="sum")
 
     def compute(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Compute the node's result without sharding and store it in `known`."""
+        """Compute the node's result in one process and store it in `known`.
+
+        `known` has whole arrays by tensor name.
+        """
         parameters = (known[name] for name in self._parameters(at))
         known[at.out] = functions[at.fn(self.fn)](known[at.operand], *parameters)
 
     def compute_gradient(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Store in `known` the contribution to the input's gradient, and gradients of parameters."""
+        """Store in `known` the node's term of the input's gradient, and gradients of parameters.
+
+        `known` has whole arrays by tensor name.
+        """
         ins, names = (known[at.arriving], known[at.operand]), self._parameters(at)
         gradient = functions[at.fn(f"{self.fn}_grad")](*ins, *(known[name] for name in names))
         known[at.contribution_name(at.node.ins[0])] = gradient
@@ -127,7 +134,10 @@ class CallRecord(NodeRecord[AnyNode]):
             known[f"D{name}"] = functions[at.fn(f"{self.fn}_weight_grad")](*ins, 0 * known[name])
 
     def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the first rank's kernels of the function and of its gradient by the input, not by parameters."""
+        """Yield the first rank's kernels of the function and of its gradient with respect to the input.
+
+        Gradients of parameters are left out.
+        """
         node, core = at.node, roles.core(at.node.group == "attention")
         if node.makes.dim == "hidden":
             core = roles.residual
@@ -148,7 +158,10 @@ class CallRecord(NodeRecord[AnyNode]):
         writer.writer.call(at.fn(self.fn), (out,), ins, self.work, self._shape(writer, out))
 
     def write_gradient(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the call of the contribution to the input's gradient; `postpone` those of the parameters."""
+        """Write the call for the node's term of the input's gradient.
+
+        The calls for the parameters are passed to `NodeWriter.postpone`, to be written later.
+        """
         edge, names = at.node.ins[0], self._parameters(at)
         arriving, out = writer.arriving(at), writer.contribution(at, edge)
         ins, shape = (arriving, writer.edge(at)), self._shape(writer, arriving)

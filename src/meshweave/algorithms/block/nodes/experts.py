@@ -43,10 +43,10 @@ class RouterRecord(TimedRecord[Router]):
     def works(
         self, node: Router, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield ("compute", work) of the router for `tokens` of one rank.
+        """Yield ("compute", work) for each op of the router, for `tokens` of one rank.
 
-        Forward it is the product with the router's weight, backward its two gradients; then reads and writes of
-        the scores (tokens, experts) in float32.
+        `part` "forward" is the product with the router's weight, "backward" the products for its two gradients;
+        then come reads and writes of the scores (tokens, experts) in float32.
         """
         if part == "forward":
             yield COMPUTE, matmul_work(tokens, node.experts, node.hidden, problem.dtype)
@@ -103,10 +103,11 @@ class DispatchRecord(TimedRecord[DispatchCopies]):
     def works(
         self, node: DispatchCopies, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield (lane, work) of sending copies of a rank's `tokens`; backward, of bringing gradients back.
+        """Yield (lane, work) for each op that sends copies of a rank's `tokens`; backward, returns gradients.
 
-        In "compute" copies are written and sorted; in "experts" are the exchange, and the all-gather of ranks
-        that share an expert. Backward all come in reverse, with a reduce-scatter.
+        In lane "compute" copies are written and sorted; in lane "experts" are the exchange, and the all-gather
+        over ranks that share an expert. Backward the ops come in reverse, with a reduce-scatter for the
+        all-gather.
         """
         return _exchanged(node, problem, tokens, "dispatch" if part == "forward" else "combine")
 
@@ -119,10 +120,11 @@ class CombineRecord(TimedRecord[CombineCopies]):
     def works(
         self, node: CombineCopies, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield (lane, work) of bringing results back for a rank's `tokens`; backward, of sending gradients.
+        """Yield (lane, work) for each op that returns results of a rank's `tokens`; backward, sends gradients.
 
-        In "experts" are the reduce-scatter of ranks that share an expert, and the exchange; in "compute"
-        copies are sorted and summed. Backward all come in reverse, with an all-gather.
+        In lane "experts" are the reduce-scatter over ranks that share an expert, and the exchange; in lane
+        "compute" copies are sorted and summed. Backward the ops come in reverse, with an all-gather for the
+        reduce-scatter.
         """
         return _exchanged(node, problem, tokens, "combine" if part == "forward" else "dispatch")
 
@@ -135,10 +137,10 @@ class ExpertsRecord(TimedRecord[Experts]):
     def works(
         self, node: Experts, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield (lane, work) of the experts of one rank; `tokens` are those of a rank before dispatch.
+        """Yield ("compute", work) for each op of one rank's experts; `tokens` are those of a rank before dispatch.
 
-        Grouped products are one call for the forward part and two for the backward part. Otherwise the products
-        of the experts and the pass over inner features are yielded one by one.
+        Grouped products are one op for the forward part and two for the backward part. Otherwise each product of
+        all experts, and each pass over inner features, is an op.
         """
         ranks = problem.experts or ExpertRanks()
         rows = math.ceil(tokens * node.chosen * ranks.tensor * ranks.load)
@@ -176,12 +178,12 @@ def _works_apart(
 
 
 def experts_work(shape: tuple[int, int, int, int, int], dtype: str, part: str = "") -> Compute:
-    """Return the work of one rank's experts as one call: both products and the activation between them.
+    """Return the work (FLOPs and bytes) of one rank's experts as one call: two products, activation between them.
 
     Args:
-        shape: (rows of all experts, hidden features, inner features, experts, columns of the first product
-            per inner feature).
-        part: "" forward, "input_grad" or "weight_grad".
+        shape: (rows of all experts of the rank, hidden features, inner features, experts of the rank, columns of
+            the first product per inner feature: 2 with a gate, else 1).
+        part: "" for the forward part, "input_grad" or "weight_grad" for one half of the backward part.
     """
     rows, hidden, inner, experts, columns = shape
     flops = 2 * rows * hidden * inner * (columns + 1)
@@ -198,5 +200,5 @@ class SharedGateRecord(TimedRecord[SharedGate]):
     def works(
         self, node: SharedGate, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield ("compute", work): the gate reads and writes 3 (tokens, hidden) arrays in all, backward 6."""
+        """Yield ("compute", work) once: reads and writes of 3 arrays (tokens, hidden), or of 6 backward."""
         yield streamed(problem, (3 if part == "forward" else 6) * tokens * node.hidden)

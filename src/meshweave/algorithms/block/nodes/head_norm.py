@@ -21,16 +21,20 @@ class HeadNormRecord(CallRecord[HeadNorm]):
     view = "heads_units"
 
     def calls(self, node: HeadNorm, is_exact: bool) -> tuple[Callable[..., Any], ...]:
-        """Return the norm of (x, gain), `x`'s gradient of (dy, x, gain), and the gains' of (dy, x, so_far).
+        """Return norm(x, gain), its gradient(dy, x, gain) with respect to x, and gain_gradient(dy, x, so_far).
 
-        They are of small integers if `is_exact`.
+        `dy` is the gradient of the result; the last function returns `so_far` plus the gain's gradient. All give
+        small integers if `is_exact`.
         """
         own = _HeadNorms(node, is_exact)
         return own.norm, own.gradient, own.weight_gradient
 
 
 class JointNormRecord(HeadNormRecord):
-    """A norm of queries and keys over all heads together, priced as a norm in each head; it has no functions."""
+    """A norm of queries and keys over all heads together, priced like a norm in each head.
+
+    It has no functions, so its programs cannot run.
+    """
 
     node_type = JointNorm
 

@@ -28,13 +28,14 @@ PARTS: tuple[tuple[PassPart, str], ...] = (("forward", ""), ("backward", "input_
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel of the first rank, which has the largest shards.
+    """A computation of the first rank, which has the largest shards.
 
     Attributes:
+        work: its FLOPs, bytes and sizes.
         part: the part of the layer that it belongs to, "forward" or "backward".
         times: how often it runs.
-        sliced: of a product, the index in (m, n, k) of the dim that has the features of the forward operand;
-            0 of other kernels.
+        sliced: for a product, the index in (m, n, k) of the dim that has the features of the forward operand;
+            0 for other kernels.
     """
 
     work: Compute
@@ -44,30 +45,33 @@ class Kernel:
 
 
 class RankSizes:
-    """Sizes of the shard of a tensor on the first rank, which has the largest one."""
+    """Sizes of tensors on the first rank, which has the largest shards.
+
+    A layout, `dims`, has for each mesh axis the dim that it shards, "" or "partial".
+    """
 
     def __init__(self, problem: BlockProblem) -> None:
         self.problem, self._mesh = problem, problem.mesh
         self._batch, self._sequence = Side("batch", problem.batch), Side("sequence", problem.sequence)
 
     def batch(self, dims: AxisDims) -> int:
-        """Return how many sequences the rank has in layout `dims`."""
+        """Return how many sequences the first rank has in layout `dims`."""
         return largest_extent(self._mesh, self._batch, dims)
 
     def sequence(self, dims: AxisDims) -> int:
-        """Return how many positions of each sequence the rank has in layout `dims`."""
+        """Return how many positions of each sequence the first rank has in layout `dims`."""
         return largest_extent(self._mesh, self._sequence, dims)
 
     def tokens(self, dims: AxisDims) -> int:
-        """Return how many tokens the rank has in layout `dims`: its sequences times its positions of each."""
+        """Return how many tokens the first rank has in layout `dims`: sequences times positions of each."""
         return self.batch(dims) * self.sequence(dims)
 
     def features(self, features: Features, dims: AxisDims) -> int:
-        """Return how many of these features the rank has in layout `dims`; they are divided in whole units."""
+        """Return how many of these features the first rank has in layout `dims`; units are never split."""
         return largest_extent(self._mesh, side_of(features), dims)
 
     def ring(self, roles: Roles) -> int:
-        """Return the number of ranks that keys and values go round in ring attention; 1 without a ring."""
+        """Return the number of ranks around which ring attention sends keys and values; 1 without a ring."""
         return 1 if roles.ring_axis is None else self._mesh.shape[roles.ring_axis]
 
     def streamed(
@@ -76,9 +80,9 @@ class RankSizes:
         """Return a kernel that is priced by memory alone: `passes` times the bytes of an array, no FLOPs.
 
         Args:
-            call: the kind of work, a key of `CALL_DIMS` whose sizes are the dims of one array, as "norm".
+            call: the kind of work, a key of `CALL_DIMS` whose sizes are the dims of one array, such as "norm".
             shape: the array's sizes on the first rank, those that `CALL_DIMS` names for `call`; its elements
-                are of the problem's dtype.
+                have the problem's dtype.
             passes: reads of the array plus writes of it.
             part: the part of the layer that it belongs to, "forward" or "backward".
             name: the gradient that it computes, "input_grad" or "weight_grad"; "" forward, or where it is a sum.

@@ -28,7 +28,7 @@ class LocalLinearRecord(TimedRecord[LocalLinear]):
     def works(
         self, node: LocalLinear, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield (lane, work): the product with `tokens` rows, those of one rank; backward, its two gradients."""
+        """Yield ("compute", work): the product for one rank's `tokens`; backward, those for its two gradients."""
         k, n = node.operand.size, node.result.size
         if part == "forward":
             yield COMPUTE, matmul_work(tokens, n, k, problem.dtype)
@@ -44,17 +44,17 @@ class LatentNormRecord(NormRecord):
 
 
 class LatentAttentionRecord(AttentionRecord):
-    """Attention whose keys end in a part that all heads share, which every rank has whole."""
+    """Attention whose keys end in features that all heads share, and that every rank has whole."""
 
     node_type = LatentAttention
 
     def write(self, at: NodePlace[LatentAttention], writer: NodeWriter) -> None:  # type: ignore[override]
-        """Write attention of the heads of a rank, after a gather of the latent if ranks divide its tokens.
+        """Write attention of a rank's heads, after an all-gather of the latent if an axis shards its tokens.
 
-        The last features of the latent are the part of the keys that all heads share.
+        The last features of the latent are those of the keys that all heads share.
 
         Raises:
-            LayoutError: the roles divide the sequence over a ring, which latent attention does not have.
+            LayoutError: a role is that of ring attention, which latent attention does not have.
         """
         if writer.roles.ring_axis is not None:
             raise LayoutError("latent attention has no ring yet; give context=1")
@@ -69,11 +69,11 @@ class LatentAttentionRecord(AttentionRecord):
         writer.end_site()
 
     def write_gradient(self, at: NodePlace[LatentAttention], writer: NodeWriter) -> None:  # type: ignore[override]
-        """Write the call of the gradient with respect to the queries, the keys with values, and the latent.
+        """Write the call for the gradients of the queries, of the keys with values, and of the latent.
 
-        Where the node is the first reader of one of these, the contributions of its other readers are added.
-        Ranks that divide the heads have terms of the latent's gradient, which are summed where they divide its
-        tokens.
+        If the node is the first reader of one of these, the terms of other readers are added to its gradient.
+        Along axes that shard the heads, ranks have terms of the latent's gradient, which are summed over ranks if
+        the latent is sharded there.
         """
         arriving, ins = writer.arriving(at), self._ins(at, writer)
         queries, keys = (writer.contribution(at, edge) for edge in at.node.ins[:2])

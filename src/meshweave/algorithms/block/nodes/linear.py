@@ -22,18 +22,18 @@ from meshweave.ir.work import matmul_work
 
 
 class LinearRecord(NodeRecord[Linear]):
-    """A product with a weight, and perhaps a bias."""
+    """A product of an activation with a weight, and perhaps the addition of a bias."""
 
     node_type = Linear
 
     def tensors(self, at: NodePlace[Linear], roles: Roles) -> Iterator[Tensor]:
-        """Yield the tensor of the product before the bias; nothing without a bias."""
+        """Yield the tensor of the product before a bias is added, in its global shape; nothing without a bias."""
         if at.node.bias:
             edge = at.tensor(at.node.out)
             yield Tensor(f"{edge.name}_product", edge.shape, edge.dtype)
 
     def meanings(self, at: NodePlace[Linear], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equation of the product and, with a bias, of the sum."""
+        """Yield the equation of the product and, if there is a bias, of its addition."""
         weight = at.own(at.node.weight)
         if not at.node.bias:
             yield Product(at.out, at.operand, weight)
@@ -44,7 +44,7 @@ class LinearRecord(NodeRecord[Linear]):
         yield Function(TensorPart(at.out, at.element), "add_bias", terms)
 
     def gradient_meanings(self, at: NodePlace[Linear], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the contribution to the operand's gradient, and of those of weight and bias."""
+        """Yield the equations of the node's term of the operand's gradient, and of weight and bias gradients."""
         weight, edge = at.own(at.node.weight), at.node.ins[0]
         yield Product(at.contribution_name(edge), at.arriving, weight, transpose_b=True)
         yield Product(f"D{weight}", at.operand, at.arriving, transpose_a=True)
@@ -54,21 +54,27 @@ class LinearRecord(NodeRecord[Linear]):
             yield Function(of_bias, "bias_grad", ins, reduce="sum")
 
     def functions(self, node: Linear, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions "add_bias" (x, bias) and "bias_grad" (gradient of the result, sum so far).
+        """Return the functions add_bias(x, bias) and bias_grad(gradient of the result, sum so far), by name.
 
-        They give small integers if `problem.exact`.
+        bias_grad returns the sum so far plus the sum over tokens. They give small integers if `problem.exact`.
         """
         if problem.exact:
             return {"add_bias": lambda x, bias: small(x + bias), "bias_grad": _small_bias_grad}
         return widened({"add_bias": lambda x, bias: x + bias, "bias_grad": _bias_grad})
 
     def compute(self, at: NodePlace[Linear], known: Known, functions: Functions) -> None:
-        """Compute the product without sharding, bias included, and store it in `known`."""
+        """Compute the product in one process, with the bias added, and store it in `known`.
+
+        `known` has whole arrays by tensor name.
+        """
         out = known[at.operand] @ known[at.own(at.node.weight)]
         known[at.out] = functions["add_bias"](out, known[at.own(at.node.bias_name)]) if at.node.bias else out
 
     def compute_gradient(self, at: NodePlace[Linear], known: Known, functions: Functions) -> None:
-        """Store in `known` the contribution to the operand's gradient, and the gradients of weight and bias."""
+        """Store in `known` the node's term of the operand's gradient, and the gradients of weight and bias.
+
+        `known` has whole arrays by tensor name.
+        """
         weight, arriving, x = at.own(at.node.weight), known[at.arriving], known[at.operand]
         known[at.contribution_name(at.node.ins[0])] = arriving @ known[weight].T
         known[f"D{weight}"] = x.reshape(-1, x.shape[-1]).T @ arriving.reshape(-1, arriving.shape[-1])
@@ -77,7 +83,7 @@ class LinearRecord(NodeRecord[Linear]):
             known[f"D{bias}"] = functions["bias_grad"](arriving, 0 * known[bias])
 
     def kernels(self, at: NodePlace[Linear], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the three products on the first rank: forward, gradient of the operand, gradient of the weight."""
+        """Yield the first rank's three products: forward, for the operand's gradient, and for the weight's."""
         node, dtype = at.node, sizes.problem.dtype
         tokens, weight = sizes.tokens(roles.operand(node.reads_residual)), roles.weight(node.reads_residual)
         k, n = sizes.features(node.operand, weight), sizes.features(node.result, weight)
@@ -86,17 +92,18 @@ class LinearRecord(NodeRecord[Linear]):
         yield Kernel(matmul_work(k, n, tokens, dtype), "backward", sliced=0)
 
     def write(self, at: NodePlace[Linear], writer: NodeWriter) -> None:
-        """Write the product, and after its reduction over ranks the sum with the bias."""
+        """Write the product, and after its reduction over ranks the addition of the bias."""
         out = writer.multiply(at)
         if at.node.bias:
             ins = (out, writer.stored[at.own(at.node.bias_name)])
             writer.writer.call("add_bias", (out,), ins, "elementwise", (writer.writer.elements(out),))
 
     def write_gradient(self, at: NodePlace[Linear], writer: NodeWriter) -> None:
-        """Write the product for the gradient of X; write those of the weight and the bias now or later.
+        """Write the product for the gradient of the operand X, and later those for the weight and the bias.
 
-        The product for the weight goes to `NodeWriter.write_beside`, to overlap with communication. The sum over
-        tokens for the bias goes to `NodeWriter.postpone`, until the products of the group of nodes are written.
+        The product for the weight is passed to `NodeWriter.write_beside`, to overlap with communication. The sum
+        over tokens for the bias is passed to `NodeWriter.postpone`, until the products of the group of nodes are
+        written.
         """
         writer.multiply_back(at)
         if at.node.bias:

@@ -27,21 +27,25 @@ EPSILON = 1e-5
 
 
 class NormRecord(NodeRecord[Norm]):
-    """A norm over the features of each token of the residual stream."""
+    """A norm over the features of each token of the residual stream.
+
+    If a mesh axis shards these features, a norm has two steps: sums over a rank's features (statistics), which are
+    added up over ranks, and then the normalisation. The gradient of the input has two steps, too.
+    """
 
     node_type = Norm
 
     def tensors(self, at: NodePlace[Norm], roles: Roles) -> Iterator[Tensor]:
-        """Yield the sums over features of a norm and of its gradient: (..., 2) for layer norm, else (..., 1).
+        """Yield the tensors of sums over features, of a norm and of its gradient, in global shapes.
 
-        There is a row for each token. They are yielded also where the norm is computed in one step.
+        They are (tokens, 2) for layer norm, else (tokens, 1). They are yielded also for a norm in one step.
         """
         for prefix in ("", "D"):
             name, shape = f"{prefix}{at.own(at.node.statistics)}", (*at.layer.tokens, at.node.rows)
             yield Tensor(name, shape, at.problem.statistics_dtype)
 
     def meanings(self, at: NodePlace[Norm], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the norm: in one step, or two where ranks divide the features."""
+        """Yield the equations of the norm: in one step, or in two if an axis shards the features."""
         gain = at.own(at.node.gain)
         if not roles.two_step_norms:
             whole = TensorPart(at.operand, at.row), TensorPart(gain, (None, None))
@@ -53,7 +57,7 @@ class NormRecord(NodeRecord[Norm]):
         yield Function(TensorPart(at.out, at.element), at.fn("normalize"), ins)
 
     def gradient_meanings(self, at: NodePlace[Norm], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the contribution to the input's gradient, and of the parameters' gradient."""
+        """Yield the equations of the node's term of the input's gradient, and of the parameters' gradient."""
         two_steps, name = roles.two_step_norms, at.own(at.node.statistics)
         dims = at.element if two_steps else at.row
         gain = TensorPart(at.own(at.node.gain), (None, "j" if two_steps else None))
@@ -70,18 +74,24 @@ class NormRecord(NodeRecord[Norm]):
         yield Function(of_gain, at.fn("normalize_weight_grad"), (*ins, statistics, of_gain), reduce="sum")
 
     def functions(self, node: Norm, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions of the norm and its gradients by name, in one step and in two.
+        """Return the functions of the norm and its gradients, by name, for one step and for two.
 
-        They are of small integers if the problem is `exact`.
+        They give small integers if the problem is `exact`.
         """
         return IntegerNorm(node).table() if problem.exact else widened(RealNorm(node).table())
 
     def compute(self, at: NodePlace[Norm], known: Known, functions: Functions) -> None:
-        """Compute the normalised rows, with gain and bias, without sharding and store them in `known`."""
+        """Compute the normalised rows, with gain and bias, in one process, and store them in `known`.
+
+        `known` has whole arrays by tensor name.
+        """
         known[at.out] = functions[at.fn("norm")](known[at.operand], known[at.own(at.node.gain)])
 
     def compute_gradient(self, at: NodePlace[Norm], known: Known, functions: Functions) -> None:
-        """Store in `known` the contribution to the input's gradient, and the parameters' gradient."""
+        """Store in `known` the node's term of the input's gradient, and the parameters' gradient.
+
+        `known` has whole arrays by tensor name.
+        """
         gain, ins = known[at.own(at.node.gain)], (known[at.arriving], known[at.operand])
         known[at.contribution_name(at.node.ins[0])] = functions[at.fn("norm_grad")](*ins, gain)
         known[f"D{at.own(at.node.gain)}"] = functions[at.fn("norm_weight_grad")](*ins, 0 * gain)
@@ -96,7 +106,7 @@ class NormRecord(NodeRecord[Norm]):
         yield sizes.streamed("norm", shape, 2, "backward", "weight_grad")
 
     def write(self, at: NodePlace[Norm], writer: NodeWriter) -> None:
-        """Write the norm; in two steps, with an all-reduce of sums between, where ranks divide the features."""
+        """Write the norm; if an axis shards the features, in two steps with an all-reduce of sums between them."""
         stream, gain, out = writer.edge(at), writer.stored[at.own(at.node.gain)], writer.out(at)
         ins, fn = (stream, gain), "norm"
         if writer.roles.two_step_norms:
@@ -106,7 +116,10 @@ class NormRecord(NodeRecord[Norm]):
         writer.writer.call(at.fn(fn), (out,), ins, "norm", writer.rows_and_features(stream))
 
     def write_gradient(self, at: NodePlace[Norm], writer: NodeWriter) -> None:
-        """Write what was postponed, and the input's gradient; give that of the parameters to `write_beside`."""
+        """Write what was postponed, and the input's gradient.
+
+        The gradient of the parameters is passed to `NodeWriter.write_beside`, to overlap with communication.
+        """
         writer.write_postponed()
         edge, arriving, stream = at.node.ins[0], writer.arriving(at), writer.edge(at)
         gain = writer.stored[at.own(at.node.gain)]
@@ -130,17 +143,18 @@ class NormRecord(NodeRecord[Norm]):
 
 
 class NormFunctions(ABC):
-    """The functions of a norm. `statistics` and `sums` as arguments are complete: of all features of a token.
+    """The functions of a norm over features, the last dim of `x` (..., features); a row is one token's features.
 
-    `gain` has the parameters: (1, features), or with a bias, which is its second row, (2, features). `rows` is
-    this number of rows.
+    Arguments `statistics` and `sums` are complete: they are over all features of a token. `gain` has the
+    parameters: (1, features), or with a bias, which is its second row, (2, features). `rows` is 1 or 2
+    accordingly.
     """
 
     def __init__(self, node: Norm) -> None:
         self.hidden, self.rows = node.features.size, node.rows
 
     def table(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions by the name of their method: those of whole rows, and those in two steps."""
+        """Return the functions by the names of the methods here: those of whole rows, and those of two steps."""
         names = ("statistics", "normalize", "norm_grad_sums", "normalize_grad", "normalize_weight_grad")
         own = {name: getattr(self, name) for name in names}
         return {
@@ -152,28 +166,32 @@ class NormFunctions(ABC):
 
     @abstractmethod
     def statistics(self, x: Values) -> Values:
-        """Return sums over the given features that the norm needs, (..., `rows`); those of parts add up."""
+        """Return the sums over the features of `x` that the norm needs, (..., `rows`).
+
+        If ranks have parts of the features, their sums add up to those of all features.
+        """
 
     @abstractmethod
     def normalize(self, x: Values, statistics: Values, gain: Values) -> Values:
-        """Return these features normalised, with gain and bias; `statistics` are those of whole rows."""
+        """Return the features `x` normalised, with gain and bias; `statistics` are over whole rows."""
 
     @abstractmethod
     def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
-        """Return sums over the given features that the gradient needs, (..., `rows`); those of parts add up.
+        """Return the sums over the features of `x` that the gradient needs, (..., `rows`).
 
-        `dy` is the gradient of the result, of the shape of `x`.
+        If ranks have parts of the features, their sums add up to those of all features. `dy` is the gradient of
+        the result, in the shape of `x`.
         """
 
     @abstractmethod
     def normalize_grad(self, dy: Values, x: Values, statistics: Values, sums: Values, gain: Values) -> Values:
-        """Return the gradient with respect to these features `x`; statistics and sums are of whole rows."""
+        """Return the gradient with respect to the features `x`; `statistics` and `sums` are over whole rows."""
 
     @abstractmethod
     def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
-        """Return `so_far` plus the gradient of the parameters, (`rows`, features), that these rows `x` add.
+        """Return `so_far` plus the gradient of the parameters that the tokens `x` add, (`rows`, features).
 
-        `dy` is the gradient of the result; `statistics` are those of whole rows.
+        `dy` is the gradient of the result; `statistics` are over whole rows.
         """
 
     def norm(self, x: Values, gain: Values) -> Values:
@@ -191,7 +209,7 @@ class NormFunctions(ABC):
 
 
 class RealNorm(NormFunctions):
-    """A norm as models compute it.
+    """A layer norm (if it has a bias) or root-mean-square norm as models compute it.
 
     Whole rows are centred before they are summed. In two steps a variance is the mean square less the squared
     mean, and at least 0: where the squared mean is far greater than the variance, last digits are lost.
@@ -224,7 +242,7 @@ class RealNorm(NormFunctions):
         return (x - mean) * scale, scale
 
     def statistics(self, x: Values) -> Values:
-        """Return sums of squares over features, (..., 1); with a bias (..., 2), plain sums first."""
+        """Return the sums of squares over features, (..., 1); with a bias (..., 2), with sums of x before them."""
         squares = (x * x).sum(-1)[..., None]
         if self.rows == 1:
             return squares
@@ -236,7 +254,10 @@ class RealNorm(NormFunctions):
         return scaled if self.rows == 1 else scaled + gain[1]
 
     def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
-        """Return sums of dy * gain * normalised x, (..., 1); with a bias (..., 2), sums of dy * gain first."""
+        """Return the sums over features of dy * gain * normalised x, (..., 1).
+
+        With a bias the result is (..., 2), with sums of dy * gain before them.
+        """
         arriving = dy * gain[0]
         along = (arriving * self._centred(x, statistics)[0]).sum(-1)[..., None]
         if self.rows == 1:
@@ -244,7 +265,7 @@ class RealNorm(NormFunctions):
         return array_module(x).concatenate((arriving.sum(-1)[..., None], along), -1)
 
     def normalize_grad(self, dy: Values, x: Values, statistics: Values, sums: Values, gain: Values) -> Values:
-        """Return the gradient with respect to `x` of a layer norm or root-mean-square norm; shape of `x`."""
+        """Return the gradient with respect to `x` of a layer norm or root-mean-square norm, in its shape."""
         centred, scale = self._centred(x, statistics)
         means = sums / self.hidden
         change = dy * gain[0] - centred * means[..., -1:]
@@ -253,7 +274,7 @@ class RealNorm(NormFunctions):
     def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
         """Return `so_far`, (1, features), plus sums over tokens of dy * normalised x, the gradient of the gain.
 
-        With a bias it is (2, features); the second row is its gradient, sums over tokens of dy.
+        With a bias the result is (2, features); its second row has sums over tokens of dy, the bias's gradient.
         """
         of_gain = over_rows(dy * self._centred(x, statistics)[0])
         rows = (of_gain,) if self.rows == 1 else (of_gain, over_rows(dy))
@@ -261,10 +282,13 @@ class RealNorm(NormFunctions):
 
 
 class IntegerNorm(NormFunctions):
-    """Functions of small integers in place of those of a norm, so that results compare with `==`."""
+    """Functions that give small integers in place of a norm, so that results compare with `==`.
+
+    They depend on the same elements as a norm, and have its shapes. Their "gradients" are no derivatives.
+    """
 
     def statistics(self, x: Values) -> Values:
-        """Return sums of small integers over the features, (..., `rows`), in place of a norm's."""
+        """Return sums of small integers over the features, (..., `rows`), in place of a norm's sums."""
         kept = small(x)
         return array_module(x).stack([row.sum(-1) for row in (kept, kept * kept)[: self.rows]], -1)
 
@@ -274,12 +298,12 @@ class IntegerNorm(NormFunctions):
         return small(scaled if self.rows == 1 else scaled + gain[1])
 
     def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
-        """Return sums of small integers over the given features, (..., `rows`), in place of a norm's."""
+        """Return sums of small integers over the features, (..., `rows`), in place of a norm gradient's sums."""
         sums = small(dy * gain[0] + x), small(dy - x + statistics[..., :1])
         return array_module(x).stack([row.sum(-1) for row in sums[: self.rows]], -1)
 
     def normalize_grad(self, dy: Values, x: Values, statistics: Values, sums: Values, gain: Values) -> Values:
-        """Return small integers in place of the gradient of a norm."""
+        """Return small integers in place of the gradient of a norm with respect to `x`, in the shape of `x`."""
         of_row = statistics.sum(-1)[..., None] + sums.sum(-1)[..., None]
         return small(dy * gain[0] + x * of_row)
 

@@ -31,9 +31,10 @@ Known = dict[str, Array]
 class NodeRecord(ABC, Generic[AnyNode]):
     """What programs know about one type of node: its equations, functions, kernels and ops.
 
-    Forward equations end in the node's output edge. Backward ones end in its contributions to the gradients
-    of the edges that it reads, and in the gradients of its parameters. `roles` say how each mesh axis shards the
-    layer: equations may differ with them, as those of ring attention do.
+    A layer's graph has nodes (ops) and edges (activations). The gradient with respect to an edge is a sum of
+    terms, its contributions, one from each node that reads the edge. `roles` say how each mesh axis shards the
+    layer: equations may differ with them, as those of ring attention do. `at` is a node with the names of its
+    tensors. `known` are whole arrays by tensor name.
     """
 
     node_type: ClassVar[type[LayerNode]]
@@ -41,47 +42,50 @@ class NodeRecord(ABC, Generic[AnyNode]):
     """Whether its program says what it costs and not what it computes: it has no equations."""
 
     def tensors(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Tensor]:
-        """Yield the tensors that the equations name besides edges, parameters and their gradients.
+        """Yield the tensors that the node's equations name besides edges, parameters and their gradients.
 
-        Unless a kind of node overrides it, there are none.
+        They have global shapes. This default yields none.
         """
         del at, roles
         yield from ()
 
     @abstractmethod
     def meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the forward part, which end in the node's output edge."""
+        """Yield the equations of the forward part, from the node's inputs and parameters to its output edge."""
 
     @abstractmethod
     def gradient_meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of contributions to gradients of inputs, and of gradients of parameters."""
+        """Yield the equations of the backward part.
+
+        They lead to the node's contributions to the gradients of its inputs, and to gradients of parameters.
+        """
 
     def functions(self, node: AnyNode, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions that the node's programs call, by name; of integers if the problem is `exact`.
+        """Return the functions that the node's programs call, by name; they give integers for an `exact` problem.
 
-        Names are those that `NodePlace.fn` takes. Unless a kind of node overrides it, there are none.
+        Names are those that `NodePlace.fn` takes. This default returns none.
         """
         del node, problem
         return {}
 
     @abstractmethod
     def compute(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Compute the node's output without sharding from tensors in `known`, and store it there by name.
+        """Compute the node's output in one process from tensors in `known`, and store it there by name.
 
-        `functions` has what `functions` of all nodes of the layer return, under the names of `NodePlace.fn`.
+        `functions` are those of all nodes of the layer, by the names that `NodePlace.fn` returns.
         """
 
     @abstractmethod
     def compute_gradient(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Store in `known` the contributions to gradients of the edges read, and gradients of parameters.
+        """Compute the node's contributions to gradients of its inputs, and gradients of parameters, into `known`.
 
-        `known` has the tensors of the forward part, and the gradient of the node's output.
+        `known` must have the tensors of the forward part, and the gradient of the node's output.
         """
 
     def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the node's kernels, forward and backward, on the first rank, which has the largest shards.
+        """Yield the node's computations, forward and backward, on the first rank, which has the largest shards.
 
-        This default yields none.
+        `sizes` has the sizes of that rank's shards. This default yields none.
         """
         del at, roles, sizes
         yield from ()

@@ -25,7 +25,7 @@ REFUSAL = (
 
 
 class TimedRecord(NodeRecord[AnyNode]):
-    """A node whose work follows from the number of tokens of a rank; its programs have costs, no equations."""
+    """A node whose work follows from a rank's number of tokens; its programs have costs, and no equations."""
 
     is_timed = True
 
@@ -33,9 +33,9 @@ class TimedRecord(NodeRecord[AnyNode]):
     def works(
         self, node: AnyNode, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield (lane, work) for each op of the pass `part`, in order, for a rank's `tokens`.
+        """Yield (lane, work) for each op of `part` ("forward" or "backward"), in order, for a rank's `tokens`.
 
-        The lane is "compute", or "experts" for what moves between the ranks of experts.
+        The lane is "compute", or "experts" for communication between ranks that share experts.
         """
 
     def _refuse(self, *given: Any, **named: Any) -> NoReturn:
@@ -45,7 +45,7 @@ class TimedRecord(NodeRecord[AnyNode]):
     meanings = gradient_meanings = compute = compute_gradient = _refuse
 
     def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the computations of the rank with the most tokens, forward and backward, no transfers."""
+        """Yield the computations, forward and backward, of the rank with the most tokens, but no transfers."""
         tokens = sizes.tokens(roles.residual)
         for part in ("forward", "backward"):
             for _, work in self.works(at.node, at.problem, tokens, part):
@@ -53,14 +53,14 @@ class TimedRecord(NodeRecord[AnyNode]):
                     yield Kernel(work, part)
 
     def write(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the forward part as ops without values, one for each work that `works` yields."""
+        """Write the forward part as ops that compute no values, one for each work that `works` yields."""
         ins = tuple(writer.edge(at, number) for number in range(len(at.node.ins)))
         self._write(at, writer, "forward", ins, (writer.out(at),))
 
     def write_gradient(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the backward part as ops without values, one for each work that `works` yields.
+        """Write the backward part as ops that compute no values, one for each work that `works` yields.
 
-        Gradients of parameters are left as partial sums where ranks divide the tokens.
+        Gradients of parameters are left as partial sums along axes that shard the tokens.
         """
         writer.end_site()
         outs = tuple(writer.contribution(at, edge) for edge in at.node.ins)
@@ -102,14 +102,17 @@ class TimedRecord(NodeRecord[AnyNode]):
 def with_load(problem: BlockProblem, load: float) -> BlockProblem:
     """Return the problem with another `load` of its `experts`, which must not be None.
 
-    The load is the copies of tokens of the most loaded rank divided by the mean.
+    The load is the copies of tokens on the most loaded rank divided by the mean over ranks.
     """
     assert problem.experts is not None
     return replace(problem, experts=replace(problem.experts, load=load))
 
 
 def streamed(problem: BlockProblem, elements: int) -> tuple[str, Work]:
-    """Return ("compute", work) of an elementwise call that reads and writes `elements` of the dtype in all."""
+    """Return ("compute", work) of an elementwise call whose reads and writes are `elements` elements in all.
+
+    An element has the problem's dtype.
+    """
     moved = elements * dtype_bytes(problem.dtype)
     return COMPUTE, Compute(
         "call", max(elements, 1), moved, dtype=problem.dtype, call="elementwise", shape=(elements,)

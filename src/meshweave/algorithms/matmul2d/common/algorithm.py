@@ -34,15 +34,18 @@ C stands for the gradient of the result (MeshSlice, Table 1). No operand is tran
 
 
 class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
-    """A product on a 2D or 3D mesh.
+    """A distributed product C (M, N) of two matrices on a 2D or 3D mesh.
 
-    A skeleton gives its time, so a tuner prices configs without writing programs.
+    A skeleton is a short description of a program for estimates: the tasks of the rank with the largest shards,
+    the lane of each, and what it waits for. It gives the time of a config, so that a tuner needs no programs. One
+    matrix is stationary and two are moving (`Matmul2dProblem`).
 
     Attributes:
-        dataflows: the dataflows for which the algorithm has programs. A plan needs those of its layers,
-            forward and backward, and so in general all three; an algorithm that lacks one is left out of it.
-        own_stationary: the stationary matrices ("y", "x" or "w") of successive layers of a block, repeated, for
-            an algorithm that fixes them; () for one whose stationary matrix the tuner chooses by sizes.
+        dataflows: the dataflows ("os", "ls", "rs") for which the algorithm has programs. A plan needs those of its
+            layers, forward and backward, which are in general all three.
+        own_stationary: for an algorithm that fixes it, the stationary matrix of the linear layers Y = X W of a
+            block in turn, repeated: ("y", "x") means Y in the first, X in the second, Y in the third. () if the
+            tuner chooses by sizes.
     """
 
     problem_type = Matmul2dProblem
@@ -50,39 +53,41 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
     own_stationary: ClassVar[tuple[Stationary, ...]] = ()
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the tasks of the program's lanes and what they wait for, on the rank with the largest shards.
+        """Return the skeleton of a config's program: the tasks of the rank with the largest shards.
 
-        This default derives them from the program. Algorithms override it, to price a config without a
-        program.
+        This default writes the program and reads them off. Algorithms override it with a faster computation.
         """
         return skeleton_of(self.program(problem, config))
 
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield the configs that a tuner may try, that with the fewest slices first.
+        """Yield the configs that a tuner may try, the one with the fewest slices first; `cluster` is ignored.
 
-        This default yields the only config of an algorithm with nothing to choose.
+        This default yields one config, for an algorithm with nothing to choose.
         """
         yield Matmul2dConfig()
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
-        """Return the mesh shapes of `num_chips` chips that the algorithm can use."""
+        """Return the mesh shapes of `num_chips` chips that the algorithm can use.
+
+        They are (rows, columns) or (rows, columns, depth). This default returns all shapes (rows, columns).
+        """
         return two_d_meshes(num_chips)
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
-        """Return the placements of operands "a", "b" and "c", for each one placement per mesh axis."""
+        """Return the placements of operands "a", "b" and "c" as stored: for each, one placement per mesh axis."""
         return two_d_placements(problem)
 
     def config_lower_bound(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton | None:
-        """Return a skeleton of a few tasks that takes no longer than `skeleton`, or None where none is known.
+        """Return a skeleton of a few tasks that takes no longer than the config's own; None if none is known.
 
-        Algorithms with many steps override it, so that a tuner can drop a config before it prices all steps.
+        Algorithms with many steps override this, so that a tuner can drop a config before it prices all steps.
         """
         return None
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton] | None:
-        """Return skeletons; the least of their times is at most that of any candidate. None if unknown."""
+        """Return skeletons of which the fastest takes no longer than any candidate; None if none are known."""
         return None
 
     def placements(self, problem: Matmul2dProblem) -> dict[str, Layout]:
@@ -93,18 +98,21 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
         }
 
     def reference(self, problem: Matmul2dProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return {"C": array (m, n)}, computed without sharding from "A" and "B" as the dataflow stores them."""
+        """Return {"C": array (m, n)}, computed in one process from whole arrays "A" and "B".
+
+        They are stored as the dataflow says: A is (k, m) for "rs", B is (n, k) for "ls".
+        """
         a, b = inputs["A"], inputs["B"]
         left = a.T if problem.dataflow == "rs" else a
         right = b.T if problem.dataflow == "ls" else b
         return {"C": left @ right}
 
     def estimate(self, problem: Matmul2dProblem, config: Matmul2dConfig, machine: Machine) -> Estimate:
-        """Return the seconds of a config in closed form, those of its skeleton on `machine`."""
+        """Return the predicted time of a config: that of its skeleton on `machine`, without contention."""
         return estimate_skeleton(self.skeleton(problem, config), machine)
 
     def refusal(self, problem: Matmul2dProblem) -> str | None:
-        """Return why the algorithm lacks the problem's dataflow or mesh; None if it has both."""
+        """Return why the algorithm cannot solve a problem: its dataflow or mesh shape; None if it can."""
         if problem.dataflow not in self.dataflows:
             return f"it has no dataflow {problem.dataflow}, only {', '.join(self.dataflows)}"
         if problem.mesh_shape not in self.mesh_shapes(problem.num_chips):
@@ -114,8 +122,9 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
     def gradients(self, problem: Matmul2dProblem) -> tuple[Gradient[Matmul2dProblem], ...]:
         """Return the problems of the gradients with respect to A and B, each a product in another dataflow.
 
-        A gradient is left out where its product needs other placements than the operands have, or is refused,
-        as in a dataflow that the algorithm lacks. On a 2D mesh an algorithm with all dataflows has both.
+        A gradient is left out if the algorithm refuses its product, as for a dataflow that it lacks, or if its
+        product needs other placements than the operands have. On a 2D mesh an algorithm with all dataflows has
+        both gradients.
         """
         sizes = {
             "A": problem.stored_shape("a"),
@@ -135,9 +144,9 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
         return tuple(gradients)
 
     def examples(self) -> Iterator[Matmul2dProblem]:
-        """Yield an even product of float32, then one with sizes that do not divide, of int64, in every dataflow.
+        """Yield a float32 product of sizes that the mesh divides, then one int64 product per dataflow, uneven.
 
-        All are on one mesh, the squarest for 4 chips, or for the first of 8, 6, 9, 2 and 1 that has one.
+        All are on the squarest mesh that the algorithm has for 4 chips, or else for 8, 6, 9, 2 or 1 chips.
         """
         shapes = next(shapes for chips in (4, 8, 6, 9, 2, 1) if (shapes := self.mesh_shapes(chips)))
         shape = max(shapes, key=min)

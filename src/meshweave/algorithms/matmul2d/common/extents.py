@@ -10,9 +10,10 @@ from meshweave.ir.work import matmul_work
 
 
 def chunk_extent(size: Index, parts: int, at: Index) -> Index:
-    """Return the elements of chunk `at` of `size` elements cut into `parts` by DTensor's chunk rule.
+    """Return how many of `size` elements are in chunk number `at` of `parts`, by DTensor's chunk rule.
 
-    It is an expression where `size` or `at` is one.
+    Chunks have ceil(size / parts) elements, but for the last ones: (10, 4, 3) -> 1. The result may be an
+    expression if `size` or `at` is one.
     """
     if parts == 1:
         return size
@@ -23,9 +24,14 @@ def chunk_extent(size: Index, parts: int, at: Index) -> Index:
 
 
 def local_extent(problem: Matmul2dProblem, placements: Placements, operand: str, dim: int) -> Index:
-    """Return the elements of dim `dim` of an operand's shard, as an expression in the mesh coordinates.
+    """Return a rank's number of rows (`dim` 0) or columns (`dim` 1) of an operand, as stored.
 
-    `operand` is "a", "b" or "c", `dim` a dim of it as stored, `placements` one placement per mesh axis for each.
+    It is an integer, or an expression in the mesh coordinates where shards differ in size.
+
+    Args:
+        placements: for each of "a", "b" and "c" one placement per mesh axis.
+        operand: "a", "b" or "c".
+        dim: 0 or 1, of the operand as stored.
     """
     size: Index = problem.stored_shape(operand)[dim]
     for axis, placement in zip(problem.mesh.axes, placements[operand], strict=True):
@@ -35,9 +41,9 @@ def local_extent(problem: Matmul2dProblem, placements: Placements, operand: str,
 
 
 def largest_extent(problem: Matmul2dProblem, placements: Placements, operand: str, dim: int) -> int:
-    """Return the elements of dim `dim` of an operand's largest shard, which by the chunk rule is the first.
+    """Return the number of rows (`dim` 0) or columns (`dim` 1) of the largest shard of an operand, as stored.
 
-    The arguments are as for `local_extent`: `operand` is "a", "b" or "c", `dim` a dim of it as stored.
+    Arguments are those of `local_extent`. By DTensor's chunk rule the largest shard is that of the first rank.
     """
     size = problem.stored_shape(operand)[dim]
     for parts, placement in zip(problem.mesh_shape, placements[operand], strict=True):
@@ -47,7 +53,10 @@ def largest_extent(problem: Matmul2dProblem, placements: Placements, operand: st
 
 
 def product_task(problem: Matmul2dProblem, placements: Placements, width: int) -> Task:
-    """Return the task of a product of the largest stationary shard with `width` elements of the sliced dim."""
+    """Return the skeleton's task, in lane "compute", of one local product on the rank with the largest shards.
+
+    It has the rank's whole shard of the stationary matrix and `width` elements of the sliced dim.
+    """
     first, second = (largest_extent(problem, placements, problem.stationary, dim) for dim in (0, 1))
     dims = {"os": (first, second, width), "ls": (first, width, second), "rs": (width, second, first)}
     return Task("matmul", "compute", matmul_work(*dims[problem.dataflow], problem.dtype))

@@ -16,6 +16,7 @@ def local_product(dataflow: Dataflow, operand: Mapping[str, View], accumulate: I
     """Return the op that multiplies views of A and B, stored as the dataflow says, into a view of C.
 
     Args:
+        dataflow: "os" (C = A B), "ls" (C = A B^T) or "rs" (C = A^T B).
         operand: the views, by "a", "b" and "c".
         accumulate: 1 to add to C, 0 to overwrite it; it may be an expression.
     """
@@ -31,7 +32,7 @@ def local_product(dataflow: Dataflow, operand: Mapping[str, View], accumulate: I
 
 
 def collective_of(moving: MovingMatrix, whole: View, shard: View, sizes: Index) -> AllGather | ReduceScatter:
-    """Return the collective op of a matrix over its mesh axis.
+    """Return the op that all-gathers, or reduce-scatters, a moving matrix over its mesh axis.
 
     It is an all-gather from `shard` into `whole` for an input, or a reduce-scatter from `whole` into `shard` for
     an output (`moving.scattered`). The op runs on the lane named after the axis.
@@ -57,9 +58,11 @@ def collective_of(moving: MovingMatrix, whole: View, shard: View, sizes: Index) 
 def with_ops(
     declared: Program, buffers: Iterable[Buffer], lanes: Iterable[str], body: Iterable[Statement]
 ) -> Program:
-    """Return `declared` (`Matmul2dProblem.declarations`) with more buffers and with `body` as what it runs.
+    """Return the program `declared` with `buffers` added, and with `body` as its statements.
 
-    `lanes` are the names of the lanes that the ops use.
+    Args:
+        declared: a program without statements, as `Matmul2dProblem.declarations` returns it.
+        lanes: the names of the lanes that the ops use.
     """
     return replace(
         declared,

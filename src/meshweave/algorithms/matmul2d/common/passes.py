@@ -30,11 +30,12 @@ STATIONARY_OF: dict[Dataflow, Stationary] = {"os": "y", "ls": "x", "rs": "w"}
 
 @dataclass(frozen=True)
 class PassRule:
-    """One product of a linear layer, as an entry of Table 1.
+    """How one product of training a linear layer Y = X W is computed (an entry of MeshSlice's Table 1).
 
     Attributes:
-        operands: which of "x", "w" and "dy" its operands A and B are.
-        sizes: what its M, N and K count: "t" tokens, "i" in features, "o" out features.
+        dataflow: "os", "ls" or "rs".
+        operands: which of "x", "w" and "dy" (the gradient of Y) its operands A and B are.
+        sizes: what its M, N and K are: "t" tokens, "i" in features, "o" out features.
     """
 
     dataflow: Dataflow
@@ -65,12 +66,13 @@ _TRANSPOSED: dict[Dataflow, Dataflow] = {"os": "os", "ls": "rs", "rs": "ls"}
 
 
 def pass_rule(stationary: Stationary, name: PassName, transposed: bool = False) -> PassRule:
-    """Return the entry of Table 1 for a stationary matrix and a pass.
+    """Return how a pass of a linear layer Y = X W is computed if one matrix stays in place in all passes.
 
     Args:
-        stationary: "y", "x" or "w".
-        name: "forward", "backward_data" or "backward_weight".
-        transposed: whether all matrices are stored transposed; see the module docstring.
+        stationary: the matrix that stays: "y", "x" or "w".
+        name: the pass: "forward", "backward_data" (gradient of X) or "backward_weight" (gradient of W).
+        transposed: whether each matrix is stored as the transpose of what `pass_problem` lists. Then operands
+            swap, and with them M and N, and dataflows "ls" and "rs" change places.
     """
     rule = TABLE[stationary][name]
     if not transposed:
@@ -92,8 +94,8 @@ def pass_problem(
 ) -> Matmul2dProblem:
     """Return the product of one pass of a linear layer Y = X W, as a row of MeshSlice's Table 1 has it.
 
-    `pass_rule` of the same arguments says which of X, W and dY are its A and B. They are global, and stored
-    as follows, where dY lies as Y, and gradients as what they are of:
+    `pass_rule` of the same arguments says which of X, W and dY are its A and B. Their global shapes as stored
+    are as follows; a gradient has the shape of what it is the gradient of:
 
         stationary  X                    W                          Y
         "y"         (tokens, in)         (in, out)                  (tokens, out)
@@ -104,10 +106,10 @@ def pass_problem(
         stationary: the matrix that does not move in any pass: "y", "x" or "w".
         name: "forward", "backward_data" or "backward_weight".
         tokens, in_features, out_features: sizes of the layer on all ranks together.
-        mesh_shape: sizes of the two mesh axes, rows and columns.
+        mesh_shape: sizes of the mesh axes: (rows, columns) or (rows, columns, depth).
         dtype: of all matrices.
         ranks: global ranks of the mesh in row-major order; None means 0, 1, 2, ...
-        transposed: whether each matrix is stored the other way round than in the table.
+        transposed: whether each matrix is stored as the transpose of what the table says.
 
     Raises:
         LayoutError: sizes, mesh or dtype fit no `Matmul2dProblem`.

@@ -63,8 +63,15 @@ _VERTICAL = {"os": "b", "ls": "b", "rs": "c"}
 class Matmul2dProblem:
     """A product with result C (M, N) that sums over K, on a mesh (rows, columns) or (rows, columns, depth).
 
+    One matrix is stationary: it does not move between chips. The other two are moving and share a dim, the sliced
+    one. Operands "a", "b" and "c" are A, B and C; mesh axes are "row", "col" and "depth". `Placements` have one
+    placement per mesh axis for each operand.
+
     Attributes:
-        m, n, k: sizes of the product in elements; `dataflow` says how A and B are stored.
+        m, n, k: global sizes of the product in elements.
+        mesh_shape: chips along each mesh axis.
+        dataflow: "os" is C = A B with C stationary, "ls" C = A B^T with A stationary (B is stored (N, K)), "rs"
+            C = A^T B with B stationary (A is stored (K, M)).
         dtype: name of the dtype of all three matrices.
         ranks: global ranks of the mesh in row-major order; None means 0, 1, 2, ...
 
@@ -91,7 +98,7 @@ class Matmul2dProblem:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """Return the mesh, with axes row, col and, if it has three sizes, depth."""
+        """Return the mesh, with axes "row", "col" and, if `mesh_shape` has three sizes, "depth"."""
         axes = AXES[: len(self.mesh_shape)]
         if self.ranks is None:
             return Mesh.of(MESH, self.mesh_shape, axes)
@@ -104,11 +111,11 @@ class Matmul2dProblem:
 
     @property
     def flops(self) -> int:
-        """Return the FLOPs of the whole product, over all chips, two per multiply-add."""
+        """Return the FLOPs of the whole product on all chips together, 2 M N K."""
         return 2 * self.m * self.n * self.k
 
     def stored_shape(self, operand: str) -> tuple[int, int]:
-        """Return the global shape of operand "a", "b" or "c" as it is stored."""
+        """Return the global shape (rows, columns) of operand "a", "b" or "c" as it is stored."""
         if operand == "a":
             return (self.k, self.m) if self.dataflow == "rs" else (self.m, self.k)
         if operand == "b":
@@ -122,18 +129,18 @@ class Matmul2dProblem:
 
     @cached_property
     def sliced_size(self) -> int:
-        """Return the global size of the dim that the two moving matrices share."""
+        """Return the global size, in elements, of the sliced dim: K for "os", N for "ls", M for "rs"."""
         return {"os": self.k, "ls": self.n, "rs": self.m}[self.dataflow]
 
     @cached_property
     def horizontal(self) -> MovingMatrix:
-        """Return the matrix that moves along mesh rows, between columns."""
+        """Return the matrix that moves along mesh axis "col": between the chips of a mesh row."""
         operand = _HORIZONTAL[self.dataflow]
         return MovingMatrix(operand, "col", 1, operand == "c")
 
     @cached_property
     def vertical(self) -> MovingMatrix:
-        """Return the matrix that moves along mesh columns, between rows."""
+        """Return the matrix that moves along mesh axis "row": between the chips of a mesh column."""
         operand = _VERTICAL[self.dataflow]
         return MovingMatrix(operand, "row", 0, operand == "c")
 
@@ -142,18 +149,18 @@ class Matmul2dProblem:
         return self.mesh_shape[AXES.index(axis)]
 
     def largest_part(self, size: int, axis: str) -> int:
-        """Return the elements of the largest part of `size` elements divided over "row", "col" or "depth"."""
+        """Return ceil(`size` / chips of mesh axis `axis`): the most elements that one chip gets of `size`."""
         return chunk_bounds(size, self.axis_size(axis), 0)[1]
 
     def declarations(self, name: str, placements: Placements | None = None) -> Program:
-        """Return a program without ops that declares mesh, tensors, operand buffers a, b, c and the product C.
+        """Return a program without ops: mesh, tensors A, B, C, their buffers a, b, c, and the equation of C.
 
         A matrix that moves along its dim 1 is stored column-major: a slice of its columns is then contiguous,
         and can be sent without a transpose.
 
         Args:
-            name: of the program.
-            placements: of the operands; None for `two_d_placements`.
+            name: the program's name.
+            placements: for each of "a", "b" and "c" one placement per mesh axis; None for `two_d_placements`.
         """
         mesh = self.mesh
         column_major = {moving.operand for moving in (self.horizontal, self.vertical) if moving.dim == 1}
@@ -175,14 +182,14 @@ class Matmul2dProblem:
         return Program(name, (mesh,), tensors, buffers, (), (), (product,))
 
     def traffic_bytes(self, rank: int, placements: Placements | None = None) -> dict[str, int]:
-        """Return a rank's bytes of communication, by "mesh.axis", if each moving matrix crosses its axis once.
+        """Return a rank's bytes of communication if each moving matrix is gathered or scattered once.
 
-        They are (P - 1) / P of the gathered or reduced block (MeshSlice, section 2.3.1), exact for uneven
-        shards. An axis without bytes is left out.
+        Keys are "mesh.axis", such as "tp.row"; an axis without bytes is left out. On an axis of P chips the bytes
+        are (P - 1) / P of the gathered or reduced block (MeshSlice, section 2.3.1), exact also for unequal shards.
 
         Args:
             rank: a global rank.
-            placements: of the operands; None for `two_d_placements`.
+            placements: for each of "a", "b" and "c" one placement per mesh axis; None for `two_d_placements`.
         """
         placed = placements or two_d_placements(self)
         traffic = {}
@@ -197,7 +204,10 @@ class Matmul2dProblem:
 
 
 def two_d_placements(problem: Matmul2dProblem) -> Placements:
-    """Return placements with rows over `row` and columns over `col` for all operands, replicated over `depth`."""
+    """Return, for each of "a", "b" and "c", its placement along each mesh axis of the problem.
+
+    Stored rows are sharded over "row", stored columns over "col", and matrices are replicated over "depth".
+    """
     placed: tuple[Placement, ...] = (Shard(0), Shard(1))
     if len(problem.mesh_shape) == 3:
         placed = (*placed, Replicate())
@@ -205,7 +215,7 @@ def two_d_placements(problem: Matmul2dProblem) -> Placements:
 
 
 def two_d_meshes(num_chips: int) -> tuple[tuple[int, ...], ...]:
-    """Return every mesh shape (rows, columns) of `num_chips` chips."""
+    """Return every mesh shape (rows, columns) with rows x columns = `num_chips`."""
     return factorisations(num_chips, 2)
 
 
@@ -214,11 +224,11 @@ class Matmul2dConfig:
     """What an algorithm leaves open. Each algorithm reads the fields that it names in its docstring.
 
     Attributes:
-        slices: relative widths of the slices, so (1, 1, 1, 1) are four equal ones. SUMMA's steps and a ring's
-            products are equal, so there only the length counts.
+        slices: relative widths of the slices: (1, 1, 1, 1) are four equal ones. For SUMMA the length of `slices`
+            is the number of steps, for ring algorithms the number of iterations, and widths are not read.
         block: neighbouring elements of the sliced dim that stay together in a slice.
-        packets: pieces into which a broadcast or reduce is cut.
-        overlap: the mesh axis along which Wang's algorithm hides communication; it hides no other.
+        packets: the number of packets into which a broadcast or reduce is cut.
+        overlap: the only mesh axis, "row" or "col", along which Wang's algorithm hides communication.
 
     Raises:
         LayoutError: there are less than 1 packets, or `overlap` is neither "row" nor "col".
@@ -236,7 +246,7 @@ class Matmul2dConfig:
 
     @property
     def slice_count(self) -> int:
-        """Return the number of slices."""
+        """Return the number of slices, the length of `slices`."""
         return len(self.slices)
 
     def __str__(self) -> str:

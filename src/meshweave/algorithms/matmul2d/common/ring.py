@@ -44,12 +44,12 @@ Steps = tuple[int, int]
 
 @dataclass(frozen=True)
 class RingDirection:
-    """One direction of a ring.
+    """One direction in which parts of a matrix travel around a ring of chips, one chip per ring step.
 
     Attributes:
-        sign: 1 if the parts that come to a chip are those of the chips after it, -1 if of those before it.
-        steps: the number of ring steps.
-        suffix: ends the names of its lane, ops and buffers.
+        sign: 1 (forwards) if a chip receives the parts of the chips after it, -1 (backwards) of those before it.
+        steps: the number of ring steps in this direction.
+        suffix: what the names of the direction's lane, ops and buffers end in.
     """
 
     sign: int
@@ -57,20 +57,23 @@ class RingDirection:
     suffix: str
 
     def steps_in(self, iteration: Steps) -> range:
-        """Return the ring steps of `iteration`, [start, stop), that are below this direction's `steps`."""
+        """Return which ring steps of an iteration (start, stop) this direction takes: those below its `steps`."""
         return range(iteration[0], min(iteration[1], self.steps))
 
 
 @dataclass(frozen=True)
 class RingProduct:
-    """A product that is overlapped with the ring steps of one matrix.
+    """A product that overlaps with the ring steps of one matrix, which travels in parts, one per chip of the ring.
+
+    The product is computed in iterations. One multiplies the chip's own part; each other one takes some ring steps
+    in both directions, and has a product per direction for the parts that travel.
 
     Attributes:
-        placements: of "a", "b" and "c", for each one placement per mesh axis.
-        moving: the matrix that goes around its axis in parts.
+        placements: for each of "a", "b" and "c" one placement per mesh axis.
+        moving: the matrix that goes around its mesh axis in parts.
         exposed: a second matrix that moves, by one collective before (or after) all products, or None.
-        num_iterations: the iterations asked for, with that of the local part. On P chips, P > 1, there are at
-            least 2 and at most P // 2 + 1. One that moves parts has a product for each direction.
+        num_iterations: the iterations asked for, that of the own part included. With P > 1 chips there are at
+            least 2 and at most P // 2 + 1, whatever is asked for.
     """
 
     problem: Matmul2dProblem
@@ -86,7 +89,7 @@ class RingProduct:
 
     @property
     def dim_letters(self) -> dict[str, DimLetters]:
-        """Return for each operand which of "m", "n", "k" its two stored dims are."""
+        """Return for each of "a", "b" and "c" which of "m", "n", "k" its two dims, as stored, are."""
         dataflow = self.problem.dataflow
         return {
             "a": ("k", "m") if dataflow == "rs" else ("m", "k"),
@@ -96,37 +99,37 @@ class RingProduct:
 
     @property
     def cut_letter(self) -> str:
-        """Return which of "m", "n", "k" is cut into parts."""
+        """Return which of "m", "n", "k" is the dim that is cut into parts."""
         return self.dim_letters[self.moving.operand][self.moving.dim]
 
     @property
     def cut_size(self) -> int:
-        """Return the global size of the dim that is cut into parts."""
+        """Return the global size, in elements, of the dim that is cut into parts."""
         return self.problem.stored_shape(self.moving.operand)[self.moving.dim]
 
     @property
     def part_size(self) -> int:
-        """Return the size of the largest part, in elements of the cut dim."""
+        """Return the size of the largest part along the dim that is cut, in elements."""
         return -(-self.cut_size // self.num_parts)
 
     @property
     def directions(self) -> tuple[RingDirection, ...]:
-        """Return the directions in which parts travel, the one with more steps first."""
+        """Return the directions in which parts travel, forwards first; one for 2 chips, none for 1."""
         both = RingDirection(1, self.num_parts // 2, ""), RingDirection(-1, (self.num_parts - 1) // 2, BACK)
         return tuple(direction for direction in both if direction.steps)
 
     @cached_property
     def iterations(self) -> tuple[tuple[int, int], ...]:
-        """Return the ring steps [start, stop) of each iteration that moves something."""
+        """Return the ring steps (start, stop) of each iteration that moves parts, in order."""
         sizes = (size for count, size, _ in self.iteration_sizes for _ in range(count))
         return tuple(pairwise(accumulate(sizes, initial=0)))
 
     @property
     def iteration_sizes(self) -> list[tuple[int, int, int]]:
-        """Return the iterations that move parts, as runs of equal ones, the largest first; [] for one chip.
+        """Return the iterations that move parts, equal neighbours together, the largest first; [] for one chip.
 
-        Each run is (number of iterations, ring steps forwards in each, ring steps backwards in each). The
-        iteration of the local part is not among them.
+        Each entry is (number of iterations, ring steps forwards in each, ring steps backwards in each). The
+        iteration of the chip's own part is not counted.
         """
         steps = self.num_parts // 2
         count = min(max(self.num_iterations - 1, 1), steps)
@@ -138,9 +141,9 @@ class RingProduct:
         return [size for size in sizes if size[0]]
 
     def bounds(self, part: Index) -> tuple[Index, Index]:
-        """Return [start, stop) of part number `part` (from 0) in elements of the dim that is cut into parts.
+        """Return (start, stop) of part number `part` (from 0), in elements of the dim that is cut into parts.
 
-        `part` may be an expression; so are the results then.
+        `part` may be an expression; the results are expressions then.
         """
         begin, end = part * self.part_size, (part + 1) * self.part_size
         if self.cut_size % self.num_parts:
@@ -148,9 +151,9 @@ class RingProduct:
         return begin, end
 
     def extent(self, part: Index) -> Index:
-        """Return the elements of part number `part` (from 0) along the dim that is cut into parts.
+        """Return the size of part number `part` (from 0) along the dim that is cut into parts, in elements.
 
-        `part` may be an expression.
+        `part` may be an expression; the result may be one then.
         """
         if self.cut_size % self.num_parts == 0:
             return self.part_size
@@ -158,9 +161,9 @@ class RingProduct:
         return end - begin
 
     def local_extents(self) -> dict[str, int]:
-        """Return the largest "m", "n" and "k" in the products of one chip, in elements.
+        """Return {"m": ..., "n": ..., "k": ...}: the sizes, in elements, of all products of one chip together.
 
-        That of the dim that is cut into parts is its global size.
+        They are those of the chip with the largest shards. The dim that is cut into parts has its global size.
         """
         sizes = {"m": self.problem.m, "n": self.problem.n, "k": self.problem.k}
         for operand, letters in self.dim_letters.items():
@@ -181,7 +184,7 @@ class RingProduct:
 
 
 def build(ring: RingProduct, name: str) -> Program:
-    """Return the program of a ring product, with name `name`."""
+    """Return the program of a ring product, called `name`."""
     builder = _RingProgramBuilder(ring)
     body = tuple(builder.body())
     declared = ring.problem.declarations(name, ring.placements)
@@ -361,9 +364,9 @@ class _RingProgramBuilder:
 
 
 def step_mark(ring: RingProduct, index: int, count: int) -> CollectiveStep | None:
-    """Return the `step` of a permute that is number `index` of `count` ring steps launched together.
+    """Return the `step` argument of the permute op for ring step `index` of `count` that are launched together.
 
-    The first, number 0, pays for the launch. None in a ring of one direction, where every step is a launch of
-    its own.
+    Step 0 pays for the launch. The result is None in a ring of one direction (2 chips), where each ring step is
+    launched on its own.
     """
     return CollectiveStep("send_recv", index, count, num_directions=2) if len(ring.directions) == 2 else None

@@ -13,7 +13,11 @@ from meshweave.ir.skeleton import Skeleton
 
 
 class RingAlgorithm(Matmul2d):
-    """A product in which one matrix travels along a mesh axis; a config chooses how many iterations."""
+    """A product in which one matrix travels around a mesh axis.
+
+    The length of a config's `slices` is the number of iterations (`RingProduct`): with more of them communication
+    overlaps more finely, and products are smaller.
+    """
 
     estimate_accuracy = "upper_bound"
 
@@ -26,15 +30,15 @@ class RingAlgorithm(Matmul2d):
         return build(self.ring(problem, config), self.name)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the tasks of the program, every part as large as the largest."""
+        """Return the skeleton of the program, with every part as large as the largest."""
         return build_skeleton(self.ring(problem, config))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank receives, by "mesh.axis"."""
+        """Return the bytes that a global rank receives, by "mesh.axis", such as "tp.row"."""
         return traffic(self.ring(problem, config), rank)
 
     def peak_bytes(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int = 0) -> int:
-        """Return the most bytes that a rank holds at once, operands and results included."""
+        """Return the most bytes that a global rank holds at once, its shards of A, B and C included."""
         if rank != problem.mesh.ranks[0]:
             return super().peak_bytes(problem, config, rank)
         return peak_bytes(self.ring(problem, config))

@@ -30,7 +30,10 @@ HOME = RingDirection(0, 0, "")
 
 
 def build_skeleton(ring: RingProduct) -> Skeleton:
-    """Return the tasks of `ring.build`, every part as large as the largest; exact where all parts are equal."""
+    """Return the skeleton of the program of `ring.build`, with every part as large as the largest.
+
+    Its time is exact if all parts are equal, and an upper bound otherwise.
+    """
     return Skeleton.of_runs(_runs(ring))
 
 
@@ -55,7 +58,11 @@ def _runs(ring: RingProduct) -> list[EqualIterations]:
 
 
 def lower_bound(ring: RingProduct) -> Skeleton:
-    """Return a skeleton that takes no longer than any number of iterations: one product, all steps, all sums."""
+    """Return a skeleton that takes no longer than the ring product with any number of iterations.
+
+    It has one product, all ring steps and all additions, which do not wait for each other. The product waits for
+    an exposed all-gather, or an exposed reduce-scatter for the product.
+    """
     tasks = _RingTasks(ring)
     listed = [tasks.matmul(ring.num_parts)]
     for direction in ring.directions:
@@ -174,10 +181,11 @@ def _part_bytes(ring: RingProduct, moving: MovingMatrix) -> int:
 
 
 def traffic(ring: RingProduct, rank: int) -> dict[str, int]:
-    """Return the bytes that a rank receives, by "mesh.axis".
+    """Return the bytes that a global rank receives, by "mesh.axis", such as "tp.row".
 
-    In a gather all parts arrive but the rank's own. In a scatter a partial sum arrives for every part, except
-    the part that the rank sends first in a direction; for its own part one arrives from each direction.
+    If the matrix is gathered, all parts arrive but the rank's own. If it is scattered, a partial sum of every part
+    arrives, except of the part that the rank sends first in a direction; of its own part one arrives from each
+    direction.
     """
     problem = ring.problem
     mesh, out = problem.mesh, {}
@@ -208,9 +216,8 @@ def _extent(size: int, parts: int, at: int) -> int:
 def peak_bytes(ring: RingProduct) -> int:
     """Return the most bytes that rank 0 of the mesh, which has the largest shards, holds at once.
 
-    They are the shards of all operands, the gathered (or not yet reduced) matrices, and if the matrix of the
-    ring is scattered, two receive buffers per direction. In a ring of fewer than six ranks fewer receive buffers
-    are held at the same time as the whole matrix.
+    They are the bytes of its shards of A, B and C, of the gathered (or not yet reduced) matrices, and if the
+    matrix of the ring is scattered, of two receive buffers per direction, fewer in a ring of under six ranks.
     """
     problem, num_bytes = ring.problem, 0
     for operand in "abc":
@@ -238,9 +245,9 @@ def _local_bytes(ring: RingProduct, operand: str, whole: MovingMatrix | None) ->
 
 
 def iteration_counts(parts: int) -> list[int]:
-    """Return values of `num_iterations` worth trying on a ring of `parts` ranks, ascending.
+    """Return the numbers of iterations worth trying on a ring of `parts` ranks, ascending: 8 -> [2, 3, 4, 5].
 
-    The last is the most that there can be, parts // 2 + 1: one ring step per iteration. Before it come those of
+    The last is the most that there can be, parts // 2 + 1: one ring step per iteration. The others are those of
     2 to 8, 12, 16, 24, 32, ..., 192, 256 that are less.
     """
     most = parts // 2 + 1

@@ -15,9 +15,12 @@ from meshweave.ir.program.views import Blocked, Selector
 
 @dataclass(frozen=True)
 class Slices:
-    """The slices of a dim: which blocks of neighbouring elements each consists of.
+    """The slices of a dim: sets of elements that are gathered, multiplied and scattered together.
 
-    Blocks go to the slices in turn, in periods of sum(widths) blocks.
+    The dim is cut into periods of sum(widths) blocks of `block` elements. Of each period slice 0 gets the first
+    widths[0] blocks, slice 1 the next widths[1], and so on: size 12, widths (1, 2) and block 2 give slice 0 the
+    elements 0, 1, 6, 7, and slice 1 the others. Methods name a slice by its number, or by the elements
+    [start, start + width) that it has of each period. `Index` values are integers or expressions.
 
     Attributes:
         size: elements of the dim.
@@ -35,22 +38,22 @@ class Slices:
         return sum(self.widths) * self.block
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """Return [start, stop) of slice `number` within a period."""
+        """Return (start, stop): which elements of a period, counted from its start, slice `number` has."""
         start = sum(self.widths[:number]) * self.block
         return start, start + self.widths[number] * self.block
 
     def num_below_index(self, position: Index, start: Index, width: Index) -> Index:
-        """Return how many elements lie below `position` of the slice with [start, start + width) of each period.
+        """Return how many elements below `position`, an index in the whole dim, belong to a slice.
 
-        `position` is an index in the whole dim. All may be expressions, as is the result.
+        The slice has elements [start, start + width) of each period. Arguments and result may be expressions.
         """
         rest = minimum(maximum(position % self.period - start, 0), width)
         return (position // self.period) * width + rest
 
     def part(self, axis_size: int, coordinate: Index, start: Index, width: Index) -> tuple[Index, Selector]:
-        """Return what one shard holds of the slice that has elements [start, start + width) of each period.
+        """Return what one shard holds of a slice: (number of elements, selector of them in the shard).
 
-        It is (number of elements, selector of them among the shard's elements). The shard is the one at
+        The slice has elements [start, start + width) of each period. The shard is that of the chip at
         `coordinate` of a mesh axis of `axis_size` chips.
         """
         each = -(-self.size // axis_size)
@@ -63,24 +66,24 @@ class Slices:
         return size, Blocked(start - begin % self.period, width, self.period)
 
     def largest_part(self, axis_size: int, number: int) -> int:
-        """Return the most elements of slice `number` that any shard of a mesh axis of `axis_size` chips holds."""
+        """Return the most elements of slice `number` that one shard holds, of a mesh axis of `axis_size` chips."""
         start, stop = self.bounds(number)
         return self.largest_part_of(axis_size, start, stop - start)
 
     def largest_part_of(self, axis_size: int, start: int, width: int) -> int:
-        """Return the most elements that a shard holds of the slice with [start, start + width) of each period.
+        """Return the most elements of a slice that one shard holds, of a mesh axis of `axis_size` chips.
 
-        Shards are those of a mesh axis of `axis_size` chips.
+        The slice has elements [start, start + width) of each period.
         """
         return max(self.largest_parts_of(axis_size, start, width))
 
     def largest_parts_of(self, axis_size: int, start: int, width: int) -> tuple[int, int]:
-        """Return (most elements of a slice on any whole shard, those on the shard that is cut short).
+        """Return (most elements of a slice on any full shard, its elements on the last shard if that is smaller).
 
-        The slice has [start, start + width) of each period; shards are those of a mesh axis of `axis_size`
-        chips. The last may be cut short by the end of the dim; the second number is 0 if it is not. As the start
-        of a shard moves along the period, the elements that it holds of a slice rise to a plateau and fall
-        again. So only shards that start next to the plateau's start are looked at.
+        The slice has elements [start, start + width) of each period; shards are those of a mesh axis of
+        `axis_size` chips. The second number is 0 if all shards are full. As the start of a shard moves along the
+        period, its elements of a slice rise to a plateau and fall again, so only shards next to the plateau's
+        start are compared.
         """
         each = -(-self.size // axis_size)
         if self.size % (axis_size * self.period) == 0:
@@ -95,9 +98,9 @@ class Slices:
         return whole, self.num_below(self.size, start, width) - self.num_below(full * each, start, width)
 
     def num_below(self, position: int, start: int, width: int) -> int:
-        """Return how many elements lie below `position` of the slice with [start, start + width) of each period.
+        """Return how many elements below `position`, an index in the whole dim, belong to a slice.
 
-        It is `num_below_index` for plain integers; `position` is an index in the whole dim.
+        The slice has elements [start, start + width) of each period. It is `num_below_index` for plain integers.
         """
         periods, rest = divmod(position, self.period)
         return periods * width + min(max(rest - start, 0), width)
@@ -115,11 +118,10 @@ def _residues(step: int, period: int, count: int) -> tuple[int, ...]:
 
 
 def slices_of(problem: Matmul2dProblem, config: Matmul2dConfig) -> Slices:
-    """Return the slices of a problem's sliced dim.
+    """Return the slices of a problem's sliced dim that a config asks for.
 
-    The config's block is halved until a period fits into a shard of the longer of `row` and `col`, or is 1
-    element.
-    Slices that would be empty on all shards are left out.
+    The config's `block` is halved until a period fits into a shard along the longer of `row` and `col`, or until
+    it is 1 element. Slices that would be empty on all shards are left out.
 
     Raises:
         LayoutError: the sliced dim has fewer elements than slices, or a width or the block is not positive.

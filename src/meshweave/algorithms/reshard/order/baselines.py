@@ -6,21 +6,21 @@ from meshweave.algorithms.reshard.order.jobs import JobSchedule, JobSet, schedul
 
 
 def naive(jobs: JobSet) -> JobSchedule:
-    """Return the schedule that runs the jobs one after another in the given order, each by its first route."""
+    """Return the schedule that runs the jobs one after another in the order of `jobs`, each by its first route."""
     return schedule_in_order(
         jobs, [0] * len(jobs.jobs), range(len(jobs.jobs)), serial=True, algorithm="naive"
     )
 
 
 def in_order(jobs: JobSet) -> JobSchedule:
-    """Return the schedule in which each resource serves its jobs in the given order, by their first routes."""
+    """Return the schedule in which each resource serves its jobs in the order of `jobs`, by their first routes."""
     return schedule_in_order(jobs, [0] * len(jobs.jobs), range(len(jobs.jobs)), algorithm="in_order")
 
 
 def balance(jobs: JobSet) -> JobSchedule:
-    """Return the schedule that balances the load of resources (eq. 4) greedily, longest jobs first.
+    """Return the schedule that balances the load of resources greedily, longest jobs first (AlpaComm, eq. 4).
 
-    Each job takes the route whose most loaded resource stays least loaded; ties go to the least total load.
+    Each job takes the route whose busiest resource has the least work so far; ties go to the least work in all.
     """
     load = [0] * len(jobs.class_of)
     order = sorted(range(len(jobs.jobs)), key=lambda j: (-jobs.jobs[j].duration, j))

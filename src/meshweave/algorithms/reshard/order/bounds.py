@@ -26,13 +26,13 @@ MAX_IN_CLIQUE = 400
 
 @dataclass(frozen=True)
 class ResourceLoad:
-    """A set of resources of one class, and the jobs whose alternatives in this class all lie in the set.
+    """A set of resources of one class, and the jobs that occupy one of them whichever route they take.
 
     Attributes:
-        resources: the set, as bits.
-        size: how many resources it has.
-        members: the numbers of the jobs.
-        total: the sum of their durations.
+        resources: the set, as an integer in which the bits of its resources' numbers are set.
+        size: how many resources are in the set.
+        members: numbers of the jobs.
+        total: sum of the jobs' durations, in their unit.
     """
 
     resources: int
@@ -42,17 +42,20 @@ class ResourceLoad:
 
     @property
     def lower_bound(self) -> int:
-        """Return the least time for which the busiest of the set is occupied, in the unit of durations."""
+        """Return ceil(total / size): the least time for which the set's busiest resource is occupied.
+
+        It is in the unit of durations.
+        """
         return -(-self.total // self.size)
 
 
 def resource_loads(jobs: JobSet) -> list[ResourceLoad]:
-    """Return the sets of resources that a bound considers, with the jobs that must load each of them.
+    """Return sets of resources from which lower bounds follow, with the jobs that must occupy each of them.
 
-    The resources of a class fall into components that share no job. Considered are the sets left when the least
-    loaded resource of a component is removed again and again (the densest set or one nearly as dense is among
-    them), and unions of the jobs' own sets of alternatives, up to 4096 of them or what 2^17 comparisons yield. A
-    set that is left out makes the bound weaker, not wrong.
+    The resources of a class fall into components that share no job. The sets are those left when the least loaded
+    resource of a component is removed again and again, and unions of the sets of resources that single jobs can
+    occupy, up to 4096 of them or what 2^17 comparisons yield. A set that is left out makes a bound weaker, not
+    wrong.
     """
     loads = []
     for cls in range(max(jobs.class_of, default=-1) + 1):
@@ -75,19 +78,18 @@ def resource_loads(jobs: JobSet) -> list[ResourceLoad]:
 
 
 def bound(jobs: JobSet) -> int:
-    """Return a lower bound of the makespan of any schedule, even one that cuts or slows down jobs.
+    """Return a lower bound of the time at which the last job ends in any schedule, in the unit of durations.
 
-    It is in the unit of durations, and at least the duration of the longest job. The module docstring says
-    why.
+    It holds even if jobs are cut, or run at a part of a resource's rate. It is at least the longest duration.
     """
     longest = max((job.duration for job in jobs.jobs), default=0)
     return max([longest, *(load.lower_bound for load in resource_loads(jobs))])
 
 
 def exclusive_bound(jobs: JobSet, known: Sequence[ResourceLoad] | None = None) -> int:
-    """Return a lower bound of the makespan of schedules of whole jobs, one at a time on each resource.
+    """Return a lower bound of the time at which the last job ends if each resource serves one job at a time.
 
-    Beside `bound` it uses that
+    It is in the unit of durations, for jobs that are not cut. Besides what `bound` uses, it uses that
 
     - jobs of which any two exclude each other, in whatever routes, run one after another (a clique found
       greedily, among the longest 400 jobs);
@@ -96,7 +98,7 @@ def exclusive_bound(jobs: JobSet, known: Sequence[ResourceLoad] | None = None) -
       greatest common divisor.
 
     Args:
-        known: the result of `resource_loads` for these jobs, if it is there; None to compute it.
+        known: the result of `resource_loads(jobs)`; None to compute it.
     """
     durations = [job.duration for job in jobs.jobs]
     least = max([0, *durations])

@@ -20,11 +20,11 @@ MAX_UNITS = 1 << 30
 
 
 def exact(jobs: JobSet, time_s: float = 10.0) -> JobSchedule:
-    """Return the best schedule that CP-SAT finds within `time_s` seconds, starting from that of `best`.
+    """Return the best schedule that CP-SAT finds within `time_s` seconds, starting from the schedule of `best`.
 
-    It is `proven` if it is known to be optimal. Where durations have to be rounded the order is scheduled
-    with the true ones, and is proven only if it meets a bound. With a limit in seconds the result can differ
-    between machines.
+    The result is `proven` if it is known to be optimal. If the durations are too long for the solver, it searches
+    with rounded ones, and the order that it finds is then scheduled with the true durations; that schedule is
+    `proven` only if it meets a lower bound. With a limit in seconds the result can differ between machines.
 
     Raises:
         UnsupportedError: OR-tools is not installed.

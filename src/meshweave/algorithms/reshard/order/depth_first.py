@@ -34,11 +34,14 @@ State: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Tra
 def dfs(
     jobs: JobSet, max_nodes: int = MAX_NODES, budget_s: float | None = None, known: JobSchedule | None = None
 ) -> JobSchedule:
-    """Return the best schedule found by depth-first search, `proven` if nothing better is left.
+    """Return the best schedule found by depth-first search; it is `proven` if no schedule can be shorter.
 
-    It visits about `max_nodes` states at most. With `budget_s` it stops after so many seconds, and ranks can
-    differ in their results. It starts from `known`, by default the better one of `balance` and a first greedy
-    pass.
+    Args:
+        max_nodes: about the most states that the search visits.
+        budget_s: seconds after which the search stops, so that the result depends on the computer; None for no
+            limit.
+        known: a schedule that the result must beat or be; None for the better one of `balance` and one pass of
+            `greedy`.
     """
     stop = None if budget_s is None else time.monotonic() + budget_s
     loads = resource_loads(jobs)

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TransferJob:
-    """A transfer that occupies some NICs for its duration, all at once and without a break (eq. 3).
+    """A transfer that occupies some NICs for its duration, all at once and without a break (AlpaComm, eq. 3).
+
+    A resource is one direction (sending or receiving) of one NIC; resources have numbers.
 
     Attributes:
-        duration: above 0, in picoseconds or any other whole unit.
-        routes: for each alternative the resources that the job would occupy, ascending. A route without resources
-            means that nothing hinders the job, which starts at 0.
+        duration: above 0, a whole number of picoseconds, or of another unit that all jobs share.
+        routes: for each route that the job could take, the numbers of the resources that it occupies, ascending. A
+            job whose route has no resources starts at 0.
     """
 
     duration: int
@@ -31,9 +33,11 @@ class TransferJob:
 
 @dataclass(frozen=True)
 class JobSet:
-    """The jobs of one reshard, and for each resource the number of its class, such as the NICs of one host.
+    """The jobs of one reshard, numbered from 0, and the classes of resources.
 
-    Bounds use the classes: a job loads a class if each of its routes occupies some resource of that class.
+    Attributes:
+        class_of: for each resource the number of its class, such as the receiving NICs of one host. Lower bounds
+            use that a job occupies a resource of a class if each of its routes does.
     """
 
     jobs: tuple[TransferJob, ...]
@@ -45,10 +49,10 @@ class JobSchedule:
     """A route and a start for each job.
 
     Attributes:
-        routes: number of the chosen route, by job.
+        routes: for each job the position of the chosen route in its `routes`.
         order: job numbers in the order in which every resource serves them.
-        starts: start of each job, in the unit of durations.
-        makespan: end of the last job.
+        starts: for each job its start, in the unit of durations; 0 is the start of the reshard.
+        makespan: the time at which the last job ends, in the unit of durations.
         proven: whether it is known that no schedule ends sooner.
         algorithm: name of the search that made it.
         serial: whether each job waits for the one before it in the order, whatever resources they occupy.
@@ -66,10 +70,15 @@ class JobSchedule:
 def schedule_in_order(
     jobs: JobSet, routes: Sequence[int], order: Sequence[int], serial: bool = False, algorithm: str = ""
 ) -> JobSchedule:
-    """Return the schedule in which each job starts once earlier ones that share a resource with it are over.
+    """Return the schedule in which each job starts when all earlier jobs that share a resource with it are over.
 
-    With `serial` it waits for all before it. A job that occupies nothing starts at 0. `routes` has the number
-    of each job's route, `order` the job numbers.
+    A job that occupies no resource starts at 0.
+
+    Args:
+        routes: for each job the position of its route in its `routes`.
+        order: the job numbers, first to last.
+        serial: whether a job waits for all jobs before it instead.
+        algorithm: the schedule's `algorithm`, the name of the search.
     """
     free = [0] * len(jobs.class_of)
     starts, makespan = [0] * len(jobs.jobs), 0
@@ -87,16 +96,16 @@ def schedule_in_order(
 
 
 def route_masks(jobs: JobSet) -> list[list[int]]:
-    """Return for each job and each of its routes the resources, as set bits of an integer.
+    """Return for each job and each of its routes an integer in which the bits of its resources are set.
 
-    Jobs whose routes have a bit in common exclude each other.
+    Two jobs cannot run at the same time if their routes have a bit in common.
     """
     return [[sum(1 << r for r in route) for route in job.routes] for job in jobs.jobs]
 
 
 def by_start(starts: Sequence[int]) -> list[int]:
-    """Return job numbers sorted by start.
+    """Return the job numbers sorted by `starts`, the start of each job.
 
-    Scheduled in this order (`schedule_in_order`), no job of a valid schedule starts later than in `starts`.
+    If `starts` is of a valid schedule, `schedule_in_order` in this order starts no job later.
     """
     return sorted(range(len(starts)), key=lambda j: (starts[j], j))

@@ -23,13 +23,13 @@ PASS_WORK = 3_000
 
 
 def greedy(jobs: JobSet, passes: int | None = None, seed: int = 0, bound: int | None = None) -> JobSchedule:
-    """Return the shortest schedule of at most `passes` passes of list scheduling; the first is not random.
+    """Return the shortest schedule of at most `passes` passes of list scheduling; all but the first are random.
 
     Args:
         passes: None for up to 32, fewer the more routes the jobs have (`PASS_WORK`).
-        seed: of the random choices.
-        bound: a lower bound of the makespan, in the unit of durations; None for `exclusive_bound`. A pass that
-            meets it ends the search, and the schedule is `proven`.
+        seed: seed of the random choices.
+        bound: a lower bound of the schedule's length, in the unit of durations; None for `exclusive_bound(jobs)`.
+            A schedule that is no longer than this ends the search and is `proven`.
     """
     bound = exclusive_bound(jobs) if bound is None else bound
     if passes is None:
@@ -45,10 +45,9 @@ def greedy(jobs: JobSet, passes: int | None = None, seed: int = 0, bound: int | 
 
 
 class ListScheduler:
-    """List scheduling of jobs by kind.
+    """List scheduling: when resources become free, jobs that wait are started until none fits.
 
-    Jobs with the same routes form a kind, which starts its longest waiting job first. When a resource becomes free
-    only the kinds that could use it are considered.
+    Jobs with equal routes are considered together, the one of the longest duration first.
     """
 
     def __init__(self, jobs: JobSet) -> None:
@@ -79,8 +78,8 @@ class ListScheduler:
     def run(self, rng: random.Random | None) -> JobSchedule:
         """Return the schedule of one pass over time.
 
-        At each moment jobs start in the order of the work ahead on their most loaded resource, most first; with
-        `rng` the best of three random variations of that order is taken.
+        At each moment jobs are started in the order of the work that still waits for their busiest resource, most
+        first. If `rng` is not None, three random variations of that order are compared, and the best is used.
         """
         starts, chosen = [0] * len(self.durations), [0] * len(self.durations)
         waiting = [len(queue) for queue in self.queues]

@@ -31,12 +31,12 @@ from meshweave.algorithms.reshard.order.list_greedy import greedy
 
 
 def improve(jobs: JobSet, schedule: JobSchedule, rounds: int, seed: int = 0, goal: int = 0) -> JobSchedule:
-    """Return a schedule whose makespan is at most that of `schedule`, by local search.
+    """Return a schedule that ends no later than `schedule`, by local search.
 
     Args:
-        rounds: the most rounds of taking a few jobs out and putting them back.
-        seed: of the random choices.
-        goal: a makespan, in the unit of durations; the search stops when the best one is no longer.
+        rounds: the most rounds, in each of which a few jobs are taken out and put back.
+        seed: seed of the random choices.
+        goal: a length, in the unit of durations; the search stops when the best schedule is no longer.
     """
     rng = random.Random(seed)
     line = _JobSequence(jobs, schedule)
@@ -161,9 +161,9 @@ IMPROVE_WORK = 120_000
 def best(jobs: JobSet, seed: int = 0) -> JobSchedule:
     """Return the best schedule of `greedy`, `balance`, `naive` and `dfs`, improved by local search.
 
-    Its `algorithm` names the search that found it. It is `proven` if it meets a lower bound, which also ends the
-    search, or if the depth-first search (`dfs`, for up to 20 jobs) was complete. `seed` is that of the random
-    choices.
+    The result's `algorithm` names the search that found it. It is `proven` if its length equals a lower bound,
+    which also ends the search, or if the depth-first search (`dfs`, for up to 20 jobs) was complete. `seed` is the
+    seed of the random choices.
     """
     goal = exclusive_bound(jobs)
     schedule = greedy(jobs, seed=seed, bound=goal)
