@@ -177,6 +177,11 @@ def test_over_hosts_a_token_crosses_a_nic_once_for_each_host_that_needs_it():
         assert moved == tokens * row_bytes + received * 4 * problem.hidden
 
 
+def test_a_table_with_weights_of_fewer_experts_than_a_token_takes_is_refused():
+    with pytest.raises(LayoutError, match="has 1 weights above 0, and a token takes 2 experts"):
+        Routing("table", table=(3.0, 0.0, 0.0)).draw(8, 2, 3)
+
+
 def test_routings_are_as_they_say():
     balanced = Routing("balanced", 1).draw(64, 4, 16)
     assert set(np.bincount(balanced.ravel(), minlength=16)) == {16}

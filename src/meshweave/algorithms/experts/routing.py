@@ -57,7 +57,7 @@ class Routing:
         proportion to their weights (the greatest after Gumbel noise: Kool et al., ICML '19).
 
         Raises:
-            LayoutError: the table has weights for another number of experts.
+            LayoutError: the table has weights for another number of experts, or above 0 for fewer than `top_k`.
         """
         draw = np.random.default_rng(self.seed)
         if self.kind == "balanced":
@@ -71,6 +71,8 @@ class Routing:
             weights = np.array(self.table)
             if len(weights) != num_experts:
                 raise LayoutError(f"the table has weights of {len(weights)} experts, not of {num_experts}")
+            if (num_drawn := np.count_nonzero(weights)) < top_k:
+                raise LayoutError(f"the table has {num_drawn} weights above 0, and a token takes {top_k} experts")
         with np.errstate(divide="ignore"):
             scores = np.log(weights) + draw.gumbel(size=(num_tokens, num_experts))
         return np.argsort(-scores, axis=1, kind="stable")[:, :top_k].astype(np.int32)
