@@ -99,9 +99,10 @@ def simulate_best(
     count: int,
     progress: Callable[[int], None] = lambda count: None,
 ) -> list[RankedConfig]:
-    """Return the configs with the first `count` of them simulated and sorted by that; the others follow.
+    """Return `ranked` with its first `count` configs simulated and sorted by simulated time; the others follow.
 
     Args:
+        cluster: the machine that they are simulated on.
         progress: called with the number of configs simulated so far.
 
     Raises:
