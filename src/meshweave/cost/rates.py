@@ -26,8 +26,8 @@ class RankRates:
     Attributes:
         flops_per_s: FLOPs per second of products.
         link_bytes_per_s: rate of one direction of the slowest link between two ranks.
-        link_latency_s: fixed cost of a message.
-        launch_s: fixed cost of a product.
+        link_latency_s: seconds of a message besides its bytes.
+        launch_s: seconds of a product besides its FLOPs.
         memory_bytes_per_s: rate of a rank's own memory.
         accumulate_factor: rate of accumulates as a fraction of the rate of copies.
         ranks_per_package: number of consecutive ranks that share a package or a host.

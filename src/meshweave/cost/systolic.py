@@ -40,10 +40,10 @@ def systolic_seconds(
     out_bytes: ArrayLike,
     batch: ArrayLike = 1,
 ) -> Array:
-    """Return the seconds of products of (m, k) by (k, n), in the shape of the broadcast sizes.
+    """Return the seconds of products of (m, k) by (k, n) on systolic arrays.
 
-    `batch` counts equal products that run as one kernel. Elements of A and B have `item_bytes`, those of C
-    `out_bytes`.
+    numpy broadcasts m, n, k, `out_bytes` and `batch`, and the result has their shape. `batch` is the number of
+    equal products that run as one kernel. Elements of A and B have `item_bytes`, those of C `out_bytes`.
     """
     of = constants
     sizes = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k, batch)))
