@@ -39,7 +39,7 @@ class Owner:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has ended; False where its pid is of another namespace, as nobody can tell."""
+        """Return whether the process has ended; False for a pid of another namespace, where nobody can tell."""
         return self.pid_space == _pid_space() and _start_of(self.pid) != self.start
 
     def __str__(self) -> str:

@@ -38,7 +38,7 @@ class Columns(TemplateColumns):
     Attributes:
         priced_axes: the mesh axes ("tp.row"; "" for none) whose constants the core will ask for, in its order.
         rated_work: the (kind of work of calls, dtype) whose FLOP rates the core will ask for, in its order.
-        exchanges: of each op as written the transfer by whose price it is timed; None of all but exchanges.
+        exchanges: for each op as written, the transfer whose price an `Exchange` is timed by; None for other ops.
         has_pair_costs: whether the cost of some ops depends on their two ranks. These are one-sided ops, and
             messages that are no step of a collective.
     """
@@ -53,9 +53,9 @@ class Columns(TemplateColumns):
         super().__init__(program, copies)
 
     def most_messages(self, rows: Column) -> int:
-        """Return roughly the most messages that a run sends.
+        """Return an estimate, from above, of the number of messages that a run sends.
 
-        `rows` has, for each op of each rank, its number in the template.
+        `rows` has, for each op of each rank, the number of the template op that it is an instance of.
         """
         counts = np.bincount(rows, minlength=len(self._op_messages)).tolist()
         return sum(count * each for count, each in zip(counts, self._op_messages, strict=True))
@@ -80,11 +80,11 @@ class Columns(TemplateColumns):
     def group_price_index(self, row: Column) -> int:
         """Return the index in `priced_axes` of the mesh axis or whole mesh whose ranks form a group.
 
-        The group must be in the order of the mesh. One that is neither takes the entry "". A new entry is
-        appended.
+        A group that is neither, or not in the order of the mesh, has the index of "". A name that `priced_axes`
+        lacks is appended.
 
         Args:
-            row: positions of the members among the ranks of the program, 1-D integers.
+            row: the members of the group, as their positions among the ascending ranks of the program.
         """
         return self.price_index(axis_of(self.program, tuple(self.ranks[row].tolist())))
 
