@@ -46,7 +46,7 @@ class ReshardRequest:
 
 @dataclass(frozen=True)
 class MeshSide:
-    """The value of --from or --to.
+    """The value of the option --from or --to: a mesh, and how a tensor lies on it.
 
     Attributes:
         option: "--from" or "--to", for errors.

@@ -57,9 +57,9 @@ def timeline(skeleton: Skeleton, machine: Machine, name: str = "skeleton") -> Tr
 
 @dataclass(frozen=True)
 class TaskSpan:
-    """One run of a task, from `begin_ps` to `end_ps` in picoseconds from the start.
+    """One run of a task of a skeleton, from `begin_ps` to `end_ps` in picoseconds from the start.
 
-    `part` has the names of the parts (`ir.skeleton.Part`) around it, the outermost first.
+    `part` has the names of the included programs (`ir.skeleton.Part`) that it is in, the outermost first.
     """
 
     task: Task
@@ -69,10 +69,10 @@ class TaskSpan:
 
 
 def task_spans(skeleton: Skeleton, cost_ps: Callable[[Work], int]) -> tuple[TaskSpan, ...] | None:
-    """Return a span for each run of each task, turn by turn, as the tasks of a turn are listed.
+    """Return a span for each run of each task: turn (iteration) by turn, in a turn in the order listed.
 
-    An op takes `cost_ps(work)` picoseconds. The result is None where broadcasts or reduces are chains, whose
-    members are busy for a part of the time only.
+    An op takes `cost_ps(work)` picoseconds. The result is None where broadcasts or reduces are timed packet by
+    packet, since their members are busy for a part of the time only.
     """
     if has_chains(skeleton):
         return None

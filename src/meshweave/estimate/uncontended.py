@@ -183,11 +183,11 @@ class UncontendedSimulator(TraceRecorder):
 
 
 def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
-    """Return the seconds of a program where every op takes its closed form and shares nothing, in parts.
+    """Return the seconds of a program, in all and by part, without contention: ops share no link and no engine.
 
-    It is for algorithms that write no skeleton. `total_s` is until the last rank ends. The parts are sums over
-    the ops of the first rank, where a message counts on its sender, and what both its ends pack counts as
-    copies.
+    Each op takes the time that it takes on an idle machine. `total_s` is until the last rank ends. The other
+    fields are sums over the ops of the lowest rank; a message counts on its sender, and the packing at both of
+    its ends as copies.
 
     Raises:
         ProgramError: messages or collectives do not match, or the program deadlocks.
