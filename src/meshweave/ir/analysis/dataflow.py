@@ -25,12 +25,16 @@ Event = tuple[Node, ...]
 
 @dataclass(frozen=True)
 class Dataflow:
-    """The ops of a program with everything that orders them. A node is an op, as (rank, index on that rank).
+    """The ops of a program with everything that orders them.
+
+    A node is an op, as (global rank, index among the ops of that rank). A joint is a collective, or a send with
+    its recv: ops of several ranks that take part in one event. A lane is an issue queue of a rank.
 
     Attributes:
         matched: the ops of every rank, each with its partners.
         predecessors: `predecessors[rank][i]` lists the indices of the ops of the same rank that op i waits for.
-        remote_predecessors: for an op that accesses what others release, the releasing ops that it waits for.
+        remote_predecessors: for an op that reads or writes memory that ops of any rank write with a release
+            (`ir.program.release`), the releasing ops that it waits for.
     """
 
     matched: MatchedProgram

@@ -83,7 +83,8 @@ class Interpreter:
 
     Args:
         algebra: the arithmetic on elements.
-        fresh: makes the array of a slot, given its local shape and the program's name of its dtype.
+        flow: the dataflow of the program.
+        fresh: returns a new array for a slot (copy of a buffer), from its local shape and its dtype's name.
 
     Attributes:
         memory: the array of each (global rank, buffer, slot), in its local shape.

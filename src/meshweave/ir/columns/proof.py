@@ -64,9 +64,7 @@ class ProofColumns(TemplateColumns):
         self.data["dtypes"] = flat([dtypes.setdefault(b.dtype, len(dtypes)) for b in program.buffers])
 
     def reduction(self, name: str) -> int:
-        """Return the integer that stands for a reduction ("sum", ...) in the columns; a new one at its first
-        use.
-        """
+        """Return the integer that stands for a reduction ("sum", ...); a new one at its first use."""
         return self.reductions.setdefault(name, len(self.reductions))
 
     def _describe_statements(self) -> None:

@@ -151,7 +151,7 @@ class Include(Collective):
 
     @cached_property
     def rank_variables(self) -> frozenset[str]:
-        """Return the loop indices and coordinates on which the choice of ranks depends."""
+        """Return the names of the variables (loop indices, coordinates) that decide which ranks take part."""
         return frozenset(
             name for _, submesh in self.meshes for index in submesh.indices for name in names_in(index)
         )

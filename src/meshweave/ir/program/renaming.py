@@ -26,9 +26,9 @@ def fresh_name(name: str, taken: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class RankMap:
-    """Which rank of the including program stands for each rank of a sub-program.
+    """Which rank of the including program (a global rank) stands for each rank of a sub-program.
 
-    `ranks` maps ranks of the sub-program, ascending, to global ranks; the methods do so for expressions.
+    `ranks` maps ranks of the sub-program, ascending, to global ranks; the methods map expressions likewise.
     """
 
     ranks: Mapping[int, int]
@@ -47,7 +47,7 @@ class RankMap:
         return select([self.ranks.get(rank, -1) for rank in range(max(self.ranks) + 1)], inner)
 
     def inner(self, outer: Index) -> Index:
-        """Return the sub-program's rank for which the global rank `outer` stands; it may be an expression.
+        """Return the sub-program's rank for which the global rank `outer`, or an expression of it, stands.
 
         The result is not defined for a global rank that stands for none.
         """
@@ -196,7 +196,9 @@ class Renaming:
 
 
 def region_of(actual: View, formal: str) -> Callable[[View], View]:
-    """Return the function from views of the buffer `formal` to those of the region `actual` that stands for it.
+    """Return a function that turns a view of buffer `formal` into the same part of the region `actual`.
+
+    `formal` is a buffer of a sub-program, `actual` the view of a buffer here that stands for it.
 
     Raises:
         ProgramError: by the function, for a view of another rank's memory where the region depends on coordinates:

@@ -99,9 +99,9 @@ def bodies_of(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, ...]]:
 
 
 def preorder(body: Iterable[Statement]) -> list[tuple[Statement, int]]:
-    """Return every statement as `statements_of` does, each with the index after the last statement of its block.
+    """Return (statement, index of the next statement outside of it) of every statement, a block before its body.
 
-    A reader that does not enter a block goes on at that index. An op's is the index after its own.
+    A reader skips the body of a block by going on at that index. For an op it is the next index.
     """
     listed: list[tuple[Statement, int]] = []
 

@@ -57,9 +57,9 @@ class Blocked:
         return f"blocked({self.first}, {self.block}, {self.stride}{tail})"
 
     def count_below(self, position: int) -> int:
-        """Return a count whose difference between two positions is the number of block elements between them.
+        """Return a running count of the elements of blocks: [a, b) has count_below(b) - count_below(a) of them.
 
-        `start` and `stop` are ignored.
+        `start` and `stop` are ignored. The count by itself has no meaning, and may be negative.
         """
         first, block, stride = _ints(self.first, self.block, self.stride)
         turns, remainder = divmod(position - first, stride)
