@@ -41,8 +41,9 @@ def write_out_per_rank(program: Program) -> Program:
 def lower_one_sided(program: Program) -> Program:
     """Return the program with gets, puts and accumulates as sends and recvs, written out per rank, without fences.
 
-    Products and copies into another rank's memory are sent there too, in the dtype that they have there. What lies
-    with the rank itself is copied or added. Messages of a lane run in up to `MAX_SENDER_LANES` lanes, by sender.
+    The results of products and copies into another rank's memory are sent too, in the dtype that they have there.
+    Accesses of a rank to its own memory become copies or additions. The messages of a lane run in up to
+    `MAX_SENDER_LANES` lanes, by sender.
 
     Raises:
         ProgramError: a product, add or copy reads another rank's memory in place; an accumulate is no sum; or an

@@ -129,11 +129,11 @@ class TreeNetwork(AnyShapeNetwork):
         return slowest_axis(reversed(crossed))
 
     def longest_s(self, src: NDArray[np.int64], dst: NDArray[np.int64], shared: bool) -> float:
-        """Return the seconds that a byte from each of many chips to another takes on the fullest link.
+        """Return the seconds per byte of a message on the most loaded link: the messages on it over its rate.
 
         Args:
-            src, dst: chips, shape (groups, messages of a group).
-            shared: whether all groups send at once; else each has all links to itself.
+            src, dst: the chip that each message is from, and that it is to; shape (groups, messages of a group).
+            shared: whether all groups send at once; else the result is that of the slowest group by itself.
         """
         fullest_s, chips = 0.0, self.num_chips
         group = np.zeros_like(src) if shared else np.broadcast_to(np.arange(len(src))[:, None], src.shape)

@@ -28,7 +28,7 @@ WITH_TOKENS = ("latent", "choices", "copies")
 
 @dataclass(frozen=True)
 class Features:
-    """The features of an edge or a side of a weight: `count` units of `unit` elements, under the name of a dim."""
+    """The features of an edge or a side of a weight: `count` units (such as heads) of `unit` elements each."""
 
     dim: str
     count: int
@@ -48,7 +48,7 @@ class NodeWeight:
     """A tensor of parameters: its name, the features along each dim (`sides`), and what it is for.
 
     Attributes:
-        kind: "whole" is a matrix that no role divides, "experts" one for each of `experts`.
+        kind: "whole" is a matrix that is never sharded, "experts" one for each of `experts`.
         modules: (name, output features) of each linear module that transformers has in place of a matrix; of the
             parameters of a norm, its module.
         experts, chosen: how many of it there are, and how many a token is multiplied by.
@@ -94,16 +94,16 @@ class Kept:
     by_keys: bool = False
 
     def num_bytes(self, item_bytes: int, keys: int) -> int:
-        """Return the bytes per token, with `item_bytes` an element of activations and `keys` keys a token."""
+        """Return the bytes per token, if activations have `item_bytes` an element and a token `keys` keys."""
         return self.elements * (self.item_bytes or item_bytes) * (keys if self.by_keys else 1)
 
 
 @dataclass(frozen=True)
 class LayerNode(ABC):
-    """A step of the forward part of a layer.
+    """A step of the forward part of a layer. An edge is a tensor (batch, sequence, features), by name.
 
     Attributes:
-        out: the edge that it makes.
+        out: the edge that it writes.
         ins: the edges that it reads.
         group: the part of the layer that it belongs to.
         is_sum: whether it is the sum of what it reads: gradients of the terms are that of the sum.
@@ -121,7 +121,7 @@ class LayerNode(ABC):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its inputs; here those of its output for each."""
+        """Return the features of each input edge; by default those of the output."""
         return (self.makes,) * len(self.ins)
 
     @property
@@ -142,7 +142,7 @@ class LayerNode(ABC):
 
     @property
     def reads_back(self) -> tuple[str, ...]:
-        """Return the edges that the gradient of the node reads; here all its inputs."""
+        """Return the edges that the gradient of the node reads; by default all inputs."""
         return self.ins
 
     @property
