@@ -105,8 +105,9 @@ def measure_products(
         shapes: (m, n, k) of each product.
         repeat: how often all shapes are measured; the lower quartile counts.
         say: called with lines of text on the progress.
-        loop_s: the least seconds of a loop on a CPU; 0: a millisecond. On CUDA a loop takes about 10 ms.
-        most_s: no repetition begins after so many seconds; there is always one.
+        loop_s: the least seconds of a loop (a run of one product, timed as a whole) on a CPU; 0: a millisecond.
+            On CUDA a loop takes about 10 ms.
+        most_s: seconds after which no further repetition begins; there is always one.
 
     Raises:
         UnsupportedError: torch is missing, or has no such device, or it is neither a CPU nor of CUDA.

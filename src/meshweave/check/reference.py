@@ -55,7 +55,7 @@ def random_tensor(name: str, shape: Sequence[int], dtype: str, seed: int) -> Arr
 
 
 def reference(program: Program, inputs: Tensors) -> dict[str, Array]:
-    """Return every output tensor of a program by name, whole, computed with numpy from what it declares.
+    """Return {name: whole tensor} of a program's outputs, computed with numpy from its declared meanings.
 
     Args:
         inputs: whole tensors by name.

@@ -105,9 +105,9 @@ class _SenderLanes:
 
 
 def in_sequential_order(program: Program) -> Iterator[tuple[int, BoundOp]]:
-    """Yield (global rank, op) for every op of every rank, in the order of the sequential reading.
+    """Yield (global rank, op) for every op of every rank, statement after statement as the program is written.
 
-    Ops of one statement come in the order of ranks.
+    Loops are unrolled, and the ops of one statement come in the order of ranks.
     """
     pairs = [(rank, bound) for rank, ops in program.ops_by_rank.items() for bound in ops]
     yield from sorted(pairs, key=lambda pair: (pair[1].key, pair[0]))

@@ -61,7 +61,7 @@ class Columns(TemplateColumns):
         return sum(count * each for count, each in zip(counts, self._op_messages, strict=True))
 
     def describe_op(self, op: ops.Op) -> None:
-        """Append the row of an op as written, and what its price depends on.
+        """Append the row of integers of an op as written, and note what its price depends on.
 
         Raises:
             ProgramError: the op uses names that are not declared, or is an exchange of sizes out of range.
@@ -101,9 +101,9 @@ class Columns(TemplateColumns):
         return self.rated_work.index((work, dtype))
 
     def note_call_costs(self, op: ops.Call, fields: OpFields) -> None:
-        """Set what a call costs in `fields`, the row of the op.
+        """Set the entries of `fields`, the op's row of integers, by which the core prices a call.
 
-        That is the numbers of the expressions of its FLOPs and bytes, whether the bytes of its views count, and
+        They are the numbers of the expressions of its FLOPs and bytes, whether the bytes of its views count, and
         the index of its FLOP rate (`rate`).
 
         Raises:
@@ -120,10 +120,10 @@ class Columns(TemplateColumns):
         return op.shape if len(op.shape) == len(CALL_DIMS.get(op.work, ())) else ()
 
     def works(self, rows: Column) -> list[Compute]:
-        """Return the products and calls that the core must price, each with its sizes on some ranks.
+        """Return the work of each product and call whose price the core asks for, in its order.
 
-        `rows` is the array of `Core.works`: `_WORK_WIDTH` integers for each, of which the first is the number of
-        the op.
+        `rows` is the flat array of `Core.works`: for each, the number of the op as written and its sizes (or FLOPs
+        and bytes) on the ranks where it has these, as `_WORK_WIDTH` integers.
         """
         out = []
         for row, a, b, c, num_products, count, *sizes in rows.reshape(-1, _WORK_WIDTH).tolist():

@@ -46,9 +46,9 @@ class SimulationCase:
     """A program on a machine, to be simulated.
 
     Attributes:
-        title: heading of the run by itself.
-        name, note: what tells the run apart from others of the same subject, as in "MeshSlice" and "S=8".
-        subject: what is computed where.
+        title: heading for a drawing of this run alone.
+        name, note: what tells the run from others of the same subject, such as "MeshSlice" and "S=8".
+        subject: in words, what is computed and on which machine.
         closed_form_s: a function that computes the time without contention, in seconds.
     """
 
@@ -109,7 +109,7 @@ class SimulatedCase:
         return rank_timeline(self.run, rank, title, note)
 
     def link_classes(self) -> list[LinkClass]:
-        """Return the links by kind and direction, the busiest first."""
+        """Return the loads of links in groups of one kind and direction, that with the busiest link first."""
         return link_classes(self.run)
 
     def busiest_links(self, count: int) -> list[LinkUse]:

@@ -70,7 +70,7 @@ class DegreesRecord(Record):
 
     @property
     def tensor_ranks(self) -> int:
-        """Return the number of tensor ranks."""
+        """Return the tensor-parallel degree: for a mesh of tensor ranks, the product of its two sizes."""
         return self.tensor if isinstance(self.tensor, int) else math.prod(self.tensor)
 
 

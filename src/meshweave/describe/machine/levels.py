@@ -120,7 +120,7 @@ def _faster_collective(of: CollectiveConstants, factor: float) -> CollectiveCons
 
 
 def axes_of(network: Network) -> list[NetworkAxis]:
-    """Return the links of every kind between chips; without `slices`, which join a torus with others alone."""
+    """Return every kind of link between the chips of a network; not `slices`, which join a torus to others."""
     axes: list[NetworkAxis] = []
 
     def note(axis: NetworkAxis) -> NetworkAxis:

@@ -379,7 +379,7 @@ Network = TorusNetwork | RingNetwork | SwitchNetwork | HostsNetwork | TreeNetwor
 
 
 def with_axes(network: Network, change: Callable[[NetworkAxis], NetworkAxis]) -> Network:
-    """Return the network with `change(links)` in place of the links of every kind that it has."""
+    """Return the network with `change(axis)` in place of every `NetworkAxis` that it has."""
     match network:
         case TorusNetwork():
             joined = network.slices and change(network.slices)

@@ -35,12 +35,12 @@ class Router(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its input: the residual."""
+        """Return the `Features` of its input edge: the residual."""
         return (Features("hidden", self.hidden),)
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: the `chosen` experts of a token."""
+        """Return the `Features` of its output edge: the `chosen` experts of a token."""
         return Features("choices", self.chosen)
 
     @property
@@ -63,12 +63,12 @@ class DispatchCopies(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its inputs: the residual, and a token's chosen experts."""
+        """Return the `Features` of its input edges: the residual, and a token's chosen experts."""
         return Features("hidden", self.hidden), self.router.makes
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: the copies of a token."""
+        """Return the `Features` of its output edge: the copies of a token."""
         return Features("copies", self.router.chosen, self.hidden)
 
     @property
@@ -99,7 +99,7 @@ class Experts(LayerNode):
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: the copies of a token."""
+        """Return the `Features` of its output edge: the copies of a token."""
         return Features("copies", self.chosen, self.hidden)
 
     @property
@@ -142,12 +142,12 @@ class CombineCopies(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its inputs: the copies of a token, and its chosen experts."""
+        """Return the `Features` of its input edges: the copies of a token, and its chosen experts."""
         return Features("copies", self.router.chosen, self.hidden), self.router.makes
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: the residual."""
+        """Return the `Features` of its output edge: the residual."""
         return Features("hidden", self.hidden)
 
     @property
@@ -164,12 +164,12 @@ class SharedGate(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its inputs: the shared experts' result, and the operand of the gate."""
+        """Return the `Features` of its input edges: the shared experts' result, and the operand of the gate."""
         return Features("hidden", self.hidden), Features("hidden", self.hidden)
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: the residual."""
+        """Return the `Features` of its output edge: the residual."""
         return Features("hidden", self.hidden)
 
     @property

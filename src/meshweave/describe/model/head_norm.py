@@ -23,7 +23,7 @@ class HeadNorm(LayerNode):
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: queries, keys and values."""
+        """Return the `Features` of its output edge: queries, keys and values."""
         return Features("heads", self.groups, (self.per_group + 2) * self.width)
 
     @property

@@ -33,7 +33,7 @@ class LatentNorm(Norm):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its input: all of the latent."""
+        """Return the `Features` of its input edge: all of the latent."""
         return (Features(self.features.dim, self.features.size + self.others),)
 
 
@@ -58,14 +58,14 @@ class LatentAttention(Attention):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its inputs: queries, keys with values, and the latent."""
+        """Return the `Features` of its input edges: queries, keys with values, and the latent."""
         of_queries = Features("heads", self.heads, self.own + self.shared)
         of_keys = Features("heads", self.heads, self.own + self.value)
         return of_queries, of_keys, Features("latent", self.latent + self.shared)
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: the values of all heads."""
+        """Return the `Features` of its output edge: the values of all heads."""
         return Features("heads", self.heads, self.value)
 
     @property

@@ -89,7 +89,7 @@ class LayerGraph(Shown):
 
     @cached_property
     def features(self) -> dict[str, Features]:
-        """Return the features of every edge, by name."""
+        """Return {name of an edge: its `Features`} of all edges."""
         return {self.input: self.nodes[0].takes[0], **{node.out: node.makes for node in self.nodes}}
 
     @cached_property

@@ -121,13 +121,13 @@ class LayerNode(ABC):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of each input edge; by default those of the output."""
+        """Return the `Features` of each input edge; by default those of the output."""
         return (self.makes,) * len(self.ins)
 
     @property
     @abstractmethod
     def makes(self) -> Features:
-        """Return the features of its output edge."""
+        """Return the `Features` (dim, count, unit) of its output edge."""
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
@@ -195,7 +195,7 @@ class Norm(LayerNode):
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output edge, those of its input."""
+        """Return the `Features` of its output edge, those of its input."""
         return self.features
 
     @property
@@ -243,12 +243,12 @@ class Linear(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its operand, the only input."""
+        """Return the `Features` of its operand, the only input edge."""
         return (self.operand,)
 
     @property
     def makes(self) -> Features:
-        """Return the features of its result."""
+        """Return the `Features` of its result, the output edge."""
         return self.result
 
     @property
@@ -295,12 +295,12 @@ class Attention(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its input: queries, keys and values of all groups."""
+        """Return the `Features` of its input edge: queries, keys and values of all groups."""
         return (Features("heads", self.groups, (self.per_group + 2) * self.width),)
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: all heads of queries."""
+        """Return the `Features` of its output edge: all heads of queries."""
         return Features("heads", self.groups, self.per_group * self.width)
 
     @property
@@ -357,12 +357,12 @@ class Activation(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its input: `columns` for each inner feature."""
+        """Return the `Features` of its input edge: `columns` for each inner feature."""
         return (Features("inner", self.inner, self.columns),)
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: the inner features."""
+        """Return the `Features` of its output edge: the inner features."""
         return Features("inner", self.inner)
 
     @property
@@ -386,7 +386,7 @@ class EdgeSum(LayerNode):
 
     @property
     def makes(self) -> Features:
-        """Return the features of the sum, those of each term."""
+        """Return the `Features` of the sum, those of each term."""
         return self.features
 
     @property

@@ -68,7 +68,7 @@ class WindowRule:
 
 
 def window_rule(name: str) -> WindowRule | None:
-    """Return the rule of a family; None for one without: all its layers have the window that its config has."""
+    """Return the rule of the family with `model_type` `name`; None for one whose layers all have the window."""
     entry = model_type_table()["windows"].get(name)
     return None if entry is None else WindowRule(**entry)
 

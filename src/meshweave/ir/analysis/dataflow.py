@@ -51,7 +51,7 @@ class Dataflow:
         return self.matched.op(node)
 
     def bound_op(self, node: Node) -> BoundOp:
-        """Return the op of a node with its position in the sequential reading."""
+        """Return the op of a node with its position in the program."""
         return self.matched.ops[node[0]][node[1]]
 
     def label(self, node: Node) -> str:
@@ -80,7 +80,7 @@ class Dataflow:
 
     @cached_property
     def queues(self) -> dict[tuple[int, str], tuple[int, ...]]:
-        """Return the indices of a rank's ops in one lane, in program order, by (global rank, lane)."""
+        """Return {(global rank, lane): indices of the rank's ops in that lane, in program order}."""
         queues: dict[tuple[int, str], list[int]] = defaultdict(list)
         for rank, index in self.nodes():
             queues[rank, self.op((rank, index)).lane].append(index)

@@ -293,6 +293,6 @@ def _shown(channel: Channel) -> str:
 
 
 def part_notes(summaries: Mapping[str, PartSummary]) -> Iterator[str]:
-    """Yield what the proofs of sub-programs left out, each with the name of its sub-program."""
+    """Yield each note on what the proof of a sub-program left out, after the sub-program's name and a colon."""
     for name, summary in summaries.items():
         yield from (f"{name}: {note}" for note in summary.notes)

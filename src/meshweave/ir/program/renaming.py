@@ -160,11 +160,11 @@ class Renaming:
         return value
 
     def index(self, index: Index) -> Index:
-        """Return an expression with variables replaced."""
+        """Return an expression with the variables in `values` replaced."""
         return substitute_all(index, self.values) if isinstance(index, Expr) and self.values else index
 
     def over(self, over: Over) -> Over:
-        """Return a group with its mesh and axis, or its ranks, replaced."""
+        """Return what a collective runs over, with the names of mesh and axis, or the listed ranks, replaced."""
         if not isinstance(over, str):
             return tuple(self._rank(rank) for rank in over)
         mesh, _, axis = over.partition(".")
@@ -177,7 +177,7 @@ class Renaming:
         return rank if self.ranks is None else self.ranks.ranks[rank]
 
     def view(self, view: View) -> View:
-        """Return a view with variables and owner replaced, and then what `views` puts in its place."""
+        """Return a view with its variables and owning rank replaced, then mapped by its entry of `views`."""
         selectors = tuple(self.selector(selector) for selector in view.selectors)
         rank = None if view.rank is None else self.index(view.rank)
         if rank is not None and self.ranks is not None:
@@ -187,7 +187,7 @@ class Renaming:
         return renamed if stands is None else stands(renamed)
 
     def selector(self, selector: Selector) -> Selector:
-        """Return a range or blocked selector with loop variables replaced by what they stand for."""
+        """Return a range or blocked selector with the variables in `values` replaced."""
         start, stop = self.index(selector.start), None if selector.stop is None else self.index(selector.stop)
         if isinstance(selector, Range):
             return Range(start, stop)

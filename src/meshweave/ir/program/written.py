@@ -163,7 +163,7 @@ class WrittenProgram:
         """Return the program with the statements of sub-programs in place of includes, if there are any."""
 
     def ops(self) -> Iterator[Op]:
-        """Yield every op once, as written, whatever repeats it."""
+        """Yield every op once, as written, also one in a loop."""
         return ops_of(self.body)
 
     def environment(self, rank: int) -> dict[str, int]:
