@@ -286,7 +286,8 @@ def calibrate_device(
 def calibrate_cpu_quickly(dtype: str = "float32", seed: int = 0, most_s: float = 3.5) -> DeviceCalibration:
     """Return the constants of products on one thread of this CPU from about `most_s` seconds of measuring.
 
-    Products are small ones, and loops short: good enough to predict a run that follows at once.
+    Products are small, and each is timed briefly: good enough to predict a run that follows at once. `dtype` is
+    that of the operands; `seed` chooses their shapes.
 
     Raises:
         UnsupportedError: torch is missing.

@@ -155,6 +155,7 @@ def plan_sweep(
     """Return the cases for a mesh of all chips of `cluster`.
 
     Args:
+        mesh_shape: (rows, columns).
         sizes: bytes of one member's part, rounded to multiples of 64; by default those of `default_sizes`.
         skip_bytes: the bytes that a link lets through before it keeps to its rate (a token bucket).
 

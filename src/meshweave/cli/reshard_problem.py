@@ -137,6 +137,7 @@ def tensor_problem(
 
     Args:
         shape: the tensor's global sizes, "1024,1024,512".
+        dtype: its element type.
         cluster: as for `load_cluster`; where it does not give the number of chips, as many as the meshes need.
         positions: where on the cluster the meshes are.
 

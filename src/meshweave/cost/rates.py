@@ -96,10 +96,10 @@ class RankRates:
         return 3 * num_bytes / self.memory_bytes_per_s
 
     def transfer_s(self, src: int, dst: int, num_bytes: int, *, accumulates: bool = False) -> float:
-        """Return the seconds of a copy or an accumulate of `num_bytes` between two ranks; 0 within a rank.
+        """Return the seconds of copying (or, with `accumulates`, of adding) `num_bytes` from `src` to `dst`.
 
-        The rate is that of the link between the two. The latency is left out, as in the roofline of Slicing
-        Is All You Need, section 4.3.
+        Both are ranks; the result is 0 if they are equal. The rate is that of the link between them. The latency
+        is left out, as in the roofline of Slicing Is All You Need, section 4.3.
         """
         if src == dst:
             return 0.0

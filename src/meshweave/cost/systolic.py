@@ -75,7 +75,10 @@ def _at_most(size: Array, bound: float) -> Array:
 
 
 def overlapped(first_s: Array, second_s: Array, power: float) -> Array:
-    """Return the seconds of two activities side by side: (a^p + b^p)^(1/p), at least the longer one."""
+    """Return the seconds of two activities that partly overlap: (first_s^power + second_s^power)^(1/power).
+
+    Power 1 is one after the other; the higher it is, the closer the result comes to the longer of the two.
+    """
     longer, shorter = np.maximum(first_s, second_s), np.minimum(first_s, second_s)
     result: Array = longer * (1 + (shorter / longer) ** power) ** (1 / power)
     return result

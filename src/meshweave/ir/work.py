@@ -132,7 +132,7 @@ def product_work(shape: ProductShape, dtype: str) -> Compute:
 
 
 def move_work(num_elements: int, dtype: str, kind: str = "copy") -> Compute:
-    """Return the work of a copy, add or zero of `num_elements`.
+    """Return the work of a `kind` of move ("copy", "add" or "zero") of `num_elements` elements of `dtype`.
 
     Per element a copy moves 2 elements through memory, an add 3, a zero 1.
     """

@@ -52,8 +52,8 @@ def write_out_tiles(program: Program, machine_tiles: int = MACHINE_TILES) -> Pro
 def tiles(rows: int, columns: int, release: Release, machine_tiles: int = MACHINE_TILES) -> list[Box]:
     """Return the tiles of a region of `rows` x `columns`, as ((start, stop) of rows, (start, stop) of columns).
 
-    They are in the order of release. Where the release has no tile size, a tile is whole rows: 10 rows in at most
-    4 tiles -> 3, 3, 3 and 1 rows.
+    They are in the order of release. Where the release has no tile size, tiles are whole rows, at most
+    `machine_tiles` of them: 10 rows in at most 4 tiles -> 3, 3, 3 and 1 rows.
     """
     height, width = (number_of(size) for size in (*release.tile, columns, columns)[:2])
     if not release.tile:

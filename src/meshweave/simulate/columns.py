@@ -95,7 +95,7 @@ class Columns(TemplateColumns):
         return self.priced_axes.index(axis)
 
     def rate(self, work: str, dtype: str) -> int:
-        """Return the index in `rated_work` of a kind of call ("" for products) in a dtype. A new pair is added."""
+        """Return the index in `rated_work` of (`work`, `dtype`), which is added if new; `work` "" is a product."""
         if (work, dtype) not in self.rated_work:
             self.rated_work.append((work, dtype))
         return self.rated_work.index((work, dtype))

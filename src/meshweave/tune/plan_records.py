@@ -99,7 +99,7 @@ class StepRecord(Record):
     mfu_all_pairs: Share | None = None
 
     def usd_per_million_tokens(self, usd_per_chip_hour: float) -> float:
-        """Return the dollars that a million tokens cost, from those of an hour of one chip."""
+        """Return the dollars that a million tokens cost if one chip costs `usd_per_chip_hour` dollars an hour."""
         return usd_per_chip_hour / 3600 / self.tokens_per_s_per_chip * 1e6
 
 

@@ -79,7 +79,9 @@ class TreeNetwork(AnyShapeNetwork):
     def axis(
         self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
     ) -> NetworkAxis:
-        """Return the links of the slowest level that groups of mesh axis `i` cross, all links of a child as one.
+        """Return the links of the slowest level that groups of mesh axis `i` (of `num_dims`) cross.
+
+        All parallel links of a child of a switch count as one.
 
         A ring over neighbouring leaves sends one flow up and one down each link that it crosses, so that the
         slowest level sets its pace. If a group takes every n-th leaf, n groups meet on the upper links, and twice

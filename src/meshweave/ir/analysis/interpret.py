@@ -39,13 +39,13 @@ class Algebra(Protocol):
         """Return the product of (..., M, K) and (..., K, N), as `numpy.matmul` does."""
 
     def add(self, x: Array, y: Array) -> Array:
-        """Return the sum, element by element."""
+        """Return x + y, element by element."""
 
     def reduce(self, op: str, terms: Sequence[Array]) -> Array:
         """Return the reduction `op` ("sum", ...) of arrays of one shape, element by element."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """Return the zeros that a `Zero` op writes; `dtype` is the program's name of the buffer's dtype."""
+        """Return the zeros of `shape` that a `Zero` op writes; `dtype` is the program's name of a dtype."""
 
     def read(self, block: Array) -> Array:
         """Return the elements of `block` as an op reads them. May raise ProgramError, as for unwritten ones."""

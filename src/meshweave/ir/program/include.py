@@ -76,6 +76,8 @@ class Submesh:
     def resolve(self, mesh: Mesh, env: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (shape of the sub-mesh, its global ranks in row-major order), without axes of one coordinate.
 
+        `mesh` is the mesh called `self.mesh`; `env` has the value of each variable in the coordinates.
+
         Raises:
             ProgramError: a coordinate is outside the mesh, a range is empty, an expression has no value, there
                 are more or fewer coordinates than axes, or `order` is no permutation of the axes that remain.
@@ -169,6 +171,8 @@ class Include(Collective):
 
     def rank_map(self, mesh_of: Mapping[str, Mesh], env: Mapping[str, int]) -> dict[int, int]:
         """Return {rank of the sub-program: global rank here}, in ascending order of the former.
+
+        `mesh_of` has the meshes of this program by name, `env` the value of each variable in the sub-meshes.
 
         Raises:
             ProgramError: a sub-mesh is of an unknown mesh or outside of it, or its shape is not that of the

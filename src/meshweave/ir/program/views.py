@@ -241,9 +241,9 @@ def _resolve(selector: Selector, size: int, env: Mapping[str, int], view: View) 
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the strides, in elements, of a dense tensor whose dims lie in memory in `order`, outermost first.
+    """Return the stride of each dim, in elements, of a dense tensor of `shape`: (2, 3, 4) -> (12, 4, 1).
 
-    None is the order written. An empty dim counts as one of one element.
+    `order` lists the dims from outermost to innermost in memory; None is row-major. A dim of size 0 counts as 1.
     """
     strides, step = [0] * len(shape), 1
     for dim in reversed(range(len(shape)) if order is None else order):
@@ -257,7 +257,7 @@ def view(
 ) -> View:
     """Return a view of `buffer`, of `dims` dims, from slices or selectors per dim; dims without one are whole.
 
-    `rank` is the owner for a one-sided access; None means the executing rank.
+    `slot` is the copy of the buffer. `rank` is the owner for a one-sided access; None is the executing rank.
     """
     out: list[Selector] = []
     for selector in selectors:

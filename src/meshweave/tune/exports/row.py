@@ -180,7 +180,8 @@ class PlannedRow:
     def require_dense(self, target: str) -> None:
         """Raise UnsupportedError if a degree of experts (`expert`, `expert_tensor`) is above 1.
 
-        A model with experts passes if all ranks have all of them. For software without expert parallelism.
+        A model with experts passes if all ranks have all of them. `target` is the software, without expert
+        parallelism, that is exported to, for the error.
         """
         if self.degrees.expert > 1 or self.degrees.expert_tensor > 1:
             raise UnsupportedError(f"the settings of {target} written here have no degrees of experts")

@@ -214,7 +214,7 @@ def _priced(ranked: RankedConfig) -> PricedStep:
 
 
 def pareto_front(priced: Iterable[PricedStep]) -> tuple[PricedStep, ...]:
-    """Return the configurations of which no other is both as fast and as small, the fastest first."""
+    """Return the configurations of which no other is both as fast and as small in memory, the fastest first."""
     front: list[PricedStep] = []
     for each in sorted(priced, key=_rank_key):
         if not front or each.memory_bytes < front[-1].memory_bytes:
