@@ -71,7 +71,7 @@ def block_products(
     """Return the products of a block on a mesh, layer by layer: forward, backward data, backward weight of each.
 
     `dataflows` has one entry for each layer; `tokens` are those of the batch, the rows of the activations;
-    `mesh_shape` is (rows, columns), or (rows, columns, layers) of a 3D mesh.
+    `mesh_shape` is (rows, columns), or (rows, columns, depth) of a 3D mesh.
 
     Raises:
         LayoutError: a size, the mesh or the dtype fits no `Matmul2dProblem`.

@@ -162,7 +162,7 @@ class LayerNode(ABC):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return {"heads", "keys" or "ffn": features per token}, from which stacks count memory traffic."""
+        """Return {"heads", "keys" or "ffn": features per token}; software stacks count memory traffic by these."""
         return {}
 
     def attention_flops(self, pairs: int) -> int:
@@ -171,7 +171,7 @@ class LayerNode(ABC):
         return 0
 
     def num_pairs(self, sequence: int) -> int:
-        """Return the pairs of tokens of one sequence that the node computes with; 0 without attention."""
+        """Return the number of pairs of tokens of one sequence that attention computes with; 0 for other nodes."""
         del sequence
         return 0
 
@@ -328,7 +328,7 @@ class Attention(LayerNode):
         return {"heads": self.makes.size, "keys": self.groups * self.width}
 
     def num_pairs(self, sequence: int) -> int:
-        """Return the pairs of query and key of one sequence that the causal mask and the window leave."""
+        """Return the number of pairs of query and key in one sequence that causal mask and window leave."""
         reach = sequence if self.window is None else min(self.window, sequence)
         return reach * (reach + 1) // 2 + (sequence - reach) * reach
 

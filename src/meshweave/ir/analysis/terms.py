@@ -71,6 +71,9 @@ class ArrivedParts:
 class TermTable:
     """The terms of a program, each with a number, and the rules by which two terms add up to a third.
 
+    A term (`Term`) says what an element holds: which summands of which declared tensors. A tensor that is counted
+    so is a basis.
+
     Attributes:
         terms: every term so far, indexed by its number; None for what was never written, and for zeros.
         meanings: the declared meanings by their result.
