@@ -101,7 +101,7 @@ def library_of(name: str) -> DispatchLibrary:
 
 
 @lru_cache(maxsize=4096)
-def share_with(parts: int, experts: int, chosen: int, groups: int, top_groups: int) -> float:
+def chance_of_expert(parts: int, experts: int, chosen: int, groups: int, top_groups: int) -> float:
     """Return the probability that at least one of the experts that a token chooses is on a given rank or host.
 
     Args:
@@ -157,10 +157,10 @@ def exchange_bytes(work: CopyExchange, per_host: int, hosts: int) -> ExchangeByt
     if sends == "copies":
         each = own * work.load * work.chosen / work.num_ranks
         return ExchangeBytes(own, each * (per_host - 1), each * per_host * (hosts - 1), hosts)
-    arriving = own * work.load * share_with(work.num_ranks, work.experts, work.chosen, *limits)
+    arriving = own * work.load * chance_of_expert(work.num_ranks, work.experts, work.chosen, *limits)
     if hosts == 1 or sends == "ranks":
         return ExchangeBytes(own, arriving * per_host, arriving * per_host * (hosts - 1), hosts)
-    of_host = share_with(hosts, work.experts, work.chosen, *limits)
+    of_host = chance_of_expert(hosts, work.experts, work.chosen, *limits)
     return ExchangeBytes(own, arriving * work.num_ranks, own * work.load * of_host * (hosts - 1), hosts)
 
 
@@ -170,7 +170,7 @@ def elements_after_dispatch(work: CopyExchange, item_bytes: int) -> int:
     A token counts once on each rank that has one of its experts, its own rank included, however many copies
     the library sends. `item_bytes` are the bytes of an element.
     """
-    share = share_with(work.num_ranks, work.experts, work.chosen, work.groups, work.top_groups)
+    share = chance_of_expert(work.num_ranks, work.experts, work.chosen, work.groups, work.top_groups)
     return round(work.tokens * work.part_bytes * work.load * share * work.num_ranks) // item_bytes
 
 

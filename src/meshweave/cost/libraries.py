@@ -142,7 +142,10 @@ def sized_price(
     network = machine.cluster.network
     if kind not in SIZED_KINDS or count < 2 or not part_bytes or not isinstance(network, HostsNetwork):
         return None
-    span, kernels = machine.lies(axis) if shared else machine.host_span(axis), machine.cluster.chip.kernels
+    span, kernels = (
+        machine.any_host_span(axis) if shared else machine.host_span(axis),
+        machine.cluster.chip.kernels,
+    )
     if span is None:
         return None
     if -(-count // span.num_hosts) != span.per_host or (not span.fewest and count % span.num_hosts):

@@ -234,7 +234,7 @@ class Machine(PlacedMeshes):
             return {"port": (network.link.link_bytes_per_s, _ONE)}
         if isinstance(network, TorusNetwork | RingNetwork):
             return self._hops(self.groups(name), one_way)
-        span = self.lies(name)
+        span = self.any_host_span(name)
         if span is None or not isinstance(network, HostsNetwork):
             return {}
         out = {}

@@ -98,10 +98,10 @@ class PlacedMeshes:
 
         None where there are no hosts or no such axis, or where the groups lie unevenly (see `HostSpan`).
         """
-        span = self.lies(axis)
+        span = self.any_host_span(axis)
         return None if span is None or span.fewest else span
 
-    def lies(self, axis: str) -> HostSpan | None:
+    def any_host_span(self, axis: str) -> HostSpan | None:
         """Return how the groups of a mesh axis ("tp.row") or mesh ("tp") lie on hosts, evenly or not.
 
         None where there are no hosts or no such axis.

@@ -186,7 +186,7 @@ def _all_to_all_bytes(work: Transfer, machine: Machine, shared: bool) -> int:
         chips = groups if machine.placement is None else np.array(machine.placement)[groups]
         steps_s = _steps_s(network, chips.shape, chips.tobytes(), shared)
         return int(part * sum(max(1.0, rate * each_s) for each_s in steps_s))
-    span = machine.lies(work.axis) if isinstance(network, HostsNetwork) else None
+    span = machine.any_host_span(work.axis) if isinstance(network, HostsNetwork) else None
     if span is None or not isinstance(network, HostsNetwork):
         one_direction = machine.num_directions(work.axis) == 1
         return part * (count * (count - 1) // 2 if one_direction else count * count // 4)

@@ -49,7 +49,7 @@ def has_chains(skeleton: Skeleton) -> bool:
     return any(task.roots for _, task in skeleton.counted_tasks())
 
 
-def hop_ps(work: Transfer, cost_ps: Callable[[Work], int]) -> tuple[int, int]:
+def launch_and_packet_ps(work: Transfer, cost_ps: Callable[[Work], int]) -> tuple[int, int]:
     """Return (picoseconds to launch a broadcast or reduce, picoseconds of one packet over one hop after that).
 
     `cost_ps` returns the picoseconds of one op.
@@ -201,7 +201,7 @@ class _CodeWriter:
         if not isinstance(work, Transfer):
             return [_LOCAL, *head, cost_ps(work), task.times]
         if task.roots:
-            launch_ps, packet_ps = hop_ps(work, cost_ps)
+            launch_ps, packet_ps = launch_and_packet_ps(work, cost_ps)
             kind = _REDUCE if work.kind == "reduce" else _BROADCAST
             sending = [0, 0]
             if self.machine is not None and is_buffered(work, self.machine):

@@ -15,7 +15,7 @@ from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import Price, price
-from meshweave.estimate.chains import hop_ps, is_buffered, makespan_ps
+from meshweave.estimate.chains import is_buffered, launch_and_packet_ps, makespan_ps
 from meshweave.ir.skeleton import Skeleton
 from meshweave.ir.work import Compute, Transfer, Work
 
@@ -75,7 +75,7 @@ class TimedSkeleton:
         lanes: dict[str, int] = {}
         for count, task in self._skeleton.counted_tasks():
             if task.roots and isinstance(task.work, Transfer):
-                launch_ps, packet_ps = hop_ps(task.work, self._cost_ps)
+                launch_ps, packet_ps = launch_and_packet_ps(task.work, self._cost_ps)
                 kept = 0 if is_buffered(task.work, self._machine) else task.work.packets
                 duration = launch_ps + packet_ps * kept
             else:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.estimate.chains import grid_of, has_chains, hop_ps, is_buffered, link_burst_ps
+from meshweave.estimate.chains import grid_of, has_chains, is_buffered, launch_and_packet_ps, link_burst_ps
 from meshweave.ir.skeleton import Part, Skeleton, Task
 from meshweave.ir.work import Transfer, Work
 from meshweave.trace import Span, Trace
@@ -191,7 +191,7 @@ class _Follower:
         return np.broadcast_to(times.max(axis=axis, keepdims=True), times.shape) + task.times * duration
 
     def _chain_end(self, work: Transfer, begun: _Times, axis: int, root: int) -> _Times:
-        launch_ps, packet_ps = hop_ps(work, self.cost_ps)
+        launch_ps, packet_ps = launch_and_packet_ps(work, self.cost_ps)
         if work.num_ranks == 1:
             return begun + launch_ps
         first = root + (work.kind == "reduce")
@@ -208,7 +208,7 @@ class _Follower:
 
     def _buffered_ends(self, work: Transfer, begun: _Times, axis: int, first: int) -> _Times:
         """Return the ends of members, by place in the chain, where a send buffer takes its packets."""
-        launch_ps, packet_ps = hop_ps(work, self.cost_ps)
+        launch_ps, packet_ps = launch_and_packet_ps(work, self.cost_ps)
         assert self.machine is not None
         burst_ps = link_burst_ps(work, self.machine)
         shape = tuple(self.grid.values())
