@@ -50,7 +50,7 @@ _EXPECTED_SYNC_S = 0.5e-3
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """A mesh axis of `count` members on a network axis."""
+    """The mesh axis `name` of `count` members, and `link`, the links of the network that it runs over."""
 
     name: str
     count: int
@@ -117,6 +117,7 @@ class Sweep:
     """All cases of a calibration, on one mesh of all chips of a cluster.
 
     Attributes:
+        axes: the two axes of the mesh, rows first.
         sizes: bytes of one member's part, ascending.
         expected_s: about how many seconds one repetition of all cases takes.
     """

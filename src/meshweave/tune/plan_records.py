@@ -41,7 +41,11 @@ class DescriptionRecord(Record):
 
 
 class DegreesRecord(Record):
-    """One configuration of a step: the fields of `mw.Parallelism` but `zero_group`, which plans leave None."""
+    """One configuration of a step: the fields of `mw.Parallelism` but `zero_group`, which plans leave None.
+
+    `data`, `pipeline`, `context`, `tensor`, `expert` and `expert_tensor` are degrees: numbers of ranks, `tensor`
+    also (rows, columns) of a mesh. `micro_batch` is sequences; `order` lists degrees, innermost first.
+    """
 
     data: Width
     pipeline: Width
@@ -75,7 +79,7 @@ class DegreesRecord(Record):
 
 
 class StepRecord(Record):
-    """A configuration with its step.
+    """A configuration, in `degrees`, with its predicted training step.
 
     Attributes:
         step_s: seconds of a step.

@@ -16,11 +16,12 @@ from meshweave.describe.model.nodes import Features, Kept, LayerNode, NodeWeight
 
 @dataclass(frozen=True)
 class Router(LayerNode):
-    """The choice of `chosen` of `experts` for each token.
+    """The node that chooses `chosen` of `experts` experts for each token, by a product with its `hidden` features.
 
     Attributes:
-        groups, top_groups: groups of experts, and how many of them a token may go to; 1 and 1 for any.
-        parameters_each: parameters of each expert besides its column: biases of scores, or of their order.
+        groups, top_groups: number of groups of experts, and of those that a token may go to; 1 and 1 for any.
+        parameters_each: parameters of each expert besides its column of the weight: biases of its score.
+        module: the name of the router's module in transformers; "" where that is not known.
     """
 
     hidden: int
@@ -56,7 +57,10 @@ class Router(LayerNode):
 
 @dataclass(frozen=True)
 class DispatchCopies(LayerNode):
-    """The dispatch: a copy of each token for each of its experts, sent to the rank of the expert."""
+    """The dispatch node: a copy of each token (`hidden` features) for each expert that `router` chose for it.
+
+    Copies are sent to the rank that has the expert.
+    """
 
     hidden: int
     router: Router
@@ -79,9 +83,12 @@ class DispatchCopies(LayerNode):
 
 @dataclass(frozen=True)
 class Experts(LayerNode):
-    """Feed-forward parts of `inner` features, one per expert; each copy of a token passes through one.
+    """The node of `experts` feed-forward parts of `inner` features; each copy of a token passes through one.
 
     Attributes:
+        hidden: features of a token.
+        gated: whether the activation has a gate.
+        chosen: number of experts that each token goes to.
         biases: whether both products add a bias.
     """
 
@@ -132,7 +139,7 @@ class Experts(LayerNode):
 
 @dataclass(frozen=True)
 class CombineCopies(LayerNode):
-    """The combine: the weighted sum of the copies of a token, on the rank of the token.
+    """The combine node: the sum of the copies of a token that its experts made, on the rank of the token.
 
     Copies are multiplied by their weights inside the experts, so that its gradient reads no copies.
     """
