@@ -69,7 +69,7 @@ class PathSegment:
 
     @property
     def category(self) -> str:
-        """Return what its time but launch and sync goes to: "compute", "copy", "transfer", "host" or "wait"."""
+        """Return what its time goes to, launch and sync aside: compute, copy, transfer, host or wait."""
         if self.kind in ("matmul", "call"):
             return "compute"
         if self.kind in ("host", "wait"):

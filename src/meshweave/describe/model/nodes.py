@@ -131,7 +131,7 @@ class LayerNode(ABC):
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return the parameters of the node; () for none."""
+        """Return the parameters (weights, gains, biases) of the node; () for none."""
         return ()
 
     @property

@@ -68,7 +68,10 @@ Summaries = Mapping[str, PartSummary]
 
 
 def with_include_lane(program: Program) -> Program:
-    """Return the program with a lane "", of any issue order, for its includes; itself if it has no includes."""
+    """Return the program with a lane "" for its includes, in which each starts as soon as it can.
+
+    A program without includes is returned as it is.
+    """
     if not program.includes:
         return program
     return replace(program, lanes=(*program.lanes, Lane("", "ready", 1 << 30)))

@@ -159,9 +159,8 @@ class View:
     def is_strided(self, shape: Sequence[int], order: Sequence[int] | None = None) -> bool:
         """Return whether a resolved view is not one run of memory, in a dense buffer of local `shape`.
 
-        The view must not be empty. `order` lists dims from outermost to innermost in memory, None the order
-        written. A view of blocks counts as strided if its [start, stop) reaches into a second period of the
-        stride.
+        The view must not be empty. `order` lists dims from outermost to innermost in memory; None is row-major.
+        A view of blocks counts as strided if its [start, stop) reaches into a second period of the stride.
         """
         is_inside = False  # a dim of which the view has more than one element
         for dim in range(len(shape)) if order is None else order:
