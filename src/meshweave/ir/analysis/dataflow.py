@@ -219,7 +219,9 @@ class Issuer:
 
 
 def untimed_order(flow: Dataflow, seed: int | None = None) -> list[Event]:
-    """Return the events of a program in an order in which all can happen, a joint's ops together.
+    """Return the events of a program in an order in which all can happen.
+
+    An event is one op, or all ops of a collective, or a send with its recv: (global rank, index) of each.
 
     Args:
         seed: None for program order as far as lanes and edges allow, else that of a random legal order.

@@ -83,7 +83,7 @@ class ProofColumns(TemplateColumns):
         return self.expressions.slot(name)
 
     def describe_op(self, op: ops.Op) -> None:
-        """Append the row of an op as written.
+        """Append the row of integers of an op as written, and what the proof needs of it besides.
 
         Raises UnknownError for what the core does not know, ProgramError for names that are not declared.
         """

@@ -212,7 +212,7 @@ class TemplateColumns(GroupColumns):
             self._statements.extend(row)
 
     def describe_op(self, op: ops.Op) -> None:
-        """Append the row of an op as written. Raises ProgramError for names that are not declared."""
+        """Append the row of integers of an op as written. Raises ProgramError for names that are not declared."""
         fields = blank_fields(op)
         lane = self._lanes.get(op.lane)
         if lane is None:

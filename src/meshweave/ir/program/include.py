@@ -69,7 +69,7 @@ class Submesh:
 
     @property
     def indices(self) -> Iterator[Index]:
-        """Yield the expressions in the coordinates: a coordinate, or start and stop (0 for None) of a range."""
+        """Yield every expression in the coordinates; of a range its start and its stop (0 if that is None)."""
         for at in self.coordinates:
             yield from (at.start, 0 if at.stop is None else at.stop) if isinstance(at, Range) else (at,)
 

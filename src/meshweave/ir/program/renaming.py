@@ -18,7 +18,7 @@ SomeOp = TypeVar("SomeOp", bound=Op)
 
 
 def fresh_name(name: str, taken: Collection[str]) -> str:
-    """Return a name that is not taken: `name`, with underscores behind it where it is."""
+    """Return `name` with as few underscores appended as make it none of `taken`: 0 where it is not taken."""
     while name in taken:
         name += "_"
     return name
