@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from meshweave.cost.exchange import ExchangeBytes, ExchangeConstants, bytes_s, share_with
+from meshweave.cost.exchange import ExchangeBytes, ExchangeConstants, bytes_s, chance_of_expert
 
 CATALOG = Path(__file__).parents[1] / "src/meshweave/catalog/exchange.toml"
 LINKS = {"H100-SXM5-80GB": 450e9, "H200-SXM": 450e9, "B200-SXM": 900e9, "B300-SXM": 900e9, "GB200": 900e9}
@@ -112,8 +112,8 @@ def rows_of(table: list[dict[str, str]], library: str, nodes: tuple[int, ...] | 
         own = tokens * hidden * item
         hosts = number if nodes else 1  # those of NVL72 are all over NVLink
         groups = hosts, min(hosts, TOP_HOSTS)
-        arriving = own * share_with(ranks, experts, chosen, *groups) * ranks
-        between = own * share_with(hosts, experts, chosen, *groups) * (hosts - 1) if hosts > 1 else 0.0
+        arriving = own * chance_of_expert(ranks, experts, chosen, *groups) * ranks
+        between = own * chance_of_expert(hosts, experts, chosen, *groups) * (hosts - 1) if hosts > 1 else 0.0
         seconds = (float(row[f"{op}_us"]) + float(row[f"{op}_notify_us"] or 0)) * 1e-6
         bytes_of = ExchangeBytes(own, arriving, between, hosts)
         rows.append((bytes_of, LINKS[row["device"]], int(row["sms"] or 0), seconds))
@@ -133,8 +133,8 @@ def documented_rows(table: list[dict[str, str]], library: str, bound: str, op: s
         ranks, hosts = int(row["ep"]), int(row["nodes"] or 1)
         chosen, experts = int(row["topk"]), LOCAL_EXPERTS * ranks
         own = int(row["tokens_per_rank"]) * int(row["hidden"]) * 2.0
-        arriving = own * share_with(ranks, experts, chosen, 1, 1) * ranks
-        of_hosts = own * share_with(hosts, experts, chosen, 1, 1) if hosts > 1 else 0.0
+        arriving = own * chance_of_expert(ranks, experts, chosen, 1, 1) * ranks
+        of_hosts = own * chance_of_expert(hosts, experts, chosen, 1, 1) if hosts > 1 else 0.0
         counted = arriving if bound == "NVLink" else of_hosts * hosts
         link = next(rate for name, rate in LINKS.items() if name.startswith(row["hardware"].split()[0]))
         seconds = counted / (float(row["bandwidth_GBps"]) * 1e9)

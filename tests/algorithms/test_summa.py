@@ -18,7 +18,7 @@ from meshweave.cost.price import price
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.network import with_axes
 from meshweave.estimate import estimate_skeleton, skeleton_ps
-from meshweave.estimate.chains import chain_period, hop_ps
+from meshweave.estimate.chains import chain_period, launch_and_packet_ps
 from meshweave.ir.program import On, Repeat
 from meshweave.ir.program.ops import Broadcast, Reduce
 from meshweave.ir.skeleton import Phase, Skeleton, Task
@@ -145,7 +145,7 @@ def test_the_estimate_knows_that_chains_follow_each_other(seed: int) -> None:
 def test_the_period_of_chains_is_that_which_is_followed(members: int, packets: int) -> None:
     machine = mesh_machine(load_cluster("tpu-v4-pod:8"), (1, members), ("row", "col"))
     work = Transfer("broadcast", "tp.col", members, 1 << 20, packets)
-    launch_ps, packet_ps = hop_ps(work, lambda one: price(one, machine).total_ps)
+    launch_ps, packet_ps = launch_and_packet_ps(work, lambda one: price(one, machine).total_ps)
 
     def total(count: int) -> int:
         roots = tuple(number % members for number in range(count))
@@ -166,7 +166,7 @@ def test_chains_from_one_root_follow_each_other_sooner_than_those_from_roots_in_
         "b", "col", work, times=count, roots=(0,) * count if roots == "same" else tuple(range(count))
     )
     machine = mesh_machine(load_cluster("tpu-v4-pod:8"), (1, members), ("row", "col"))
-    launch_ps, packet_ps = hop_ps(work, lambda one: price(one, machine).total_ps)
+    launch_ps, packet_ps = launch_and_packet_ps(work, lambda one: price(one, machine).total_ps)
     follow = launch_ps + (packets + 1 + (roots == "turn")) * packet_ps
     alone = launch_ps + (packets + members - 2) * packet_ps
     total = skeleton_ps(Skeleton((Phase(1, (chain,)),)), lambda one: price(one, machine).total_ps)
@@ -182,7 +182,7 @@ def test_a_send_buffer_lets_chains_follow_each_other_a_packet_sooner(packets: in
     cluster = _buffered(8)
     machine = mesh_machine(cluster, (1, members), ("row", "col"))
     work = Transfer("broadcast", "tp.col", members, 1 << 20, packets)
-    _, packet_ps = hop_ps(work, lambda one: price(one, machine).total_ps)
+    _, packet_ps = launch_and_packet_ps(work, lambda one: price(one, machine).total_ps)
 
     def total(roots: tuple[int, ...]) -> int:
         chain = Task("b", "col", work, times=count, roots=roots)

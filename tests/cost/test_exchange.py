@@ -11,10 +11,10 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.cost.exchange import (
     as_all_to_all,
     bytes_s,
+    chance_of_expert,
     elements_after_dispatch,
     exchange_bytes,
     library_of,
-    share_with,
 )
 from meshweave.ir.work import CopyExchange
 
@@ -35,7 +35,7 @@ def test_shares_are_those_of_drawn_choices(parts: int, groups: int, top: int) ->
         kept = rng.sample(range(groups), top)
         among = [g * (256 // groups) + i for g in kept for i in range(256 // groups)]
         hits += any(expert < own for expert in rng.sample(among, 8))
-    assert share_with(parts, 256, 8, groups, top) == pytest.approx(hits / draws, abs=0.012)
+    assert chance_of_expert(parts, 256, 8, groups, top) == pytest.approx(hits / draws, abs=0.012)
 
 
 def test_fewer_copies_are_sent_by_rank_and_by_host() -> None:
@@ -88,6 +88,6 @@ def test_deepep_between_hosts_is_as_fast_as_it_documents(
 @pytest.mark.parametrize("ranks", [1, 2, 4, 16])
 def test_an_all_to_all_in_place_of_an_exchange_leaves_out_what_a_rank_keeps(library: str, ranks: int) -> None:
     work = exchange(library, ranks)
-    copies = 8 if library == "all_to_all" else ranks * share_with(ranks, 256, 8, 1, 1)
+    copies = 8 if library == "all_to_all" else ranks * chance_of_expert(ranks, 256, 8, 1, 1)
     received = (ranks - 1) * as_all_to_all(work).part_bytes
     assert received == pytest.approx(4096 * 14336 * copies * (ranks - 1) / ranks, abs=ranks)

@@ -202,7 +202,7 @@ def test_uneven_groups_share_a_nic_with_those_alone_that_leave_the_host() -> Non
 
 def test_a_group_with_one_member_in_a_host_keeps_the_constants_of_its_axis() -> None:
     machine = Machine(hosts(H100, 9, 8), (Mesh.of("all", (8, 9), ("outside", "row")),), logical=True)
-    assert machine.host_span("all.row") is None and machine.lies("all.row") is not None
+    assert machine.host_span("all.row") is None and machine.any_host_span("all.row") is not None
     assert sized_price(machine, "all.row", "all_gather", 9, 2**30, shared=True) is None
     assert sized_price(machine, "all.row", "all_gather", 9, 2**30) is None
 
@@ -212,7 +212,7 @@ def test_a_group_with_one_member_in_a_host_keeps_the_constants_of_its_axis() -> 
 )
 def test_a_group_of_some_chips_of_its_hosts_has_their_nics_alone(ranks: tuple[int, ...]) -> None:
     machine = Machine(PLAIN, (Mesh("some", (len(ranks),), ("x",), ranks),))
-    part, own = 1 << 28, machine.lies("some.x")
+    part, own = 1 << 28, machine.any_host_span("some.x")
     assert own is not None and own.groups_per_host == 1
     took_s = price(Transfer("all_gather", "some.x", len(ranks), part), machine).total_ps / 1e12
     assert took_s == pytest.approx((len(ranks) - 1) * part / (own.per_host * 50e9), rel=0.01)

@@ -110,10 +110,10 @@ class ProgramError(MeshweaveError):
 
 
 class BindError(MeshweaveError):
-    """What a call is given (tensors, dtypes, ranks, functions) does not fit, or differs between ranks.
+    """The arguments of a call (tensors, dtypes, ranks, functions) do not fit, or differ between ranks.
 
-    `is_echo` says that the call is out of order with that of another rank, or that this one failed in it, which
-    raises the cause itself.
+    `is_echo` is True where this error only follows from one on another rank: the other rank failed in the call,
+    and raises the cause itself, or made another call.
     """
 
     is_echo = False

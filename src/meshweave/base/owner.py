@@ -20,7 +20,10 @@ _FOLDER = re.compile(r"meshweave-[a-z]+-([0-9a-f]+)-([0-9]+)-([0-9]+)-[^-]*")
 
 @dataclass(frozen=True)
 class Owner:
-    """A process: its pid, when it started (clock ticks since boot), and the pid namespace it counts in."""
+    """A process that owns a temporary folder or network namespace, whose name holds `str(owner)`.
+
+    `pid_space` is its pid namespace (inode in hex), `start` the clock ticks since boot when it started.
+    """
 
     pid_space: str
     pid: int
@@ -39,7 +42,7 @@ class Owner:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has ended; False where its pid is of another namespace, as nobody can tell."""
+        """Return whether the process has ended; False for a pid of another namespace, where nobody can tell."""
         return self.pid_space == _pid_space() and _start_of(self.pid) != self.start
 
     def __str__(self) -> str:

@@ -18,12 +18,13 @@ from collections.abc import Iterable, Sequence
 
 
 def follow(tasks: Iterable[tuple[int, int, Sequence[int]]], ends: list[int]) -> None:
-    """Set the end of each task: its duration after the last end of what it waits for, or after 0.
+    """Write the end of each task to `ends`: max(0, the ends of what it waits for) + its duration.
 
     Args:
-        tasks: (place, duration, places that it waits for) of each task, after the tasks that it waits for. A
-            place is an index in `ends`.
-        ends: the time at each place, in the unit of durations; read, and written at the places of tasks.
+        tasks: (place, duration, places that it waits for) of each task, in an order in which a task comes after
+            those that it waits for. A place is an index in `ends`.
+        ends: the time at each place, in the unit of durations. Places of tasks are overwritten; others, such as
+            the time at which a resource is free, are only read.
     """
     for place, duration, waits in tasks:
         begin = 0

@@ -36,8 +36,8 @@ class Calibration:
 
     Attributes:
         cluster: the cluster with these constants, also where there are problems.
-        busy, alone: fits by (network axis, kind of collective), of a busy machine and of one operation at a
-            time; those of products and copies by `COMPUTE` and `COPIES`.
+        busy, alone: fits by (network axis, kind of collective), from measurements with all lanes in use and of
+            one operation at a time; the keys of products and copies are `COMPUTE` and `COPIES`.
         problems: why the constants are not to be used; empty if they are good.
         samples: the fitted samples, by (key of the fit, whether the machine was busy).
     """

@@ -55,7 +55,11 @@ _MEMORY_BYTES_PER_S = 1e13
 
 @dataclass(frozen=True)
 class DeviceCalibration:
-    """The constants of products on a device, and the relative errors over the products they are fitted to."""
+    """The constants of products on a device, in `kernels`, for operands of `dtype`.
+
+    `mean_error` and `worst_error` are relative (0.1: a tenth), over the `num_products` measured products to which
+    the constants are fitted.
+    """
 
     kernels: ChipKernels
     dtype: str
@@ -105,8 +109,9 @@ def measure_products(
         shapes: (m, n, k) of each product.
         repeat: how often all shapes are measured; the lower quartile counts.
         say: called with lines of text on the progress.
-        loop_s: the least seconds of a loop on a CPU; 0: a millisecond. On CUDA a loop takes about 10 ms.
-        most_s: no repetition begins after so many seconds; there is always one.
+        loop_s: the least seconds of a loop (a run of one product, timed as a whole) on a CPU; 0: a millisecond.
+            On CUDA a loop takes about 10 ms.
+        most_s: seconds after which no further repetition begins; there is always one.
 
     Raises:
         UnsupportedError: torch is missing, or has no such device, or it is neither a CPU nor of CUDA.
@@ -285,7 +290,8 @@ def calibrate_device(
 def calibrate_cpu_quickly(dtype: str = "float32", seed: int = 0, most_s: float = 3.5) -> DeviceCalibration:
     """Return the constants of products on one thread of this CPU from about `most_s` seconds of measuring.
 
-    Products are small ones, and loops short: good enough to predict a run that follows at once.
+    Products are small, and each is timed briefly: good enough to predict a run that follows at once. `dtype` is
+    that of the operands; `seed` chooses their shapes.
 
     Raises:
         UnsupportedError: torch is missing.

@@ -79,7 +79,7 @@ class Fit:
     remark: str = ""
 
     def seconds(self, amount: float, steps: int = 1) -> float:
-        """Return the seconds of an operation by these constants; `amount` is the bytes of each step, or FLOPs."""
+        """Return the seconds of an operation of `steps` steps of `amount` bytes each (or of `amount` FLOPs)."""
         return self.launch_s + steps * (self.sync_s + amount / self.rate_per_s)
 
     def problems(self, limits: FitLimits) -> list[str]:

@@ -40,7 +40,7 @@ FEW_ROWS = 256
 
 @dataclass(frozen=True)
 class Free:
-    """A constant that is fitted: where it starts, its lower bound, and its upper bound (infinite for none)."""
+    """A constant to be fitted: its first value, its upper bound (infinite for none), and its lower bound."""
 
     start: float
     most: float = math.inf

@@ -141,7 +141,7 @@ def _say_nothing(text: str) -> None:
 
 
 def is_under_launcher() -> bool:
-    """Whether torchrun, or a launcher that sets the same variables, started this process."""
+    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 

@@ -93,7 +93,7 @@ def _cpu() -> str:
 
 
 def summary_lines(calibration: Calibration, remark: str = "") -> list[str]:
-    """Return lines on a calibration: constants of the busy and the idle machine, the remark, and each problem."""
+    """Return lines of text: fits of the busy machine and of single operations, the remark, and each problem."""
     lines = ["Fitted on the busy machine:"]
     for key, fit in calibration.busy.items():
         lines.append(f"  {key[1]}, {key[0]}: {fit.describe(rate_format(key))}; {fit.quality}")

@@ -50,7 +50,7 @@ _EXPECTED_SYNC_S = 0.5e-3
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """A mesh axis of `count` members on a network axis."""
+    """The mesh axis `name` of `count` members, and `link`, the links of the network that it runs over."""
 
     name: str
     count: int
@@ -58,22 +58,23 @@ class MeshAxis:
 
     @property
     def ring_directions(self) -> Literal[1, 2]:
-        """In how many directions a ring along this axis sends at once: 2 where links are two-way and members
-        more than two.
+        """Return in how many directions a ring along this axis sends at once.
+
+        It is 2 where the links have two directions and there are more than two members, else 1.
         """
         return 2 if self.link.num_directions == 2 and self.count > 2 else 1
 
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop of a case.
+    """One loop of a `SweepCase`: a collective, or a product and a copy, repeated and timed.
 
     Attributes:
         kind: the kind of collective, or "compute" for products and copies.
         axis: the mesh axis; "" for "compute".
         amount: bytes of one member's part, or of a packet of a broadcast or reduce; for "compute" the FLOPs of a
             product.
-        steps: the steps of a ring, or hops of a chain of packets, in one iteration.
+        steps: in one iteration, the steps of a ring, or the hops of packets from member to member.
         iterations: how often the loop repeats.
         warmup_iterations: how many of these are not measured: buckets are full at first, and TCP is slow.
         copy_bytes: for "compute", the bytes that the copy after the product reads plus those that it writes.
@@ -92,7 +93,10 @@ class Loop:
 
 @dataclass(frozen=True)
 class SweepCase:
-    """A program of one or more loops that run at once; `is_busy`: whether on all axes, with products beside."""
+    """A program of one or more loops that run at the same time.
+
+    `is_busy` is True where they load all mesh axes while products run; False where one loop runs alone.
+    """
 
     name: str
     is_busy: bool
@@ -110,9 +114,10 @@ class SweepCase:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All cases on a mesh on the network of a cluster.
+    """All cases of a calibration, on one mesh of all chips of a cluster.
 
     Attributes:
+        axes: the two axes of the mesh, rows first.
         sizes: bytes of one member's part, ascending.
         expected_s: about how many seconds one repetition of all cases takes.
     """
@@ -125,7 +130,7 @@ class Sweep:
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """The number of members of each axis."""
+        """Return the number of members of each axis."""
         return tuple(axis.count for axis in self.axes)
 
 
@@ -151,6 +156,7 @@ def plan_sweep(
     """Return the cases for a mesh of all chips of `cluster`.
 
     Args:
+        mesh_shape: (rows, columns).
         sizes: bytes of one member's part, rounded to multiples of 64; by default those of `default_sizes`.
         skip_bytes: the bytes that a link lets through before it keeps to its rate (a token bucket).
 

@@ -39,8 +39,7 @@ def hardware_of(target: TpuTarget) -> Hardware:
 def product_cycles(
     target: TpuTarget, shapes: Sequence[Shape], out_dtype: str = "bfloat16", place: str = "memory"
 ) -> Iterator[int]:
-    """Yield the cycles that the compiler expects of each product (m, k) by (k, n), of bfloat16, on a target's
-    device.
+    """Yield the cycles that the compiler expects of each bfloat16 product (m, k) by (k, n) on a target's device.
 
     Args:
         shapes: (m, n, k) of each.
@@ -65,8 +64,9 @@ def product_cycles(
 
 
 def expected_cycles(module: str) -> int:
-    """Return the sum of the cycles that the compiler expects of fusions and copies, by the text of a
-    scheduled module.
+    """Return the sum of the cycles that the compiler expects of fusions and copies in a scheduled module.
+
+    `module` is the text of that module, as the compiler prints it.
     """
     return sum(int(cycles) for cycles in re.findall(r'"estimated_cycles":"(\d+)"', module))
 
@@ -75,7 +75,7 @@ _SQUARE, _THIN, _ODD = "square", "thin", "odd"
 
 
 def draw_tpu_shapes(count: int, seed: int, most_flops: float = 4e11) -> list[Shape]:
-    """Return `count` different shapes (m, n, k): of each four one large, two with one thin dim, one of any dims.
+    """Return `count` different shapes (m, n, k); of four, one is large, two have a thin dim, one has any sizes.
 
     Large dims are multiples of 128 from 512 to 8192, thin ones multiples of 8 from 8 to 384, and any dims whole
     numbers from 16 to 8192. All are drawn evenly by logarithm. A product has `most_flops` FLOPs at most. Equal

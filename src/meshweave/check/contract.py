@@ -46,7 +46,7 @@ class ConfigProof:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the contract is broken by this config; `failed` says why."""
+        """Return whether this config breaks the contract; `failed` says why."""
         return bool(self.failed)
 
 

@@ -90,9 +90,10 @@ class LocalConstants:
 def fit_local_constants(
     programs: ConstantPrograms, durations_s: Sequence[float], cluster: Cluster
 ) -> LocalConstants:
-    """Return the constants with which simulations of both programs take the measured times.
+    """Return the constants with which the simulations of both programs take the measured seconds.
 
     Args:
+        programs: the programs that were measured.
         durations_s: the measured seconds of `transfers` and of `work`.
         cluster: a description of local processes; its messages, copies and products are made faster or slower,
             by factors of up to 10,000.

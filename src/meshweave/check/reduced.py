@@ -53,12 +53,12 @@ class ReducedProduct:
 
     @property
     def algorithm(self) -> str:
-        """Name of the algorithm in the plan."""
+        """Return the name of the algorithm in the plan."""
         return self.planned.candidate.algorithm
 
     @property
     def title(self) -> str:
-        """`meshslice, ff1 backward data`: the algorithm, layer and pass."""
+        """Return the algorithm, layer and pass: `meshslice, ff1 backward data`."""
         return f"{self.algorithm}, {self.planned.layer.name} {self.planned.pass_plan.name.replace('_', ' ')}"
 
 

@@ -30,9 +30,9 @@ _LARGEST_OF_HALVES = 1
 
 
 def random_inputs(program: Program, seed: int) -> dict[str, Array]:
-    """Return random integers (`random_tensor`) for every global tensor that an input buffer holds, by tensor name.
+    """Return {name: whole tensor of random integers} of every tensor that an input buffer of a program holds.
 
-    Equal seeds give equal values for a tensor of the same name, shape and dtype.
+    Equal values of `seed` give equal values for a tensor of the same name, shape and dtype (`random_tensor`).
     """
     names = dict.fromkeys(buffer.tensor for buffer in program.buffers if buffer.kind == "input")
     inputs = {}
@@ -44,9 +44,9 @@ def random_inputs(program: Program, seed: int) -> dict[str, Array]:
 
 
 def random_tensor(name: str, shape: Sequence[int], dtype: str, seed: int) -> Array:
-    """Return random integers in `shape`, of dtype `dtype` in numpy; equal for equal arguments.
+    """Return random integers in `shape`, as the numpy dtype of `dtype`; equal for equal `name` and `seed`.
 
-    They are from -4 to 4, of halves (float16, bfloat16) from -1 to 1.
+    They are from -4 to 4, for float16 and bfloat16 from -1 to 1, so that sums of many are exact.
     """
     largest = _LARGEST_OF_HALVES if dtype in ("float16", "bfloat16") else _LARGEST
     generator = np.random.default_rng([seed, *name.encode()])
@@ -55,7 +55,7 @@ def random_tensor(name: str, shape: Sequence[int], dtype: str, seed: int) -> Arr
 
 
 def reference(program: Program, inputs: Tensors) -> dict[str, Array]:
-    """Return every output tensor of a program by name, whole, computed with numpy from what it declares.
+    """Return {name: whole tensor} of a program's outputs, computed with numpy from its declared meanings.
 
     Args:
         inputs: whole tensors by name.

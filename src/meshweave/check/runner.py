@@ -49,7 +49,8 @@ class MeasuredProduct:
         measured: the trace of the median run (of two, the shorter).
         predicted: the trace of a simulation of the same program.
         constants: the constants of the prediction, where they were measured beside the runs; else None.
-        num_orderings: number of edges of the program that held, over all measured runs; none was broken.
+        num_orderings: over all measured runs, the number of edges (an op waits for another) that were checked
+            against the measured times; all of them held.
     """
 
     title: str
@@ -63,7 +64,7 @@ class MeasuredProduct:
 
     @property
     def median_s(self) -> float:
-        """Median of the measured runs, in seconds."""
+        """Return the median of the measured runs, in seconds."""
         return statistics.median(self.runs_s)
 
     def to_json(self) -> dict[str, Any]:
@@ -107,8 +108,8 @@ class PreparedProduct:
 
     Attributes:
         title: its algorithm, layer, pass and config in words.
-        flow: the dataflow of its program, whose collectives are rings of `num_ring_directions`, or for 0 as they
-            were. `validate` has proved all of it but the numbers.
+        flow: the dataflow of its program, proved by `validate` except for the numbers. Collectives are rings in
+            `num_ring_directions` directions; for 0 they stay collectives.
     """
 
     title: str

@@ -108,7 +108,7 @@ class VerifyReport:
 
     @property
     def num_wrong(self) -> int:
-        """Number of programs that are wrong; see `Verification.is_wrong`."""
+        """Return the number of programs that are wrong; see `Verification.is_wrong`."""
         return sum(verification.is_wrong for verification in self.verifications)
 
     def to_json(self) -> dict[str, Any]:

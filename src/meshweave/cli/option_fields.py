@@ -26,9 +26,9 @@ Result = TypeVar("Result")
 
 
 def with_options(verb: Callable[..., Result]) -> Callable[..., Result]:
-    """Return `verb` for typer: with the fields of its dataclass parameters as parameters, in their place.
+    """Return `verb` with a signature for typer: the fields of each dataclass parameter in place of the parameter.
 
-    Its other parameters stay. All are keyword-only.
+    Its other parameters stay. All parameters become keyword-only.
     """
     hints = get_type_hints(verb, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
@@ -70,7 +70,7 @@ def _fields_as_parameters(group: type) -> list[inspect.Parameter]:
 
 
 def refuse_given(options: Any, names: tuple[str, ...], what: str, why: str) -> None:
-    """Raise DescriptionError where one of the options `names` is given, for here they would change nothing.
+    """Raise DescriptionError where one of the options `names` is given, because it would change nothing.
 
     An option counts as given where its value is not its default.
 

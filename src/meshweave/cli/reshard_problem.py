@@ -46,7 +46,7 @@ class ReshardRequest:
 
 @dataclass(frozen=True)
 class MeshSide:
-    """The value of --from or --to.
+    """The value of the option --from or --to: a mesh, and how a tensor lies on it.
 
     Attributes:
         option: "--from" or "--to", for errors.
@@ -137,6 +137,7 @@ def tensor_problem(
 
     Args:
         shape: the tensor's global sizes, "1024,1024,512".
+        dtype: its element type.
         cluster: as for `load_cluster`; where it does not give the number of chips, as many as the meshes need.
         positions: where on the cluster the meshes are.
 

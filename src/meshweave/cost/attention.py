@@ -35,13 +35,14 @@ def attention_seconds(
     num_bytes: ArrayLike,
     causal: bool,
 ) -> Array:
-    """Return the seconds of forward attention on one chip, in the shape of the broadcast sizes.
+    """Return the seconds of forward attention on one chip, in the shape to which numpy broadcasts the sizes.
 
     Args:
-        heads: query heads of all sequences of the batch.
-        queries, keys: number in a sequence; with `causal`, the last query sees all keys.
+        heads: number of query heads in all sequences of the batch together.
+        queries, keys: numbers of queries and of keys in a sequence.
         width: elements of a head.
-        num_bytes: bytes of Q, K, V and the result.
+        num_bytes: bytes of Q, K, V and the result together.
+        causal: whether a query sees no later keys; the last query sees all keys.
     """
     of = constants
     heads, queries, keys, width, num_bytes = np.broadcast_arrays(

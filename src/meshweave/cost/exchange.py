@@ -101,11 +101,15 @@ def library_of(name: str) -> DispatchLibrary:
 
 
 @lru_cache(maxsize=4096)
-def share_with(parts: int, experts: int, chosen: int, groups: int, top_groups: int) -> float:
-    """Return the probability that a token has a chosen expert in one of `parts` equal parts of the experts.
+def chance_of_expert(parts: int, experts: int, chosen: int, groups: int, top_groups: int) -> float:
+    """Return the probability that at least one of the experts that a token chooses is on a given rank or host.
 
-    A part is what a rank or a host has. A token chooses `chosen` experts, all equally likely, of those in
-    `top_groups` of `groups` equal groups; 1 of 1 for experts without groups.
+    Args:
+        parts: number of ranks (or hosts), among which the experts are equally divided.
+        experts: number of all experts.
+        chosen: number of experts that a token chooses, all equally likely.
+        groups, top_groups: number of equal groups of experts, and of those groups that a token may choose from;
+            1 and 1 for experts without groups.
     """
     own, among, of_group = experts // parts, experts * top_groups // groups, experts // groups
     if own <= of_group:
@@ -126,14 +130,14 @@ def _missing(among: int, own: int, chosen: int) -> float:
 
 @dataclass(frozen=True)
 class ExchangeBytes:
-    """The bytes of the most loaded rank in an exchange.
+    """The bytes of the most loaded rank in an exchange (`ir.work.CopyExchange`: a dispatch or a combine).
 
     Attributes:
-        own: of its own tokens, one copy of each.
-        arriving: that it receives over the links inside its host, also what peers there pass on from others.
-            Of libraries that send to ranks or hosts they include the copies that the rank keeps.
-        between: that it receives from other hosts through its NIC.
-        hosts: on how many hosts the ranks are.
+        own: bytes of its own tokens, one copy of each.
+        arriving: bytes that it receives over the links inside its host, those that peers of the host pass on
+            from other hosts included; of libraries that send to ranks or hosts also the copies that it keeps.
+        between: bytes that it receives from other hosts through its NIC.
+        hosts: number of hosts that the ranks are on.
     """
 
     own: float
@@ -153,32 +157,33 @@ def exchange_bytes(work: CopyExchange, per_host: int, hosts: int) -> ExchangeByt
     if sends == "copies":
         each = own * work.load * work.chosen / work.num_ranks
         return ExchangeBytes(own, each * (per_host - 1), each * per_host * (hosts - 1), hosts)
-    arriving = own * work.load * share_with(work.num_ranks, work.experts, work.chosen, *limits)
+    arriving = own * work.load * chance_of_expert(work.num_ranks, work.experts, work.chosen, *limits)
     if hosts == 1 or sends == "ranks":
         return ExchangeBytes(own, arriving * per_host, arriving * per_host * (hosts - 1), hosts)
-    of_host = share_with(hosts, work.experts, work.chosen, *limits)
+    of_host = chance_of_expert(hosts, work.experts, work.chosen, *limits)
     return ExchangeBytes(own, arriving * work.num_ranks, own * work.load * of_host * (hosts - 1), hosts)
 
 
 def elements_after_dispatch(work: CopyExchange, item_bytes: int) -> int:
-    """Return how many elements of tokens the most loaded rank has once tokens are with their experts.
+    """Return the number of elements of the tokens that the most loaded rank holds after a dispatch.
 
-    A token goes once to each rank that has one of its experts, whatever the library sends. The rank's own tokens
-    that stay count too. An element has `item_bytes`.
+    A token counts once on each rank that has one of its experts, its own rank included, however many copies
+    the library sends. `item_bytes` are the bytes of an element.
     """
-    share = share_with(work.num_ranks, work.experts, work.chosen, work.groups, work.top_groups)
+    share = chance_of_expert(work.num_ranks, work.experts, work.chosen, work.groups, work.top_groups)
     return round(work.tokens * work.part_bytes * work.load * share * work.num_ranks) // item_bytes
 
 
 def bytes_s(
     of: ExchangeConstants, moved: ExchangeBytes, link: float, nic: float, multiprocessors: int
 ) -> float:
-    """Return the seconds of an exchange of `moved` bytes.
+    """Return the seconds of an exchange in which the most loaded rank moves `moved`; see the module docstring.
 
     Args:
+        of: the constants of the library for this op.
         link: bytes per second of a link inside a host.
         nic: bytes per second of a rank's share of a NIC.
-        multiprocessors: those that send and receive; 0 for no limit by them.
+        multiprocessors: number of multiprocessors that send and receive; 0 for no limit by them.
     """
     units = 0.0
     if of.unit_bytes_per_s and multiprocessors:

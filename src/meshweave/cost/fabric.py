@@ -20,7 +20,7 @@ Nic = tuple[int, int]
 
 @dataclass(frozen=True)
 class TransferTimes:
-    """The seconds of a transfer between two hosts and inside a host, and the latency of each message.
+    """The seconds of a transfer's bytes between two hosts and inside a host, and the seconds of latency of each.
 
     A transfer that stays inside one host has the times inside a host for both.
     """
@@ -42,7 +42,7 @@ class HostTopology:
         local_bytes_per_s: rate of one direction of a link inside a host.
         nic_latency_s: seconds of a message between hosts in addition to its bytes.
         local_latency_s: seconds of a message inside a host in addition to its bytes.
-        pack_launch_s, pack_bytes_per_s: what a strided piece costs at each end of a message (`cost.packing`).
+        pack_launch_s, pack_bytes_per_s: what a strided view costs at each end of a message (`cost.packing`).
 
     Raises:
         LayoutError: `host_of` and `nic_of` differ in length, or a rate is below 1 byte per second.
@@ -132,11 +132,11 @@ class HostTopology:
 
     @property
     def packs(self) -> bool:
-        """Return whether packing a strided piece takes time."""
+        """Return whether packing a strided view for a message takes time."""
         return self.pack_bytes_per_s > 0
 
     def packing_s(self, num_bytes: int) -> float:
-        """Return the seconds in which one end of a message packs or unpacks a strided piece of `num_bytes`."""
+        """Return the seconds in which one end of a message packs or unpacks a strided view of `num_bytes`."""
         return self.pack_launch_s + num_bytes / self.pack_bytes_per_s if self.packs else 0.0
 
     def nic_transfer_s(self, num_bytes: int) -> float:
@@ -144,9 +144,10 @@ class HostTopology:
         return num_bytes / self.nic_bytes_per_s
 
     def transfer_times(self, num_bytes: int, is_local: bool) -> TransferTimes:
-        """Return the seconds of a transfer of `num_bytes` between hosts and inside a host, and both latencies.
+        """Return the seconds of `num_bytes` and the latency of a message, between hosts and inside a host.
 
-        With `is_local` it stays inside a host, and all are those inside a host. Packing is not included.
+        With `is_local` the transfer stays inside a host, so that the fields for transfers between hosts have the
+        times inside a host too. Packing is not included.
         """
         intra_host_s = num_bytes / self.local_bytes_per_s
         if is_local:

@@ -21,14 +21,16 @@ Counts = NDArray[np.int64]
 def torus_flows(
     shape: tuple[int, ...], groups: NDArray[np.int64], one_way: bool = False
 ) -> tuple[Counts, ...]:
-    """Return how many messages pass the links of each axis of a torus while rings of all groups send both ways.
+    """Return, for each axis of a torus, how many messages pass each of its links while all ring groups send.
 
-    Each array has shape (2 directions, chips). Messages take the dimension-ordered routes of `PlacedMeshes.path`.
+    Each chip sends one message to the next chip of its ring and one to the previous, on the dimension-ordered
+    routes of `PlacedMeshes.path`. Entry [d, c] of an axis' array counts those that leave chip c along the axis,
+    forwards (d = 0) or backwards (d = 1).
 
     Args:
-        shape: of the torus, whose chips are numbered in row-major order.
+        shape: the sizes of the torus, whose chips are numbered in row-major order.
         groups: the chips of each group in the order of its ring, shape (groups, members).
-        one_way: whether they send forwards alone.
+        one_way: whether chips send to the next chip of their ring alone.
     """
     return _torus_flows(shape, groups.shape, groups.tobytes(), one_way)
 
@@ -55,7 +57,16 @@ def _torus_flows(
 
 
 def shared_rates(one: Flows, other: Flows, rates: tuple[float, float]) -> tuple[float, float]:
-    """Return the bytes per second of each message of two kinds of traffic that run at once, at most `rates`."""
+    """Return the bytes per second that each message gets, of two kinds of traffic that run at once.
+
+    Where the links that carry both are too slow, the messages on them share the rate max-min fairly; the slowest
+    link sets the result.
+
+    Args:
+        one, other: by kind of link, (its bytes per second, how many messages of this traffic pass each such link).
+        rates: (bytes per second of a message of `one` while it runs alone, the same of `other`); upper bounds of
+            the result, which has the same order.
+    """
     first, second = rates
     for name in one.keys() & other.keys():
         capacity, counts = one[name]

@@ -19,12 +19,12 @@ from meshweave.describe.machine.network import HostsNetwork
 
 @dataclass(frozen=True)
 class FoldedMachine(Machine):
-    """The part of a cluster of hosts that is simulated, priced as the whole.
+    """The simulated part of a cluster of hosts, in which one replica stands for several that do the same.
 
     Attributes:
-        whole: the machine with all replicas, whose meshes have the names of those here.
-        folded: (mesh axis, copies) of the axes along which replicas are left out: its groups have that many times
-            more members.
+        whole: the machine with all replicas, whose meshes have the names of those here. Prices are those on it.
+        folded: (mesh axis, copies) of each axis along which replicas are left out: the groups of the whole
+            machine have `copies` times as many members along it.
     """
 
     whole: Machine | None = None
@@ -32,7 +32,7 @@ class FoldedMachine(Machine):
 
     @property
     def copies(self) -> Mapping[str, int]:
-        """Return by folded mesh axis how many times more members its groups have than are simulated."""
+        """Return {mesh axis: members of its groups in the whole machine over those that are simulated}."""
         return dict(self.folded)
 
     @property
@@ -50,11 +50,11 @@ class FoldedMachine(Machine):
         return self.priced._host_spans
 
     def image_path(self, src: int, dst: int, route: int) -> tuple[Link, ...]:
-        """Return the links between hosts of a message from chip `src` to an image of chip `dst`.
+        """Return the links that a message from chip `src` to a copy of chip `dst` takes, in order.
 
-        The image lies on the next hosts, which are folded away: the message leaves by the NICs of the host of
-        `src` and arrives by those of the host of `dst`. `route` is 0 or 1 for a message, and `RING_ROUTE` or
-        above for a collective, which loads the links of all NICs alone.
+        The copy lies on hosts that are not simulated, but loads the same links as `dst`: the message leaves by the
+        NICs of the host of `src` and arrives by those of the host of `dst`. `route` is 0 or 1 for a message, and
+        `RING_ROUTE` or above for a collective, which loads only the links that stand for all NICs of a host.
         """
         network = self.cluster.network
         assert isinstance(network, HostsNetwork)

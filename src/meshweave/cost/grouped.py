@@ -69,9 +69,9 @@ class ExpertRows:
     """The sizes of the experts of one rank: arrays of equal length, one entry for each layer that is priced.
 
     Attributes:
-        tokens: tokens whose experts are chosen here; 0 where choosing is priced elsewhere.
-        absent: copies of those tokens whose experts lie on other ranks.
-        absent_tiles: tiles in rows of C that kernels launch for those copies.
+        tokens: number of tokens whose experts are chosen on the rank; 0 where choosing is priced elsewhere.
+        absent: number of copies of those tokens that go to experts on other ranks.
+        absent_tiles: number of tiles, along the rows of C, that kernels launch for those copies.
         hidden, inner: features of a token, and inner features of an expert.
         columns: columns of the first product for each inner feature: 2 with a gate, else 1.
         rows: rows (copies of tokens) of all experts together.
@@ -91,10 +91,16 @@ class ExpertRows:
 
 
 def even_rows(rows: int, hidden: int, inner: int, experts: int, columns: int) -> ExpertRows:
-    """Return the sizes of one layer's experts on a rank, its `rows` copies of tokens evenly divided among them.
+    """Return the sizes of one layer's experts on a rank, if its copies of tokens are evenly divided among them.
 
-    The choice of experts is not priced in them: `tokens` and `absent` are 0. `columns` is 2 where experts are
-    gated, else 1.
+    Args:
+        rows: number of copies of tokens on the rank.
+        hidden, inner: features of a token, and inner features of an expert.
+        experts: number of experts on the rank.
+        columns: columns of the first product for each inner feature: 2 where experts are gated, else 1.
+
+    Returns:
+        One layer's sizes; `tokens` and `absent` are 0, so that the choice of experts is not priced.
     """
     active = float(min(experts, max(rows, 1)))
     tiles = active * np.ceil(rows / active / TILE_ROWS)[None, :]
@@ -105,7 +111,7 @@ def even_rows(rows: int, hidden: int, inner: int, experts: int, columns: int) ->
 
 
 def grouped_seconds(of: GroupedConstants, rows: ExpertRows) -> Array:
-    """Return for each layer in `rows` the seconds of the forward part of its experts on one rank, (layers,)."""
+    """Return the forward seconds of the experts of each layer in `rows` on one rank, shape (layers,)."""
     sizes = ((rows.columns * rows.inner, rows.hidden), (rows.hidden, rows.inner))
     total = sum((_product_seconds(of, rows, n, k) for n, k in sizes), np.zeros_like(rows.rows))
     row_s = (rows.hidden + (rows.columns + 1) * rows.inner) * _ACTIVATION_BYTES / of.memory_bytes_per_s
@@ -139,9 +145,9 @@ def _table() -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def grouped_constants(kernels: str, dtype: str) -> GroupedConstants | None:
-    """Return the constants in `dtype` of the chip kernels called `kernels`; None where the catalog has none.
+    """Return the constants in `dtype` of a chip whose kernels are called `kernels`; None if the catalog has none.
 
-    Where it names other kernels as like these ones, theirs are taken.
+    Where the catalog says that these kernels are like other ones, it returns the constants of those.
     """
     table = _table()
     names = kernels, table.get("like", {}).get(kernels, "")

@@ -64,12 +64,12 @@ Array = NDArray[np.float64]
 def collective_seconds(
     constants: CollectiveConstants, kind: str, num_chips: ArrayLike, num_bytes: ArrayLike
 ) -> Array:
-    """Return the seconds of a collective among chips of one host, in the shape of the broadcast sizes.
+    """Return the seconds of a collective among chips of one host; numpy broadcasts `num_chips` and `num_bytes`.
 
     Args:
-        kind: "all_reduce", which takes two rounds, or any other, such as "all_gather", which takes one.
+        kind: "all_reduce", which goes round the ring twice, or any other, such as "all_gather", which does once.
         num_chips: the number of its members.
-        num_bytes: the size of nccl-tests: the whole result of an all-gather, the whole input of the others.
+        num_bytes: bytes of the whole result of an all-gather, of the whole input of the others (as nccl-tests).
     """
     of = constants
     chips, size = np.broadcast_arrays(
@@ -101,8 +101,9 @@ _TREE = (6.8e-6, 0.6e-6, 5.0e-6)
 
 @dataclass(frozen=True, slots=True)
 class SizedPrice:
-    """The price of a collective of one size: launch and step in picoseconds, and bytes per second into a chip.
+    """The price of a collective of one size, as of a ring of steps that takes as long.
 
+    `launch_ps` is paid once and `sync_ps` in each step, in picoseconds; `rate` is bytes per second into a chip.
     `algorithm` is "curve" (measured inside a host), "ring" or "tree". `route` says how its messages between
     hosts use the NICs: 0 as any message, or `RING_ROUTE`, `TREE_OF_2_ROUTE`, `TREE_OF_3_ROUTE` of `cost.placed`.
     """
@@ -141,7 +142,10 @@ def sized_price(
     network = machine.cluster.network
     if kind not in SIZED_KINDS or count < 2 or not part_bytes or not isinstance(network, HostsNetwork):
         return None
-    span, kernels = machine.lies(axis) if shared else machine.host_span(axis), machine.cluster.chip.kernels
+    span, kernels = (
+        machine.any_host_span(axis) if shared else machine.host_span(axis),
+        machine.cluster.chip.kernels,
+    )
     if span is None:
         return None
     if -(-count // span.num_hosts) != span.per_host or (not span.fewest and count % span.num_hosts):

@@ -212,11 +212,12 @@ class Machine(PlacedMeshes):
         return {f"axis {i}": (axis.link_bytes_per_s, each) for i, (axis, each) in enumerate(axes)}
 
     def flows(self, name: str, one_way: bool = False) -> Flows:
-        """Return how many messages of a mesh axis ("tp.row") or mesh ("tp") pass each link while all groups send.
+        """Return {kind of link: (its bytes per second, how many messages pass each such link at once)}.
 
-        Links are those of a ring or a logical torus, by axis; the port of a chip into a switch or a host; and all
-        NICs of a host together. {} on other networks, where closed forms know of no sharing. With `one_way` all go
-        forwards, as they do where rings have one direction.
+        Messages are those of all groups of the mesh axis ("tp.row") or mesh ("tp") `name`, each a ring in which
+        members send to both neighbours; with `one_way`, or where rings have one direction, to the next alone.
+        Kinds are "axis 0", ... of a ring or logical torus; "port" of a chip into a switch or inside a host; and
+        "nics", all NICs of a host together. {} on other networks, where closed forms know of no sharing.
         """
         one_way = one_way or self.axis(name).num_directions == 1
         if (name, one_way) not in self._flows:
@@ -233,7 +234,7 @@ class Machine(PlacedMeshes):
             return {"port": (network.link.link_bytes_per_s, _ONE)}
         if isinstance(network, TorusNetwork | RingNetwork):
             return self._hops(self.groups(name), one_way)
-        span = self.lies(name)
+        span = self.any_host_span(name)
         if span is None or not isinstance(network, HostsNetwork):
             return {}
         out = {}
@@ -254,7 +255,7 @@ class Machine(PlacedMeshes):
                 for the axis with the slowest links, always as without `shared`.
             shared: whether links have the rate that one group of the mesh axis gets of them while
                 all its groups communicate at once, instead of their own.
-            one_way: with `shared`, whether all messages go the same way round; without it ignored.
+            one_way: with `shared`, whether all messages go round the ring in one direction; else ignored.
 
         Raises:
             LayoutError: a mesh does not fit the cluster's network, or none has an axis of the name.
@@ -286,7 +287,7 @@ class Machine(PlacedMeshes):
     def constants(self, axis: str, kind: str, shared: bool = False) -> CommConstants:
         """Return the constants of an operation ("all_gather", "send_recv", ...) on a mesh axis such as "tp.row".
 
-        With `shared`, while all groups of the mesh axis communicate at once.
+        With `shared` they are those of one group while all groups of the mesh axis communicate at once.
 
         Raises:
             LayoutError: a mesh does not fit the cluster's network, or none has an axis of the name.
@@ -295,9 +296,9 @@ class Machine(PlacedMeshes):
         return self._constants_and_rate(axis, kind, shared)[0]
 
     def rate(self, axis: str, kind: str, shared: bool = False) -> int:
-        """Return the bytes per second into a chip during a kind of communication, at most its links'.
+        """Return the bytes per second into a chip while it runs `kind` ("all_gather", ...) on a mesh axis.
 
-        With `shared`, while all groups of the mesh axis communicate at once.
+        With `shared` it is the rate of one group while all groups of the mesh axis communicate at once.
 
         Raises:
             LayoutError: a mesh does not fit the cluster's network, or none has an axis of the name.

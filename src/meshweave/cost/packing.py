@@ -39,10 +39,10 @@ def message_price(
     *,
     shares_links: bool = False,
 ) -> Price:
-    """Return the price of a send with its recv, packing at both ends included.
+    """Return the price (a time in parts) of a message, the packing of strided views at both ends included.
 
     Args:
-        send, recv: ops of `program`, each as one rank runs it (without variables).
+        send, recv: the two ops of the message in `program`, resolved: with integers for all expressions.
         ends: the global ranks (sender, receiver).
         shares_links: whether the caller simulates the sharing of links itself; see `price`.
 
@@ -59,13 +59,13 @@ def message_price(
 
 
 def op_price(work: Work, op: Op, rank: int, machine: Machine) -> Price:
-    """Return the price of an op that global rank `rank` runs, any but a send or recv.
+    """Return the price (a time in parts) of an op, other than a send or recv, that global rank `rank` runs.
 
-    A one-sided op on another rank's memory has the slowest links between the two ranks.
+    A one-sided op on another rank's memory runs at the rate of the slowest links between the two ranks.
 
     Args:
-        work: the sizes of the op, `work_of(program, op)`.
-        op: without variables, as `rank` runs it.
+        work: the FLOPs of the op, or its bytes and group: `work_of(program, op)`.
+        op: the op as `rank` runs it, resolved: with integers for all expressions.
 
     Raises:
         UnsupportedError: the machine has no meshes, a call has neither FLOPs nor a known kind of work, or a

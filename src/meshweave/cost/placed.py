@@ -57,7 +57,10 @@ class HostSpan:
 
 @dataclass(frozen=True)
 class PlacedMeshes:
-    """The meshes of a program on the chips of a cluster; see `Machine`."""
+    """The meshes of a program on the chips of a cluster; see `Machine`.
+
+    A group of a mesh axis is the ranks that differ in the coordinate of that axis alone.
+    """
 
     cluster: Cluster
     meshes: tuple[Mesh, ...]
@@ -78,7 +81,10 @@ class PlacedMeshes:
             )
 
     def groups(self, name: str) -> NDArray[np.int64]:
-        """Return the ranks of each group of a mesh axis ("tp.row"), or of a mesh ("tp"), (groups, members)."""
+        """Return the global ranks of each group of a mesh axis ("tp.row"), shape (groups, members).
+
+        A mesh by itself ("tp") is one group of all its ranks.
+        """
         mesh_name, _, axis = name.partition(".")
         mesh = next(mesh for mesh in self.meshes if mesh.name == mesh_name)
         ranks = np.array(mesh.ranks).reshape(mesh.shape)
@@ -92,10 +98,10 @@ class PlacedMeshes:
 
         None where there are no hosts or no such axis, or where the groups lie unevenly (see `HostSpan`).
         """
-        span = self.lies(axis)
+        span = self.any_host_span(axis)
         return None if span is None or span.fewest else span
 
-    def lies(self, axis: str) -> HostSpan | None:
+    def any_host_span(self, axis: str) -> HostSpan | None:
         """Return how the groups of a mesh axis ("tp.row") or mesh ("tp") lie on hosts, evenly or not.
 
         None where there are no hosts or no such axis.
@@ -195,7 +201,7 @@ class PlacedMeshes:
         return shared if route >= RING_ROUTE else own + shared
 
     def image_path(self, src: int, dst: int, route: int) -> tuple[Link, ...]:
-        """Raise UnsupportedError, always: ranks of a machine that is not folded have no images (`cost.folded`)."""
+        """Raise UnsupportedError, always: only a `FoldedMachine` has copies of ranks that are left out."""
         raise UnsupportedError(f"rank {dst} has no image: the machine is not folded")
 
     def _torus_hops(self, src: int, dst: int, back: bool) -> Iterator[Link]:

@@ -41,11 +41,12 @@ from meshweave.ir.work import Compute, CopyExchange, Transfer, Work
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The cost of one op: launch, synchronisation and packing, then `amount` flows at up to `rate_per_s`.
+    """The time of one op: launch, synchronisation and packing, then `amount` flows at up to `rate_per_s`.
 
-    The amount is in bytes or FLOPs. The memory traffic of a product takes `stream_ps` concurrent with its
-    FLOPs, and `fill_drain_ps` before and after them, when the first tiles are loaded and the last is stored.
-    `pack_ps` is of messages (`cost.packing`).
+    `amount` is bytes of communication, else FLOPs; `rate_per_s` is that unit per second. The memory traffic of a
+    product takes `stream_ps` at the same time as its FLOPs, and `fill_drain_ps` before and after them, when the
+    first tiles are loaded and the last one is stored. `pack_ps` is the packing of a message's strided views at
+    both ends.
     """
 
     launch_ps: int
@@ -75,9 +76,10 @@ class Price:
 def price(
     work: Work, machine: Machine, *, shares_links: bool = False, endpoints: tuple[int, int] | None = None
 ) -> Price:
-    """Return the price of one op on an otherwise idle machine.
+    """Return the price (a time in parts) of one op on an otherwise idle machine.
 
     Args:
+        work: the FLOPs of the op, or its bytes and group.
         endpoints: the ranks (sender, receiver) of a message or of a one-sided transfer, whose price then has the
             slowest links between them. Without endpoints, and for a step of a collective, it has the constants of
             the mesh axis.
@@ -184,7 +186,7 @@ def _all_to_all_bytes(work: Transfer, machine: Machine, shared: bool) -> int:
         chips = groups if machine.placement is None else np.array(machine.placement)[groups]
         steps_s = _steps_s(network, chips.shape, chips.tobytes(), shared)
         return int(part * sum(max(1.0, rate * each_s) for each_s in steps_s))
-    span = machine.lies(work.axis) if isinstance(network, HostsNetwork) else None
+    span = machine.any_host_span(work.axis) if isinstance(network, HostsNetwork) else None
     if span is None or not isinstance(network, HostsNetwork):
         one_direction = machine.num_directions(work.axis) == 1
         return part * (count * (count - 1) // 2 if one_direction else count * count // 4)

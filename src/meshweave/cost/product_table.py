@@ -38,7 +38,9 @@ class TableInterpolation:
 
     Args:
         table: the measured products, in `dtype`.
-        constants: what their times are compared with; None for a roofline of the best rates in the table.
+        constants: a model whose ratio to the measured times is interpolated; None for a roofline of the best
+            rates in the table in its place.
+        dtype: the element type of the operands.
     """
 
     def __init__(self, table: ProductTable, constants: ProductModel | None, dtype: str) -> None:
@@ -60,7 +62,10 @@ class TableInterpolation:
         )
 
     def seconds(self, m: ArrayLike, n: ArrayLike, k: ArrayLike) -> Array:
-        """Return the seconds of products, in the shape of the broadcast sizes."""
+        """Return the seconds of products (m, k) by (k, n), of numpy's broadcast shape of m, n and k.
+
+        Measured products have their measured seconds. Others, also outside the ranges, are interpolated.
+        """
         sizes = np.stack(
             np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k))), axis=-1
         )
@@ -91,9 +96,9 @@ def _covariance(a: Array, b: Array) -> Array:
 
 @lru_cache(maxsize=8)
 def interpolation(table: ProductTable, constants: ProductModel | None, dtype: str) -> TableInterpolation:
-    """Return the interpolation of a table; equal arguments return the same object.
+    """Return the interpolation of a table; cached, so that equal arguments return the same object.
 
-    `constants` price what the table is compared with; None takes the best rates in the table.
+    The arguments are those of `TableInterpolation`.
     """
     return TableInterpolation(table, constants, dtype)
 

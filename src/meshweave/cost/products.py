@@ -65,11 +65,11 @@ _SHARPNESS = 4
 def cpu_product_seconds(
     constants: CpuProductConstants, m: Array, n: Array, k: Array, item_bytes: int, batch: Array
 ) -> Array:
-    """Return the seconds of products of (m, k) by (k, n) on one CPU thread; all arrays have one shape.
+    """Return the seconds of products of (m, k) by (k, n) on one CPU thread, an array in the shape of m, n and k.
 
     Args:
         item_bytes: bytes of an element of A, B or C.
-        batch: equal products in one call.
+        batch: number of equal products in one call; an array of the same shape.
     """
     of, lanes = constants, max(_LINE_BYTES // item_bytes, 1)
     a, b, c = (item_bytes * size for size in (m * k, k * n, m * n))
@@ -117,12 +117,13 @@ def product_seconds(
     batch: ArrayLike = 1,
     out_bytes: int = 0,
 ) -> Array:
-    """Return the seconds of products of (m, k) by (k, n), in the shape of the broadcast sizes.
+    """Return the seconds of products (m, k) by (k, n), in the shape to which numpy broadcasts the sizes.
 
     Args:
         item_bytes: bytes of an element of A or B.
-        batch: equal products that run as one kernel.
-        out_bytes: bytes of an element of C; 0 for those of A, at least 2. On a CPU it is that of A.
+        batch: number of equal products that run as one kernel.
+        out_bytes: bytes of an element of C; 0 for `item_bytes`, but at least 2. Ignored by constants of a CPU,
+            where it is `item_bytes`.
     """
     out_bytes = out_bytes or max(item_bytes, 2)
     if isinstance(constants, SystolicConstants):

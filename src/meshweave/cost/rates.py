@@ -26,8 +26,8 @@ class RankRates:
     Attributes:
         flops_per_s: FLOPs per second of products.
         link_bytes_per_s: rate of one direction of the slowest link between two ranks.
-        link_latency_s: fixed cost of a message.
-        launch_s: fixed cost of a product.
+        link_latency_s: seconds of a message besides its bytes.
+        launch_s: seconds of a product besides its FLOPs.
         memory_bytes_per_s: rate of a rank's own memory.
         accumulate_factor: rate of accumulates as a fraction of the rate of copies.
         ranks_per_package: number of consecutive ranks that share a package or a host.
@@ -96,10 +96,10 @@ class RankRates:
         return 3 * num_bytes / self.memory_bytes_per_s
 
     def transfer_s(self, src: int, dst: int, num_bytes: int, *, accumulates: bool = False) -> float:
-        """Return the seconds of a copy or an accumulate of `num_bytes` between two ranks; 0 within a rank.
+        """Return the seconds of copying (or, with `accumulates`, of adding) `num_bytes` from `src` to `dst`.
 
-        The rate is that of the link between the two. The latency is left out, as in the roofline of Slicing
-        Is All You Need, section 4.3.
+        Both are ranks; the result is 0 if they are equal. The rate is that of the link between them. The latency
+        is left out, as in the roofline of Slicing Is All You Need, section 4.3.
         """
         if src == dst:
             return 0.0

@@ -40,10 +40,10 @@ def systolic_seconds(
     out_bytes: ArrayLike,
     batch: ArrayLike = 1,
 ) -> Array:
-    """Return the seconds of products of (m, k) by (k, n), in the shape of the broadcast sizes.
+    """Return the seconds of products of (m, k) by (k, n) on systolic arrays.
 
-    `batch` counts equal products that run as one kernel. Elements of A and B have `item_bytes`, those of C
-    `out_bytes`.
+    numpy broadcasts m, n, k, `out_bytes` and `batch`, and the result has their shape. `batch` is the number of
+    equal products that run as one kernel. Elements of A and B have `item_bytes`, those of C `out_bytes`.
     """
     of = constants
     sizes = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k, batch)))
@@ -75,7 +75,10 @@ def _at_most(size: Array, bound: float) -> Array:
 
 
 def overlapped(first_s: Array, second_s: Array, power: float) -> Array:
-    """Return the seconds of two activities side by side: (a^p + b^p)^(1/p), at least the longer one."""
+    """Return the seconds of two activities that partly overlap: (first_s^power + second_s^power)^(1/power).
+
+    Power 1 is one after the other; the higher it is, the closer the result comes to the longer of the two.
+    """
     longer, shorter = np.maximum(first_s, second_s), np.minimum(first_s, second_s)
     result: Array = longer * (1 + (shorter / longer) ** power) ** (1 / power)
     return result

@@ -67,7 +67,10 @@ Size = Annotated[int, BeforeValidator(whole_float_to_int), Field(ge=1, le=2**60)
 
 
 def key(description: str, **limits: Any) -> Any:
-    """Return the annotation of a dataclass's field for `file_model`: its unit and range in words, and limits."""
+    """Return an annotation for a field of a dataclass that `file_model` reads.
+
+    `description` says unit and range in words; `limits` are those of pydantic's `Field`, such as `ge=0`.
+    """
     return Field(description=description, **limits)
 
 
@@ -78,7 +81,7 @@ class FileModel(BaseModel):
 
 
 def file_model(of: type, base: type[FileModel] = FileModel) -> Any:
-    """Return a model that has the fields of `base`, then those of a dataclass, checked as they are annotated."""
+    """Return a pydantic model class with the fields of `base`, then those of the dataclass `of` as annotated."""
     hints = get_type_hints(of, include_extras=True)
     own: Any = {
         each.name: (hints[each.name], ... if each.default is MISSING else each.default) for each in fields(of)

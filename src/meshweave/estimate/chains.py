@@ -45,12 +45,12 @@ _ALL = -1
 
 
 def has_chains(skeleton: Skeleton) -> bool:
-    """Return whether some tasks of a skeleton are chains: broadcasts or reductions timed hop by hop."""
+    """Return whether a skeleton (`ir.skeleton`) has chains: broadcasts or reduces that are timed hop by hop."""
     return any(task.roots for _, task in skeleton.counted_tasks())
 
 
-def hop_ps(work: Transfer, cost_ps: Callable[[Work], int]) -> tuple[int, int]:
-    """Return (launch, packet) of a chain in picoseconds: its launch, and one packet over one hop after that.
+def launch_and_packet_ps(work: Transfer, cost_ps: Callable[[Work], int]) -> tuple[int, int]:
+    """Return (picoseconds to launch a broadcast or reduce, picoseconds of one packet over one hop after that).
 
     `cost_ps` returns the picoseconds of one op.
     """
@@ -59,33 +59,34 @@ def hop_ps(work: Transfer, cost_ps: Callable[[Work], int]) -> tuple[int, int]:
 
 
 def is_buffered(work: Transfer, machine: Machine | None) -> bool:
-    """Return whether a packet of a chain fits into the machine's send buffer, so that its sender is free sooner.
+    """Return whether a packet of a broadcast or reduce fits into the machine's send buffer.
 
-    False without a machine, and for packets of 0 bytes.
+    Its sender is then free before it has arrived. False where `machine` is None, and for packets of 0 bytes.
     """
     return machine is not None and 0 < work.hop.part_bytes <= machine.cluster.send_buffer_bytes
 
 
 def link_burst_ps(work: Transfer, machine: Machine) -> int:
-    """Return the burst of a chain's link (`burst_bytes` of its mesh axis) in picoseconds at the link's rate.
+    """Return the picoseconds that a link's burst takes at the link's rate: `burst_bytes` over bytes per second.
 
-    It is 0 for a link that has no token bucket.
+    The link is that of the mesh axis of `work`, a broadcast or reduce. 0 for a link without a token bucket.
     """
     axis = machine.axis(work.axis)
     return to_ps(axis.burst_bytes / axis.link_bytes_per_s)
 
 
 def chain_period(members: int, packets: int, buffered: bool) -> int:
-    """Return after how many packet times the next chain begins, in a loop whose chains have roots in turn.
+    """Return the time from the begin of one broadcast to that of the next, in times of one packet over one hop.
 
-    It is `packets` for two members, `packets` + 1 for three or where a send buffer takes the packets, else
-    `packets` + 2.
+    The broadcasts (or reduces) of `packets` packets follow each other in a loop, their roots taking turns around
+    `members` ranks. The result is `packets` for two members, `packets` + 1 for three members or where a send
+    buffer takes the packets (`buffered`), else `packets` + 2.
     """
     return packets + min(1 if buffered else 2, max(members - 2, 0))
 
 
 def grid_of(skeleton: Skeleton) -> dict[str, int]:
-    """Return the number of ranks along each mesh axis ("tp.row") over which a skeleton has chains."""
+    """Return {mesh axis ("tp.row"): number of ranks along it} of the axes over which a skeleton has chains."""
     return {
         task.work.axis: task.work.num_ranks
         for _, task in skeleton.counted_tasks()
@@ -94,11 +95,11 @@ def grid_of(skeleton: Skeleton) -> dict[str, int]:
 
 
 def makespan_ps(skeleton: Skeleton, cost_ps: Callable[[Work], int], machine: Machine | None = None) -> int:
-    """Return the picoseconds from the start of a skeleton to the end of its last rank, computed by the core.
+    """Return the picoseconds from the start of a skeleton to the end of its last rank, computed in C++.
 
     Args:
-        cost_ps: the picoseconds of one op.
-        machine: gives the send buffer and the bursts of links to chains; with None there are none.
+        cost_ps: returns the picoseconds of one op.
+        machine: whose send buffer and bursts of links count for chains; None for neither.
 
     Raises:
         ProgramError: it takes longer than 64 bits of picoseconds, some 106 days.
@@ -200,7 +201,7 @@ class _CodeWriter:
         if not isinstance(work, Transfer):
             return [_LOCAL, *head, cost_ps(work), task.times]
         if task.roots:
-            launch_ps, packet_ps = hop_ps(work, cost_ps)
+            launch_ps, packet_ps = launch_and_packet_ps(work, cost_ps)
             kind = _REDUCE if work.kind == "reduce" else _BROADCAST
             sending = [0, 0]
             if self.machine is not None and is_buffered(work, self.machine):

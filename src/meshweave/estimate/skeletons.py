@@ -15,7 +15,7 @@ from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import Price, price
-from meshweave.estimate.chains import hop_ps, is_buffered, makespan_ps
+from meshweave.estimate.chains import is_buffered, launch_and_packet_ps, makespan_ps
 from meshweave.ir.skeleton import Skeleton
 from meshweave.ir.work import Compute, Transfer, Work
 
@@ -55,10 +55,10 @@ class Estimate:
 
 
 class TimedSkeleton:
-    """A skeleton whose ops take `cost_ps(work)` picoseconds each.
+    """A skeleton (`ir.skeleton`: tasks of a program on one rank) whose ops take `cost_ps(work)` picoseconds.
 
     Args:
-        machine: gives the send buffer and the bursts of links to chains; with None there are none.
+        machine: whose send buffer and bursts of links count for chains of packets; None for neither.
     """
 
     __slots__ = ("_cost_ps", "_machine", "_skeleton")
@@ -67,15 +67,15 @@ class TimedSkeleton:
         self._skeleton, self._cost_ps, self._machine = skeleton, cost_ps, machine
 
     def lower_bound_ps(self) -> int:
-        """Return a cheap lower bound on `total_ps`, in picoseconds: the largest sum of durations in one lane.
+        """Return a quick lower bound on `total_ps`, in picoseconds: the largest sum of durations in one lane.
 
-        A chain counts with its launch and its packets over one hop; with its launch alone where a send buffer
-        takes the packets.
+        A chain (a broadcast or reduce in packets) counts with its launch and its packets over one hop; with its
+        launch alone where a send buffer takes the packets.
         """
         lanes: dict[str, int] = {}
         for count, task in self._skeleton.counted_tasks():
             if task.roots and isinstance(task.work, Transfer):
-                launch_ps, packet_ps = hop_ps(task.work, self._cost_ps)
+                launch_ps, packet_ps = launch_and_packet_ps(task.work, self._cost_ps)
                 kept = 0 if is_buffered(task.work, self._machine) else task.work.packets
                 duration = launch_ps + packet_ps * kept
             else:
@@ -89,10 +89,10 @@ class TimedSkeleton:
 
 
 def skeleton_ps(skeleton: Skeleton, cost_ps: CostPs, machine: Machine | None = None) -> int:
-    """Return the picoseconds, exact, until the last rank ends, if each op takes `cost_ps(work)`.
+    """Return the picoseconds, exact, until the last rank ends, if each op takes `cost_ps(work)` picoseconds.
 
     Args:
-        machine: gives the send buffer and the bursts of links to chains; with None there are none.
+        machine: whose send buffer and bursts of links count for chains of packets; None for neither.
 
     Raises:
         ProgramError: it takes longer than 106 days.

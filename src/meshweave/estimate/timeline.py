@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.estimate.chains import grid_of, has_chains, hop_ps, is_buffered, link_burst_ps
+from meshweave.estimate.chains import grid_of, has_chains, is_buffered, launch_and_packet_ps, link_burst_ps
 from meshweave.ir.skeleton import Part, Skeleton, Task
 from meshweave.ir.work import Transfer, Work
 from meshweave.trace import Span, Trace
@@ -57,9 +57,9 @@ def timeline(skeleton: Skeleton, machine: Machine, name: str = "skeleton") -> Tr
 
 @dataclass(frozen=True)
 class TaskSpan:
-    """One run of a task, from `begin_ps` to `end_ps` in picoseconds from the start.
+    """One run of a task of a skeleton, from `begin_ps` to `end_ps` in picoseconds from the start.
 
-    `part` has the names of the parts (`ir.skeleton.Part`) around it, the outermost first.
+    `part` has the names of the included programs (`ir.skeleton.Part`) that it is in, the outermost first.
     """
 
     task: Task
@@ -69,10 +69,10 @@ class TaskSpan:
 
 
 def task_spans(skeleton: Skeleton, cost_ps: Callable[[Work], int]) -> tuple[TaskSpan, ...] | None:
-    """Return a span for each run of each task, turn by turn, as the tasks of a turn are listed.
+    """Return a span for each run of each task: turn (iteration) by turn, in a turn in the order listed.
 
-    An op takes `cost_ps(work)` picoseconds. The result is None where broadcasts or reduces are chains, whose
-    members are busy for a part of the time only.
+    An op takes `cost_ps(work)` picoseconds. The result is None where broadcasts or reduces are timed packet by
+    packet, since their members are busy for a part of the time only.
     """
     if has_chains(skeleton):
         return None
@@ -191,7 +191,7 @@ class _Follower:
         return np.broadcast_to(times.max(axis=axis, keepdims=True), times.shape) + task.times * duration
 
     def _chain_end(self, work: Transfer, begun: _Times, axis: int, root: int) -> _Times:
-        launch_ps, packet_ps = hop_ps(work, self.cost_ps)
+        launch_ps, packet_ps = launch_and_packet_ps(work, self.cost_ps)
         if work.num_ranks == 1:
             return begun + launch_ps
         first = root + (work.kind == "reduce")
@@ -208,7 +208,7 @@ class _Follower:
 
     def _buffered_ends(self, work: Transfer, begun: _Times, axis: int, first: int) -> _Times:
         """Return the ends of members, by place in the chain, where a send buffer takes its packets."""
-        launch_ps, packet_ps = hop_ps(work, self.cost_ps)
+        launch_ps, packet_ps = launch_and_packet_ps(work, self.cost_ps)
         assert self.machine is not None
         burst_ps = link_burst_ps(work, self.machine)
         shape = tuple(self.grid.values())

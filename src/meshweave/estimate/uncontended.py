@@ -15,7 +15,7 @@ from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
 from meshweave.cost.packing import message_price, op_price
 from meshweave.cost.price import Price, price
-from meshweave.estimate.chains import hop_ps
+from meshweave.estimate.chains import launch_and_packet_ps
 from meshweave.estimate.skeletons import Estimate
 from meshweave.ir.analysis.dataflow import Dataflow, Issuer, analyse
 from meshweave.ir.analysis.matching import Joint, Node
@@ -122,7 +122,7 @@ class UncontendedSimulator(TraceRecorder):
         node, count = joint.members[0], len(joint.members)
         work = work_of(self.flow.program, op)
         assert isinstance(work, Transfer) and isinstance(op.root, int)
-        launch_ps, packet_ps = hop_ps(work, lambda one: price(one, self.machine).total_ps)
+        launch_ps, packet_ps = launch_and_packet_ps(work, lambda one: price(one, self.machine).total_ps)
         ends = self.chain_ends[self.flow.matched.joint_of[node]]
         first = op.root + isinstance(op, Reduce)
         while len(ends) < count - 1:
@@ -183,11 +183,11 @@ class UncontendedSimulator(TraceRecorder):
 
 
 def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
-    """Return the seconds of a program where every op takes its closed form and shares nothing, in parts.
+    """Return the seconds of a program, in all and by part, without contention: ops share no link and no engine.
 
-    It is for algorithms that write no skeleton. `total_s` is until the last rank ends. The parts are sums over
-    the ops of the first rank, where a message counts on its sender, and what both its ends pack counts as
-    copies.
+    Each op takes the time that it takes on an idle machine. `total_s` is until the last rank ends. The other
+    fields are sums over the ops of the lowest rank; a message counts on its sender, and the packing at both of
+    its ends as copies.
 
     Raises:
         ProgramError: messages or collectives do not match, or the program deadlocks.

@@ -24,9 +24,10 @@ from meshweave.ir.work import Work, work_of
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An op of a skeleton, in a lane, that runs after the tasks named in `after`.
+    """An op of a skeleton, in a lane (issue queue), that runs after the tasks named in `after`.
 
-    `times` equal ops that follow each other in the lane, such as the steps of a ring, count as one task.
+    `times` equal ops that follow each other in the lane, such as the steps of a ring, count as one task. A turn
+    is one iteration of the phase. A chain is a broadcast or reduce in packets, timed hop by hop.
 
     Attributes:
         after: (task name, turns ago) of each task that it waits for, besides the one before it in its lane.
@@ -75,18 +76,18 @@ class Skeleton:
 
     @classmethod
     def of_turns(cls, turns: Iterable[tuple[Task, ...]]) -> Skeleton:
-        """Return a skeleton from the tasks of each turn.
+        """Return a skeleton from the tasks of each turn (iteration).
 
-        Turns in a row that are equal, or differ in roots alone, become one phase.
+        Neighbouring turns that are equal, or differ in roots alone, become one phase.
         """
         return cls.of_runs((1, tasks) for tasks in turns)
 
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[int, tuple[Task, ...]]]) -> Skeleton:
-        """Return a skeleton of `runs`, in order: (number of turns, the tasks of each turn).
+        """Return a skeleton of `runs`, in order, each (number of turns, the tasks of each of its turns).
 
-        The `roots` of a task are those of all turns of its run. Runs in a row whose tasks are equal, or differ
-        in roots alone, become one phase.
+        The `roots` of a task are those of all turns of its run. Neighbouring runs whose tasks are equal, or
+        differ in roots alone, become one phase.
         """
         joined: list[tuple[int, tuple[Task, ...]]] = []
         for number, tasks in runs:
@@ -102,7 +103,7 @@ class Skeleton:
         return tuple(dict.fromkeys(task.lane for _, task in self.counted_tasks()))
 
     def counted_tasks(self) -> Iterator[tuple[int, Task]]:
-        """Yield (count, task) for every task, those of parts too: over all turns it stands for `count` ops."""
+        """Yield (number of ops that it stands for in all turns, task) for every task, those of parts included."""
         for phase in self.phases:
             for task in phase.tasks:
                 if isinstance(task, Part):

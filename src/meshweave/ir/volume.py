@@ -52,7 +52,7 @@ class Volume:
 
     @property
     def total_received_bytes(self) -> int:
-        """Return the bytes that all ranks together receive in all three phases: elements times the size of one."""
+        """Return the bytes that all ranks together receive in all three phases."""
         return sum(load.received_bytes for phase in self.phases for load in phase.values())
 
     @property

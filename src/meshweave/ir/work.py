@@ -75,12 +75,12 @@ class Transfer:
 
     @property
     def launch(self) -> Transfer:
-        """Return this broadcast or reduce with one rank and 0 bytes, whose time is that of the launch alone."""
+        """Return this broadcast or reduce with 1 rank and 0 bytes: work that takes as long as its launch alone."""
         return replace(self, num_ranks=1, part_bytes=0, packets=1)
 
     @property
     def hop(self) -> Transfer:
-        """Return one packet of this broadcast or reduce over one hop: two ranks, and a launch of its own."""
+        """Return one packet of this broadcast or reduce over one hop: work of two ranks, with its own launch."""
         return replace(self, num_ranks=2, part_bytes=-(-self.part_bytes // self.packets), packets=1)
 
 
@@ -109,17 +109,17 @@ Work = Compute | Transfer
 
 
 def matmul_work(m: int, n: int, k: int, dtype: str, num_products: int = 1) -> Compute:
-    """Return the work of a batch of `num_products` products (M, K) x (K, N): its FLOPs are 2 m n k each."""
+    """Return the work of a batch of `num_products` products (m, k) x (k, n), of 2 m n k FLOPs each."""
     flops = 2 * m * n * k * num_products
     item = dtype_bytes(dtype)
     return Compute("matmul", flops, dims=(m, n, k), item_bytes=item, num_products=num_products, dtype=dtype)
 
 
 def product_work(shape: ProductShape, dtype: str) -> Compute:
-    """Return the work of a product with batch dims.
+    """Return the work of a product of `shape`, which may have batch dims, with operands of `dtype`.
 
-    Where one operand serves the whole batch, the rows (or columns) of the other form one large matrix. A sum
-    over the batch is one product with the batch in k.
+    Where one operand serves the whole batch, it is one product with the batch in m (or n); where the result is
+    summed over the batch, one with the batch in k; else a batch of products.
     """
     m, n, k, num_products = shape.m, shape.n, shape.k, math.prod(shape.batch)
     if shape.sums_batch:
@@ -132,7 +132,7 @@ def product_work(shape: ProductShape, dtype: str) -> Compute:
 
 
 def move_work(num_elements: int, dtype: str, kind: str = "copy") -> Compute:
-    """Return the work of a copy, add or zero of `num_elements`.
+    """Return the work of a `kind` of move ("copy", "add" or "zero") of `num_elements` elements of `dtype`.
 
     Per element a copy moves 2 elements through memory, an add 3, a zero 1.
     """

@@ -25,9 +25,9 @@ _READERS = (Matmul, Add, Copy)
 def read_in_place(program: Program) -> Program:
     """Return the program in which products, sums and copies read other ranks' memory without fetching it.
 
-    It is written out per rank. A get goes if all of its readers can do so. Copies of a rank's own shard into
-    scratch, where others read that shard, are removed likewise. Scratch that no op uses any more is left out.
-    The module docstring says which gets stay.
+    The result is written out per rank. A get is removed if all ops that read what it fetches can read the remote
+    memory instead; the module docstring says when they can. Copies of a rank's own shard into scratch, where
+    others read that shard, are removed likewise, and so is scratch that no op uses any more.
     """
     program = program.expanded
     exposed = exposed_buffers(program)

@@ -12,10 +12,10 @@ from meshweave.ir.program import Program
 
 
 def linearise(program: Program | Dataflow) -> dict[int, tuple[int, ...]]:
-    """Return, by rank, the indices of its ops in an order of issue that cannot deadlock in one queue a rank.
+    """Return {rank: indices of its ops in an order that cannot deadlock if a rank issues them in one queue}.
 
-    All ranks meet at collectives and messages in one sequence. Indices count the ops of a rank in program order,
-    includes expanded.
+    The order of collectives and messages is the same on all ranks. Indices count the ops of a rank in program
+    order, includes expanded.
 
     Raises ProgramError if messages or collectives do not match, or the program itself deadlocks.
     """

@@ -41,8 +41,9 @@ def write_out_per_rank(program: Program) -> Program:
 def lower_one_sided(program: Program) -> Program:
     """Return the program with gets, puts and accumulates as sends and recvs, written out per rank, without fences.
 
-    Products and copies into another rank's memory are sent there too, in the dtype that they have there. What lies
-    with the rank itself is copied or added. Messages of a lane run in up to `MAX_SENDER_LANES` lanes, by sender.
+    The results of products and copies into another rank's memory are sent too, in the dtype that they have there.
+    Accesses of a rank to its own memory become copies or additions. The messages of a lane run in up to
+    `MAX_SENDER_LANES` lanes, by sender.
 
     Raises:
         ProgramError: a product, add or copy reads another rank's memory in place; an accumulate is no sum; or an
@@ -104,9 +105,9 @@ class _SenderLanes:
 
 
 def in_sequential_order(program: Program) -> Iterator[tuple[int, BoundOp]]:
-    """Yield (global rank, op) for every op of every rank, in the order of the sequential reading.
+    """Yield (global rank, op) for every op of every rank, statement after statement as the program is written.
 
-    Ops of one statement come in the order of ranks.
+    Loops are unrolled, and the ops of one statement come in the order of ranks.
     """
     pairs = [(rank, bound) for rank, ops in program.ops_by_rank.items() for bound in ops]
     yield from sorted(pairs, key=lambda pair: (pair[1].key, pair[0]))

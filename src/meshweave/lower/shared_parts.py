@@ -24,9 +24,11 @@ Epoch = dict[int, list[Op]]
 
 
 def copied_to_scratch(program: Program, epochs: Sequence[Epoch]) -> tuple[list[Epoch], list[Buffer]]:
-    """Return the epochs with remote reads of inputs and outputs redirected to copies in scratch, and that scratch.
+    """Return (epochs in which other ranks read copies of inputs and outputs, the scratch buffers of the copies).
 
-    A copy is made one epoch before its first reader. Inputs have one copy for all epochs.
+    An epoch is the ops of each rank between two fences. If there is any such read, the result has one epoch more
+    than `epochs`, at the front: a copy is made by its owner one epoch before the first read of it. Inputs are
+    copied once for all epochs, outputs for each epoch that reads them.
     """
     boxes: dict[tuple[str, int], dict[int, set[Box]]] = defaultdict(lambda: defaultdict(set))
     first: dict[str, int] = {}

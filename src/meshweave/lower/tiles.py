@@ -29,16 +29,16 @@ Box = tuple[tuple[int, int], tuple[int, int]]
 
 
 def write_out_tiles(program: Program, machine_tiles: int = MACHINE_TILES) -> Program:
-    """Return the program per rank, with released products and puts of two dims as one op per tile.
+    """Return the program, written out per rank, with each released product or put as one op for each tile.
 
-    Those of which a view has strided blocks stay whole. A tile that is added to memory, or stored in another
-    rank's, is computed into a place of its own first and goes from there. So the next tile does not wait until
-    this one has left, nor for what others add to the region.
+    A product or put stays whole where its output has not two dims or a view has strided blocks. A tile that its
+    release adds to memory, or that is stored in another rank's memory, is computed into scratch of its own and
+    sent from there, so that the next tile does not wait for it.
 
-    A release that names no tile has that of the first product that names one.
+    A release without a tile size takes that of the first product that has one.
 
     Args:
-        machine_tiles: where no product names a tile, into how many tiles of whole rows a region is cut at most.
+        machine_tiles: if no product has a tile size, regions are cut into at most so many tiles of whole rows.
     """
     program = program.expanded
     places = _Places(program)
@@ -52,8 +52,8 @@ def write_out_tiles(program: Program, machine_tiles: int = MACHINE_TILES) -> Pro
 def tiles(rows: int, columns: int, release: Release, machine_tiles: int = MACHINE_TILES) -> list[Box]:
     """Return the tiles of a region of `rows` x `columns`, as ((start, stop) of rows, (start, stop) of columns).
 
-    They are in the order of release. Where the release names no size of tiles, they are whole rows, in at most
-    `machine_tiles` runs of equally many but for the last.
+    They are in the order of release. Where the release has no tile size, tiles are whole rows, at most
+    `machine_tiles` of them: 10 rows in at most 4 tiles -> 3, 3, 3 and 1 rows.
     """
     height, width = (number_of(size) for size in (*release.tile, columns, columns)[:2])
     if not release.tile:

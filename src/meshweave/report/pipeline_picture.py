@@ -36,11 +36,11 @@ _MOST_RANKS = 32
 
 @dataclass(frozen=True)
 class ActionBox:
-    """A stretch of time of one rank that is drawn as one box.
+    """An interval of time of one rank that is drawn as one box.
 
     Attributes:
         kind: what the rank does, as the legend names it: "forward", "exposed transfer".
-        begin, end: in ticks.
+        begin, end: in ticks of the schedule, from the start of the step.
         text: stands in the box where it fits, mostly the micro-batch.
         title: the tooltip.
         shade: from 0 to 1: how pale the box is, to tell the stages of a rank apart.

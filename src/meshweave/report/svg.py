@@ -30,20 +30,20 @@ def chart_frame(title: str, width: int, height: int, parts: Iterable[str]) -> st
 
 
 def chart_heading(title: str) -> str:
-    """Return the SVG text of a chart's title."""
+    """Return the SVG text element of a chart's title, at the top left."""
     return f'<text x="16" y="20" font-weight="bold" font-size="14">{escape(title)}</text>'
 
 
 def time_frame(title: str, subtitle: str, width: int, bottom: float, parts: Iterable[str]) -> str:
     """Return the text of an SVG with a frame, a title, a subtitle ("" for none) and `parts`, SVG elements.
 
-    `parts` are all else that is drawn, in pixels from the top left corner: also the axis and the legend.
-    They start below the heading, at y = 62, or 44 without a subtitle. Titles are escaped here.
+    `parts` are all else that is drawn, the axis and the legend too, in pixels from the top left corner. They are
+    not moved: leave y up to 62 (44 without a subtitle) to the heading. Titles are escaped here.
 
     Args:
-        width: of the picture, in pixels.
-        bottom: y at which the timelines end, in pixels. The picture is 60 pixels higher than that: room
-            for the numbers of an axis and a legend.
+        width: width of the picture in pixels.
+        bottom: y at which the timelines end, in pixels. The height of the picture is `bottom` + 60, with room for
+            the numbers of an axis and a legend.
     """
     height = int(bottom + 60)
     head = f'<text x="16" y="26" font-size="15" font-weight="bold">{escape(title)}</text>'
@@ -90,9 +90,10 @@ def colour_keys(colours: Iterable[tuple[str, str]], left: int, y: float) -> list
 
 
 def narrow_runs(pieces: Iterable[Piece], is_wide: Callable[[Piece, Piece], bool]) -> Iterator[list[Piece]]:
-    """Yield pieces in order, grouped into runs of neighbours that are too narrow to draw apart.
+    """Yield `pieces` in order, as lists of neighbours that are too narrow to be drawn one by one.
 
-    A piece joins the run before it unless `is_wide(first of the run, piece)`; then it begins the next run.
+    A piece is appended to the current list unless `is_wide(first piece of the list, piece)`, which begins a new
+    list.
     """
     run: list[Piece] = []
     for piece in pieces:

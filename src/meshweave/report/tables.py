@@ -51,5 +51,8 @@ def text_console(least_width: int = 124) -> Console:
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], num_left: int) -> None:
-    """Print a table on stdout, its first `num_left` columns aligned to the left, the others to the right."""
+    """Print a table on stdout: the titles of its columns in `head`, then `rows`.
+
+    The first `num_left` columns are aligned to the left, the others to the right.
+    """
     text_console(130).print(text_table(head, rows, head[:num_left]))

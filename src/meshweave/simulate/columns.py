@@ -38,7 +38,7 @@ class Columns(TemplateColumns):
     Attributes:
         priced_axes: the mesh axes ("tp.row"; "" for none) whose constants the core will ask for, in its order.
         rated_work: the (kind of work of calls, dtype) whose FLOP rates the core will ask for, in its order.
-        exchanges: of each op as written the transfer by whose price it is timed; None of all but exchanges.
+        exchanges: for each op as written, the transfer whose price an `Exchange` is timed by; None for other ops.
         has_pair_costs: whether the cost of some ops depends on their two ranks. These are one-sided ops, and
             messages that are no step of a collective.
     """
@@ -53,15 +53,15 @@ class Columns(TemplateColumns):
         super().__init__(program, copies)
 
     def most_messages(self, rows: Column) -> int:
-        """Return roughly the most messages that a run sends.
+        """Return an estimate, from above, of the number of messages that a run sends.
 
-        `rows` has, for each op of each rank, its number in the template.
+        `rows` has, for each op of each rank, the number of the template op that it is an instance of.
         """
         counts = np.bincount(rows, minlength=len(self._op_messages)).tolist()
         return sum(count * each for count, each in zip(counts, self._op_messages, strict=True))
 
     def describe_op(self, op: ops.Op) -> None:
-        """Append the row of an op as written, and what its price depends on.
+        """Append the row of integers of an op as written, and note what its price depends on.
 
         Raises:
             ProgramError: the op uses names that are not declared, or is an exchange of sizes out of range.
@@ -80,11 +80,11 @@ class Columns(TemplateColumns):
     def group_price_index(self, row: Column) -> int:
         """Return the index in `priced_axes` of the mesh axis or whole mesh whose ranks form a group.
 
-        The group must be in the order of the mesh. One that is neither takes the entry "". A new entry is
-        appended.
+        A group that is neither, or not in the order of the mesh, has the index of "". A name that `priced_axes`
+        lacks is appended.
 
         Args:
-            row: positions of the members among the ranks of the program, 1-D integers.
+            row: the members of the group, as their positions among the ascending ranks of the program.
         """
         return self.price_index(axis_of(self.program, tuple(self.ranks[row].tolist())))
 
@@ -95,15 +95,15 @@ class Columns(TemplateColumns):
         return self.priced_axes.index(axis)
 
     def rate(self, work: str, dtype: str) -> int:
-        """Return the index in `rated_work` of a kind of call ("" for products) in a dtype. A new pair is added."""
+        """Return the index in `rated_work` of (`work`, `dtype`), which is added if new; `work` "" is a product."""
         if (work, dtype) not in self.rated_work:
             self.rated_work.append((work, dtype))
         return self.rated_work.index((work, dtype))
 
     def note_call_costs(self, op: ops.Call, fields: OpFields) -> None:
-        """Set what a call costs in `fields`, the row of the op.
+        """Set the entries of `fields`, the op's row of integers, by which the core prices a call.
 
-        That is the numbers of the expressions of its FLOPs and bytes, whether the bytes of its views count, and
+        They are the numbers of the expressions of its FLOPs and bytes, whether the bytes of its views count, and
         the index of its FLOP rate (`rate`).
 
         Raises:
@@ -120,10 +120,10 @@ class Columns(TemplateColumns):
         return op.shape if len(op.shape) == len(CALL_DIMS.get(op.work, ())) else ()
 
     def works(self, rows: Column) -> list[Compute]:
-        """Return the products and calls that the core must price, each with its sizes on some ranks.
+        """Return the work of each product and call whose price the core asks for, in its order.
 
-        `rows` is the array of `Core.works`: `_WORK_WIDTH` integers for each, of which the first is the number of
-        the op.
+        `rows` is the flat array of `Core.works`: for each, the number of the op as written and its sizes (or FLOPs
+        and bytes) on the ranks where it has these, as `_WORK_WIDTH` integers.
         """
         out = []
         for row, a, b, c, num_products, count, *sizes in rows.reshape(-1, _WORK_WIDTH).tolist():

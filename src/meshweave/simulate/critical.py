@@ -51,7 +51,8 @@ class PathSegment:
             time in which nothing on the path runs.
         axis: of communication its mesh axis ("tp.row") or whole mesh ("tp"), else "listed groups" or
             "point-to-point messages"; "" of all else.
-        launch_ps, sync_ps: the parts of it that are launch and synchronisation.
+        start_ps, end_ps: picoseconds from the start of the run.
+        launch_ps, sync_ps: the picoseconds of it that are launch and synchronisation.
         slowed_ps: its picoseconds beyond those of the same op alone on an idle machine, at least 0.
     """
 
@@ -68,7 +69,7 @@ class PathSegment:
 
     @property
     def category(self) -> str:
-        """Return what it does besides launch and sync: "compute", "copy", "transfer", "host" or "wait"."""
+        """Return what its time goes to, launch and sync aside: compute, copy, transfer, host or wait."""
         if self.kind in ("matmul", "call"):
             return "compute"
         if self.kind in ("host", "wait"):

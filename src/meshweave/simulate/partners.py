@@ -13,7 +13,10 @@ from meshweave.simulate.result import Simulation
 
 
 class Partners:
-    """Lookup of partners by op number, as `Simulation` numbers ops. The ops of a rank are cached at first use."""
+    """Lookup of partners: the ops of other ranks that an op exchanges messages with.
+
+    Ops are given by their number in the `Simulation`. The ops of a rank are cached at first use.
+    """
 
     def __init__(self, run: Simulation) -> None:
         self.run = run
@@ -22,7 +25,7 @@ class Partners:
         self._streams: dict[int, dict[tuple[type, str, Index, Index], list[int]]] = {}
 
     def last_partner(self, op: int) -> int | None:
-        """Return the op number of the partner that was issued last, or None if none was issued after `op`."""
+        """Return the number of the partner that was issued last; None if no partner was issued after `op`."""
         partner = int(self.run.outputs["last_partner"][op])
         return None if partner < 0 else partner
 

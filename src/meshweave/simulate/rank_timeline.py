@@ -12,7 +12,7 @@ from meshweave.simulate.result import Simulation
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What a lane of one rank does from `start_ps` to `end_ps`, in picoseconds from the start of the run.
+    """A span of a lane (issue queue) of one rank, from `start_ps` to `end_ps` after the start of the run.
 
     `activity` is "compute" for products and calls, "move" for copies and additions, "communicate", or "wait" for
     a late partner. `label` is the name of the op.

@@ -52,26 +52,32 @@ class _Waiting:
 
 
 class BestFirst:
-    """A search, to be run once.
+    """A best-first branch-and-bound search over the configs of a problem, to be run once.
+
+    A config is one configuration of the algorithm; to price it is to estimate its seconds on the machine. A part
+    is a set of configs, with a lower bound of their times, that `Algorithm.branches` divides into smaller ones. A
+    row of the ranking is a group of configs (`Algorithm.row`), of which only the fastest is listed.
 
     Args:
         entry: the algorithm.
         problem: its problem.
-        machine: what configs are priced on.
-        num_exact: rows of the ranking that must be exact; the others are the best that were priced.
+        machine: the machine that configs are priced on.
+        num_exact: how many of the first rows must be exact: no config that was not priced may be faster. The
+            other rows are the best of those that were priced.
         progress: called with (parts done, parts in all) of the parts that the search begins with.
-        margin: preferred configs are searched for up to 1 + margin times the best time.
+        margin: the fastest preferred config (`is_preferred`) is exact too, where it takes less than 1 + margin
+            times the time of the fastest config of all.
 
     Raises:
         DescriptionError: `num_exact` is below 1.
 
     Attributes:
-        rows: the best priced config of each row, by the row's key (`Algorithm.row`).
+        rows: the fastest priced config of each row, by the row's key (`Algorithm.row`).
         priced: all priced configs, by config.
         early: what `answer_early` priced: the answer of a search that is interrupted before it prices anything.
-        num_first: the parts that the search has begun with.
+        num_first: the number of parts that the search has begun with.
         num_priced: how often a config was priced.
-        refused, reason: how many parts and configs the entry refuses, and why the first; "" for none.
+        refused, reason: how many parts and configs the algorithm refused, and why the first one; "" for none.
         is_complete: whether the search has run to its end.
     """
 
@@ -100,13 +106,12 @@ class BestFirst:
         self._number = 0
 
     def run(self, parts: Iterable[Any]) -> None:
-        """Search the candidates in `parts` and put the best config of each row into `rows`.
+        """Search all configs in `parts` and put the fastest of each row into `rows`.
 
-        Each part is divided at once, and its branches are searched best first, to the end, before the next part.
-        These branches are the parts that `progress` and `num_first` count.
-
-        Ctrl-C ends the search: `rows` keeps what was priced so far, or else `early`, and `is_complete` stays
-        False.
+        Each of `parts` is divided at once, and the parts that it is divided into are searched in the order of
+        their bounds, to the end, before the next one. These smaller parts are what `progress` and `num_first`
+        count. Ctrl-C ends the search: `rows` keeps what was priced so far, or else gets `early`, and
+        `is_complete` stays False.
 
         Args:
             parts: what `Algorithm.branches` yields for the whole problem.
@@ -127,10 +132,9 @@ class BestFirst:
         self.is_complete = True
 
     def is_preferred(self, part: Any) -> bool:
-        """Return whether a config, or all those of a part, are preferred; this base class prefers none.
+        """Return whether a config is preferred, or all configs of a part are; False always in this base class.
 
-        The best of the preferred configs is exact too, where it takes less than 1 + `margin` times the best of
-        all.
+        The argument `margin` of the class says how far the search goes for preferred configs.
         """
         return False
 
@@ -139,10 +143,10 @@ class BestFirst:
         return sorted(self.rows.values(), key=self._key)
 
     def answer_early(self, parts: Iterable[Any]) -> None:
-        """Price one config of `parts`, for an answer if `run` is interrupted before it prices any; sets `early`.
+        """Price one config of `parts` and store it in `early`, the answer if `run` is interrupted before any.
 
-        Parts are tried in their order, and of a part the first few branches in the order of their bounds, until
-        a config is found that the entry admits. Without one `early` stays None.
+        Parts are tried in their order, and in each the first few parts that it is divided into, least bound
+        first, until there is a config that the algorithm admits. Without one `early` stays None.
         """
         for part in parts:
             children = islice(self._entry.branches(self._problem, part, math.inf) or (), _FIRST)

@@ -46,9 +46,9 @@ class SimulationCase:
     """A program on a machine, to be simulated.
 
     Attributes:
-        title: heading of the run by itself.
-        name, note: what tells the run apart from others of the same subject, as in "MeshSlice" and "S=8".
-        subject: what is computed where.
+        title: heading for a drawing of this run alone.
+        name, note: what tells the run from others of the same subject, such as "MeshSlice" and "S=8".
+        subject: in words, what is computed and on which machine.
         closed_form_s: a function that computes the time without contention, in seconds.
     """
 
@@ -77,7 +77,11 @@ class SimulationCase:
 
 @dataclass(frozen=True)
 class SimulatedCase:
-    """A case with its simulation. `ranks` are those to show; `closed_form_s` is None if it was not asked for."""
+    """A case with its simulation and its critical path.
+
+    `ranks` are the global ranks to show. `closed_form_s` are the estimated seconds without contention; None if
+    they were not asked for.
+    """
 
     case: SimulationCase
     run: Simulation
@@ -87,7 +91,7 @@ class SimulatedCase:
 
     @property
     def over_closed_form(self) -> float | None:
-        """Return simulated time over the time without contention, less 1; None where that is not known."""
+        """Return simulated seconds over `closed_form_s`, less 1: 0.1 is a tenth slower; None without that."""
         return self.run.duration_s / self.closed_form_s - 1 if self.closed_form_s else None
 
     @property
@@ -98,11 +102,14 @@ class SimulatedCase:
         return f"chip ({', '.join(map(str, mesh.coords(rank)))})"
 
     def timeline(self, rank: int, title: str, note: str = "") -> RankTimeline:
-        """Return the ops of one rank by lane, for a picture with this title and note."""
+        """Return what one global rank does over time, lane (issue queue) by lane, to be drawn.
+
+        `title` is the heading of the drawing and `note` a text beside it.
+        """
         return rank_timeline(self.run, rank, title, note)
 
     def link_classes(self) -> list[LinkClass]:
-        """Return the links by kind and direction, the busiest first."""
+        """Return the loads of links in groups of one kind and direction, that with the busiest link first."""
         return link_classes(self.run)
 
     def busiest_links(self, count: int) -> list[LinkUse]:
@@ -110,7 +117,10 @@ class SimulatedCase:
         return busiest_links(self.run, count)
 
     def mean_parts(self) -> dict[str, float]:
-        """Return the seconds of each part of a rank's time (`compute_s`, `wait_s`, ...), averaged over ranks."""
+        """Return {part: seconds, averaged over ranks} of what ops spend time on: `compute_s`, `wait_s`, ...
+
+        The times of ops that overlap on a rank are added, so that the sum may exceed the duration.
+        """
         return mean_parts(self.run)
 
     def to_json(self, num_links: int) -> dict[str, Any]:

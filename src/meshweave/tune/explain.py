@@ -48,9 +48,9 @@ class PlanExplanation:
     Attributes:
         titles: name of every candidate in tables and pictures, by algorithm.
         sources: where every algorithm is published, by its title.
-        mesh_curves: by algorithm, over all mesh shapes of the cluster.
+        mesh_curves: by algorithm, (mesh shape, seconds of all products of one block) for each mesh shape.
         sliced: the candidate that `slice_curves` are for; None where no candidate slices anything.
-        slice_curves: by layer and pass of `sliced`, on its mesh.
+        slice_curves: by layer and pass of `sliced`, (slice count, seconds of the product) on its mesh.
         own_timelines: all products of the best candidate.
         compared_timelines: the forward product of the largest layer with every candidate that can be
             simulated.
@@ -131,8 +131,8 @@ def title_of(candidate: Candidate) -> str:
 def entry_of(candidate: Candidate) -> Matmul2d:
     """Return the algorithm of a candidate.
 
-    One with the slice counts of MeshSlice, as `wang[S=meshslice]`, offers for each product only the planned
-    count.
+    That of `wang[S=meshslice]` and the like, which has the slice counts of MeshSlice, offers for each product
+    only configs with the slice count that the plan has.
     """
     if candidate.algorithm not in UNROLLED:
         return PRODUCTS_2D[candidate.entry_name]
@@ -262,14 +262,15 @@ def _reduced_meshes(entry: Matmul2d) -> tuple[tuple[int, ...], ...]:
 def same_local_product(
     problem: Matmul2dProblem, shape: tuple[int, ...], placements: Placements
 ) -> Matmul2dProblem:
-    """Return the problem on a mesh of another shape in which each rank multiplies matrices of the size it did.
+    """Return the problem on a mesh of `shape` with m, n and k such that a rank's local product keeps its size.
 
-    A dim grows or shrinks with the mesh axes over which it is sharded in both matrices that have it, rounded
-    down. One that the matrices shard over different axes, or that one of them does not shard, is gathered, and
-    keeps its size.
+    Each of m, n and k is a dim of two of A, B and C. It grows or shrinks, rounded down, with the mesh axes over
+    which both matrices shard it: m = 512 sharded over 4 ranks becomes 256 over 2. A dim that only one of them
+    shards over an axis is gathered along that axis, and does not change with it.
 
     Args:
-        placements: those of "a", "b" and "c" on the mesh.
+        shape: the new mesh shape.
+        placements: by "a", "b" and "c", the placement of the matrix along each mesh axis.
 
     Raises:
         LayoutError: the sizes or the shape fit no `Matmul2dProblem`.

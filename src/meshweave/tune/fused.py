@@ -32,11 +32,14 @@ MAX_RING = 8
 class FusedChoice:
     """An algorithm of a fused product, with its tiles.
 
+    A fused product overlaps its matrix product with its all-gather or reduce-scatter, which runs around rings of
+    ranks (`ring_problems`): one ring for each group of the mesh axis that it communicates along.
+
     Attributes:
         algorithm: its name in `ALGORITHMS`.
-        tiles: for algorithms that have them, else None.
-        program: in messages and ring steps, as it runs over a network, of all rings.
-        simulated_s: seconds on the cluster.
+        tiles: the size and order of the tiles that are sent; None for algorithms that do not send tiles.
+        program: the program of all rings together, its communication written as messages and ring steps.
+        simulated_s: simulated seconds of `program` on the cluster.
     """
 
     algorithm: str
@@ -46,10 +49,10 @@ class FusedChoice:
 
 
 def fused_choices(problem: UniversalProblem, cluster: Cluster) -> Iterator[FusedChoice]:
-    """Yield each fused algorithm that takes a product, with tiles of several sizes, simulated on `cluster`.
+    """Yield each fused algorithm that can compute a product, once for each tile size, simulated on `cluster`.
 
-    On a mesh of several axes the product consists of rings (`ring_problems`), which are simulated side by
-    side. Layouts that make no rings, or that no algorithm takes, yield nothing.
+    The rings of the product are simulated at the same time. Nothing is yielded for layouts that have no rings
+    or that no fused algorithm supports.
 
     Raises:
         LayoutError: the cluster has too few chips.
@@ -91,12 +94,13 @@ def tune_fused(problem: UniversalProblem, cluster: Cluster, *, by_tiles: bool = 
 
 
 def faster_than(problem: UniversalProblem, program: Program, cluster: Cluster) -> FusedChoice | None:
-    """Return the fastest fused product in simulation; None if `program` is at least as fast or none fits.
+    """Return the fused product with the least simulated time, if it is faster than `program`; else None.
 
-    None as well where the cluster has too few chips, or a ring has more than `MAX_RING` ranks.
+    None as well where the cluster has too few chips, a ring has more than `MAX_RING` ranks, or no fused
+    algorithm supports the layouts.
 
     Args:
-        program: the same product, with one-sided ops; it is simulated in messages, too.
+        program: a program of the same product with one-sided ops, which are written as messages to simulate it.
     """
     if problem.ranks[-1] >= cluster.num_chips:
         return None
@@ -110,10 +114,10 @@ def faster_than(problem: UniversalProblem, program: Program, cluster: Cluster) -
 
 
 def side_by_side(programs: Sequence[Program]) -> Program:
-    """Return one program that runs several at once, each on ranks of its own; a single one is returned as it is.
+    """Return one program that runs all of `programs` at once, each on ranks of its own; a single one unchanged.
 
-    Meshes, tensors and buffers get the number of their program, from 0, behind their names: `A_0`. Of what the
-    programs declare to compute, products alone are kept.
+    Names of meshes, tensors and buffers get the number of their program, from 0, as a suffix: `A_0`. Declared
+    meanings (`Program.computes`) are kept if they are products, and dropped otherwise.
     """
     first = programs[0]
     if len(programs) == 1:
@@ -171,5 +175,5 @@ def _numbered(program: Program, number: int) -> Program:
 
 
 def simulated_s(program: Program, cluster: Cluster) -> float:
-    """Return the simulated seconds of a program whose communication is messages and ring steps."""
+    """Return the simulated seconds, with contention, of a program without one-sided ops on `cluster`."""
     return float(simulate(program, Machine.of(cluster, program)).duration_s)

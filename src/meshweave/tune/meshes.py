@@ -23,7 +23,10 @@ Shape = tuple[int, ...]
 
 
 def formed_shapes(entry: Matmul2d, cluster: Cluster) -> list[Shape]:
-    """Return every mesh shape of a whole cluster that an algorithm can use, flat ones (a side is 1) included."""
+    """Return every mesh shape over all chips that an algorithm can use and the network carries.
+
+    Flat shapes, in which an axis has size 1, are included.
+    """
     wanted = entry.mesh_shapes(cluster.num_chips)
     formed: set[Shape] = set()
     for dims in {len(shape) for shape in wanted}:
@@ -33,7 +36,7 @@ def formed_shapes(entry: Matmul2d, cluster: Cluster) -> list[Shape]:
 
 
 class MeshSearchSpace:
-    """A cluster with meshes laid on it; machines and prices are cached for all algorithms."""
+    """A cluster, and caches of its machine and op prices for each mesh shape that a search lays on it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -55,12 +58,12 @@ class MeshSearchSpace:
         """Return the price cache of a mesh; meshes whose axes have the same links and hosts share one."""
         machine = self.machine(shape)
         names = [f"{MESH}.{axis}" for axis in AXES[: len(shape)]]
-        key = tuple((machine.axis(name, shared=True), machine.lies(name)) for name in names)
+        key = tuple((machine.axis(name, shared=True), machine.any_host_span(name)) for name in names)
         return self._prices.setdefault(key, OpPrices(machine))
 
 
 class BlockOnMesh:
-    """The products of a block on one mesh, in order; products of equal sizes share their search."""
+    """The matrix products of a transformer block on one mesh, in order; equal products share one search."""
 
     def __init__(
         self,
@@ -98,14 +101,14 @@ class BlockOnMesh:
         return min(self.prices.timed(skeleton).total_ps() for skeleton in skeletons)
 
     def lower_bound_ps(self) -> int:
-        """Return a lower bound in picoseconds on the time of all products."""
+        """Return a lower bound in picoseconds on the time of all products of the block, one after another."""
         return sum(count * self._lower_bounds[problem] for problem, count in self._counts.items())
 
     def total_ps(self, limit_ps: int | None) -> int | None:
-        """Return the picoseconds of all products at their best configs; None if they exceed `limit_ps`.
+        """Return the summed picoseconds of all products at their best configs; None if over `limit_ps`.
 
-        `limit_ps` None is no limit. Each product's part is made more exact in two rounds, until the sum is exact
-        or over the limit.
+        `limit_ps` None is no limit. To stop early, the sum begins with lower bounds: each product's is replaced
+        by a tighter one, then by its exact time, and None is returned once the sum is over the limit.
         """
         total, parts = self.lower_bound_ps(), dict(self._lower_bounds)
         for exact in (False, True):

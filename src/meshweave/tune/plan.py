@@ -26,9 +26,9 @@ from meshweave.tune.plan_records import Bytes, DescriptionRecord, Dim, Record, S
 class PassPlan(Record):
     """One product: its sizes, slices, and estimated times in seconds per layer and step.
 
-    `slices`, `block`, `packets` and `overlap` are those of its `Matmul2dConfig`, `exposed_s` is the time without
-    products, and `peak_bytes` the most that rank 0 holds at once. `runner_up` names the next best config on the
-    same mesh and how much slower it is, in words.
+    `slices`, `block`, `packets` and `overlap` are those of its `Matmul2dConfig`. `exposed_s` is `total_s` less
+    `compute_s`: what communication takes beyond the time in which a rank computes. `peak_bytes` is the most that
+    rank 0 holds at once. `runner_up` says in words the next best config on the mesh and how much slower it is.
     """
 
     name: PassName

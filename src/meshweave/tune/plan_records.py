@@ -41,7 +41,11 @@ class DescriptionRecord(Record):
 
 
 class DegreesRecord(Record):
-    """One configuration of a step: the fields of `mw.Parallelism` but `zero_group`, which plans leave None."""
+    """One configuration of a step: the fields of `mw.Parallelism` but `zero_group`, which plans leave None.
+
+    `data`, `pipeline`, `context`, `tensor`, `expert` and `expert_tensor` are degrees: numbers of ranks, `tensor`
+    also (rows, columns) of a mesh. `micro_batch` is sequences; `order` lists degrees, innermost first.
+    """
 
     data: Width
     pipeline: Width
@@ -70,12 +74,12 @@ class DegreesRecord(Record):
 
     @property
     def tensor_ranks(self) -> int:
-        """Return the number of tensor ranks."""
+        """Return the tensor-parallel degree: for a mesh of tensor ranks, the product of its two sizes."""
         return self.tensor if isinstance(self.tensor, int) else math.prod(self.tensor)
 
 
 class StepRecord(Record):
-    """A configuration with its step.
+    """A configuration, in `degrees`, with its predicted training step.
 
     Attributes:
         step_s: seconds of a step.
@@ -99,7 +103,7 @@ class StepRecord(Record):
     mfu_all_pairs: Share | None = None
 
     def usd_per_million_tokens(self, usd_per_chip_hour: float) -> float:
-        """Return the dollars that a million tokens cost, from those of an hour of one chip."""
+        """Return the dollars that a million tokens cost if one chip costs `usd_per_chip_hour` dollars an hour."""
         return usd_per_chip_hour / 3600 / self.tokens_per_s_per_chip * 1e6
 
 

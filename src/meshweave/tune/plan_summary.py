@@ -79,10 +79,13 @@ def product_lines(plan: Planned) -> Iterator[str]:
 
 
 def step_lines(plan: Planned, steps: StepsRecord, price: float | None) -> Iterator[str]:
-    """Yield the lines of a plan of a step: the best and the runner-up with reasons, the error, what to do next.
+    """Yield the lines of text on the plan of a step.
+
+    They are the best and the runner-up with reasons, how far predictions were off on published runs, and what to
+    do next.
 
     Args:
-        price: of a chip-hour, in dollars, which adds the price of tokens; None leaves it out.
+        price: dollars of a chip-hour, which adds the price of tokens; None leaves it out.
     """
     yield headline(plan) + (f", products of layers in {steps.precision}" if steps.precision else "")
     if steps.priced_as:

@@ -23,7 +23,7 @@ KEPT_PHASES = 8
 
 
 class OpPrices(dict[Work, int]):
-    """A cache of the picoseconds of ops on a machine, shared by all meshes whose axes use the same links."""
+    """A cache of {work of an op: picoseconds on a machine}, shared by meshes whose axes use the same links."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
@@ -34,13 +34,14 @@ class OpPrices(dict[Work, int]):
         return price_ps
 
     def timed(self, skeleton: Skeleton) -> TimedSkeleton:
-        """Return a skeleton with durations of its tasks, in picoseconds, at these prices."""
+        """Return a skeleton (`ir.skeleton`: a program's tasks on one rank) with these durations of its tasks."""
         return TimedSkeleton(skeleton, self.__getitem__, self.machine)
 
     def may_bound(self, floor: Skeleton) -> bool:
-        """Return whether `floor`, made as a lower bound of a config's time, is one on this machine.
+        """Return whether the time of `floor`, a skeleton of `Matmul2d.lower_bounds`, is a valid lower bound here.
 
-        Where sends have buffers (`Cluster.send_buffer_bytes`) a skeleton with broadcasts or reduces is none.
+        False only where the cluster's transport buffers sends (`Cluster.send_buffer_bytes`) and `floor` has
+        broadcasts or reduces: buffering lets these overlap more than the skeleton says.
         """
         if not self.machine.cluster.send_buffer_bytes:
             return True
@@ -53,9 +54,9 @@ class SearchCounts:
     """The work of a search.
 
     Attributes:
-        num_configs: configs to choose among.
-        num_skeletons: skeletons built, a skeleton that is built twice counted twice.
-        num_exact: configs priced exactly.
+        num_configs: number of configs to choose among.
+        num_skeletons: number of skeletons (`ir.skeleton`) built; one that is built twice counts twice.
+        num_exact: number of configs whose exact time was computed.
     """
 
     num_configs: int = 0
@@ -65,10 +66,11 @@ class SearchCounts:
 
 @dataclass(frozen=True)
 class TunedProduct:
-    """A product at its best config.
+    """A product at its fastest config.
 
     Attributes:
-        runner_up: the next best config; None where there is no choice.
+        estimate: its estimated seconds, in all and by part.
+        runner_up: the second fastest config; None where there is only one.
         runner_up_s: its estimated seconds.
     """
 
@@ -117,7 +119,7 @@ class ConfigSearch:
 
     @property
     def lower_bound_ps(self) -> int:
-        """Return a lower bound in picoseconds on the time of every config."""
+        """Return the least of the lower bounds, in picoseconds, on the times of all configs."""
         return self._order[0][0]
 
     def best(self) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from meshweave.ir.program import Program
 
 
 def num_ops(program: Program) -> int:
-    """Return an estimate of the number of ops of a program on all ranks: those of the first, times the ranks."""
+    """Return an estimate of the number of ops of a program: those of its lowest rank, times its ranks."""
     return len(program.ranks) * sum(1 for _ in program.expanded.unbound_ops_on_rank(program.ranks[0]))
 
 

@@ -60,7 +60,7 @@ def rank(
         algorithms: names to choose among; None takes all that solve the problem.
         max_configs: the most configs to price of each algorithm whose candidates are priced one by one; those
             after them are left out.
-        num_exact: see above.
+        num_exact: how many of the first rows no config that was not priced may be faster than; see above.
         progress: called with the number of configs priced so far.
 
     Raises:
@@ -99,9 +99,10 @@ def simulate_best(
     count: int,
     progress: Callable[[int], None] = lambda count: None,
 ) -> list[RankedConfig]:
-    """Return the configs with the first `count` of them simulated and sorted by that; the others follow.
+    """Return `ranked` with its first `count` configs simulated and sorted by simulated time; the others follow.
 
     Args:
+        cluster: the machine that they are simulated on.
         progress: called with the number of configs simulated so far.
 
     Raises:

@@ -35,7 +35,7 @@ MAX_SHOWN = 8
 
 @dataclass(frozen=True)
 class ReshardCandidate:
-    """A plan with its simulation, or with a `note` that says why there is none."""
+    """A plan of a reshard by one strategy and order, with its simulation; `note` says why it has none, else ""."""
 
     plan: ReshardPlan
     simulation: Simulation | None = None
@@ -43,7 +43,7 @@ class ReshardCandidate:
 
     @property
     def title(self) -> str:
-        """Return the names of strategy and order."""
+        """Return the names of the plan's strategy and order, as a heading."""
         return f"{self.plan.strategy.name}, order {self.plan.order}"
 
     @property

@@ -70,7 +70,8 @@ def block_products(
 ) -> list[Matmul2dProblem]:
     """Return the products of a block on a mesh, layer by layer: forward, backward data, backward weight of each.
 
-    `dataflows` has one entry for each layer, `tokens` is the number of rows of X.
+    `dataflows` has one entry for each layer; `tokens` are those of the batch, the rows of the activations;
+    `mesh_shape` is (rows, columns), or (rows, columns, depth) of a 3D mesh.
 
     Raises:
         LayoutError: a size, the mesh or the dtype fits no `Matmul2dProblem`.
@@ -92,11 +93,14 @@ def block_products(
 
 
 def choose_transposed(stationary: Sequence[Stationary]) -> list[bool]:
-    """Return for each layer of a chain whether to transpose it, so that no activation needs a transpose.
+    """Return, for layers that follow each other, whether to store the matrices of each transposed.
 
-    A layer takes the plain version unless its input would have to be transposed for it (section 3.2.1). Only a
-    W-stationary layer hands activations on the other way round than it takes them: its plain version takes
-    X stored (features, tokens) and gives Y stored (tokens, features).
+    The choice is such that no activation has to be transposed between layers (section 3.2.1). Only a W-stationary
+    layer changes how activations are stored: untransposed it reads X stored (features, tokens) and writes Y
+    stored (tokens, features), transposed the reverse. The first layer reads X stored (tokens, features).
+
+    Args:
+        stationary: the stationary matrix of each layer, "x", "w" or "y".
     """
     out, flipped = [], False
     for which in stationary:

@@ -20,16 +20,19 @@ class PlannedProduct:
     pass_plan: PassPlan
 
     def title(self, config: Matmul2dConfig | None = None) -> str:
-        """Return `ff1 backward data, meshslice S=8`; `config` stands in for the planned one where given."""
+        """Return the product in words, as `ff1 backward data, meshslice S=8`, with `config` or the planned one."""
         return product_title(
             self.layer.name, self.pass_plan.name, self.candidate.algorithm, config or self.pass_plan.config
         )
 
 
 def product_title(layer: str, name: str, algorithm: str, config: Matmul2dConfig) -> str:
-    """Return `ff1 backward data, meshslice S=8`, without the configuration where nothing is sliced.
+    """Return a product in words, as `ff1 backward data, meshslice S=8`; without `config` where nothing is sliced.
 
-    `name` is that of the pass, such as "backward_data".
+    Args:
+        layer: name of the layer, such as "ff1".
+        name: name of the pass, such as "backward_data".
+        algorithm: name of the algorithm.
     """
     title = f"{layer} {name.replace('_', ' ')}, {algorithm}"
     return f"{title} {config}" if config.slice_count > 1 else title
@@ -48,7 +51,11 @@ def select_layers(plan: Plan, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def select_passes(names: Iterable[str]) -> tuple[PassName, ...]:
-    """Return the passes of these names, in the order of training. Raises DescriptionError for an unknown name."""
+    """Return `names`, each once, in the order forward, backward_data, backward_weight.
+
+    Raises:
+        DescriptionError: a name is none of these.
+    """
     names = tuple(names)
     for name in names:
         require_known(name, PASSES, "there is no pass", DescriptionError, "give all or")

@@ -61,16 +61,16 @@ def tune_universal(
 ) -> TunedUniversal:
     """Return the configuration with the least estimated time; of equals, that which moves the fewest bytes.
 
-    With objective "bytes", bytes come first and time decides between equals. All stationary matrices and copies
-    of C are tried. The layouts in which partial operands are summed are settled for A and B by turns, until
-    neither can do better. Slices are tried for the best few.
+    With objective "bytes", bytes come first and time decides between equals. All stationary matrices and numbers
+    of copies of C are tried. Where A or B arrives as partial sums, the layout to which it is reduced is chosen
+    for A and B in turn, until neither choice improves. Slice counts are tried for the best few of the results.
 
     Args:
         rates: of every rank, for estimates.
         objective: "time" at these rates, or "bytes": what all ranks together receive. With C stationary, whatever
             DTensor could do for the same placements is among the candidates, so the result never moves more bytes.
-        stationary: the matrix that has to stay put; None for any.
-        slices: slice counts to try.
+        stationary: the matrix ("a", "b" or "c") that must not be moved; None for any.
+        slices: the numbers of slices into which the transferred panels may be cut.
         memory_bytes: the most that a rank may allocate beside the matrices (`extra_bytes`); None for no limit.
         schedule: in which order ranks issue their steps. Estimates do not depend on it; `meshweave tune schedule`
             compares schedules by simulation.

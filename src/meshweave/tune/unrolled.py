@@ -55,9 +55,9 @@ def sizes_of(problem: Matmul2dProblem) -> ProductSizes:
 
 
 def planned_names(requested: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that a plan holds: each requested one once, then the unrolled ones that they imply.
+    """Return the algorithms that a plan holds: each requested name once, then the variants that they imply.
 
-    The unrolled entry of a base is implied where both the base and MeshSlice are requested.
+    "wang" and "meshslice" together imply "wang[S=meshslice]", "summa" and "meshslice" "summa[S=meshslice]".
 
     Raises:
         UnsupportedError: a name is unknown, or there is none.
@@ -73,12 +73,15 @@ def planned_names(requested: Sequence[str]) -> tuple[str, ...]:
 
 
 def unrolled_entry(name: str, counts: Mapping[ProductSizes, int]) -> Matmul2d:
-    """Return the algorithm called `name` in `UNROLLED`, with the slice counts of `counts`.
+    """Return the algorithm `name`, such as `wang[S=meshslice]`, which slices each product as MeshSlice does.
 
-    Its configs for a product are those of its base, but with the count of that product. A count fits it wherever
-    it fits MeshSlice, for both cut the same dim of the same product; on a ring of P chips its configs have the
-    iterations that run, at least 2 and at most P // 2 + 1. Its candidates raise KeyError for a product that
-    `counts` lacks.
+    Its candidates for a product are the configs of plain `wang` or `summa` with `counts[sizes_of(problem)]` slices
+    in place of their own; of Wang's algorithm with the number of iterations that it then runs. They raise KeyError
+    for a product that `counts` lacks.
+
+    Args:
+        name: a key of `UNROLLED`.
+        counts: the number of slices by (M, N, K, dataflow).
     """
     base = PRODUCTS_2D[UNROLLED[name]]
 

@@ -70,7 +70,10 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def indices_at(intervals: Sequence[Interval], positions: Iterable[Interval]) -> Intervals:
-    """Return the global indices that an index list has at `positions`, which are ascending ranges in it."""
+    """Return the indices at some positions of an index list: of (4, 8), (12, 16) at (2, 6) -> (6, 8), (12, 14).
+
+    `positions` are ascending half-open ranges of positions.
+    """
     out: list[Interval] = []
     at = position = 0  # intervals[at] starts at this position
     for lo, hi in positions:
@@ -101,7 +104,7 @@ def common_runs(left: Sequence[Interval], right: Sequence[Interval]) -> Iterator
 
 
 def num_common(left: Sequence[Interval], right: Sequence[Interval]) -> int:
-    """Return how many indices two lists have in common."""
+    """Return the number of indices that two index lists have in common."""
     count = i = j = 0
     while i < len(left) and j < len(right):
         start, stop = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
@@ -114,7 +117,10 @@ def num_common(left: Sequence[Interval], right: Sequence[Interval]) -> int:
 
 
 def flattened_box(sizes: Sequence[int], dims: Sequence[Intervals]) -> Intervals:
-    """Return the row-major flat indices of a box in a tensor of `sizes`: `dims` has its indices by dim."""
+    """Return the row-major flat indices of the elements of a tensor of shape `sizes` whose indices are in `dims`.
+
+    `dims` has an index list for each dim: rows (1, 2) and columns (0, 2) of shape (2, 4) -> (4, 6).
+    """
     inner: Intervals = ((0, 1),)
     stride = 1
     for size, outer in zip(reversed(sizes), reversed(dims), strict=True):

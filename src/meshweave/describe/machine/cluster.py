@@ -139,7 +139,7 @@ def _split(name: str) -> tuple[str, str | None]:
 
 
 def described(cluster: Cluster | str | Path) -> Cluster:
-    """Return a `Cluster` as it is; load any other with `load_cluster`: a catalog name, a file, or words.
+    """Return `cluster` itself if it is a `Cluster`; else load it: a catalog name, a file, or words.
 
     Raises:
         DescriptionError: nothing has that name, or the description is wrong.

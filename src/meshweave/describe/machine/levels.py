@@ -22,10 +22,10 @@ from meshweave.describe.machine.tree import TreeNetwork
 
 
 def level_sizes(network: Network) -> tuple[int, ...] | None:
-    """Return the number of chips in a block of each level, the smallest first; the whole of a tree is left out.
+    """Return the number of chips below each level of links: in a host, a package or a subtree, the smallest first.
 
-    Blocks are the hosts of a cluster of hosts and the packages of a full mesh, even if there is one only, and
-    the subtrees of a tree. () for one switch. None for tori and rings, whose links join neighbours.
+    (8,) for hosts of 8 chips, (4, 8) for a tree of pairs of switches with 4 chips each below a top switch: the
+    whole of a tree is left out. () for one switch. None for tori and rings, whose links join neighbours.
     """
     match network:
         case HostsNetwork():
@@ -40,7 +40,7 @@ def level_sizes(network: Network) -> tuple[int, ...] | None:
 
 
 def with_outer_links(network: Network, factor: float) -> Network:
-    """Return a network whose outermost links and their constants of collectives have `factor` times the rate.
+    """Return the network with its outermost links, and the rates of collectives on them, `factor` times as fast.
 
     Latencies stay. Outermost are the NICs between hosts, the links between packages, the top of a tree, and all
     links of a single host, of a single package and of other networks.
@@ -66,8 +66,8 @@ def link_levels(cluster: Cluster) -> tuple[tuple[str, Callable[[float], Cluster]
     """Return (name in words, function that scales the rate) of a cluster's levels of links, outermost first.
 
     The function takes a factor and returns the cluster with these links at so many times their rate. Several
-    hosts of several chips have two levels, NICs and links inside; of other networks only the outermost is
-    returned. With links inside a host the measured collectives there change their rates, too.
+    hosts of several chips have two levels, NICs and links inside a host; for other networks only the outermost
+    level is returned. The measured rates of collectives inside a host change with the links there.
     """
     network = cluster.network
 
@@ -120,7 +120,7 @@ def _faster_collective(of: CollectiveConstants, factor: float) -> CollectiveCons
 
 
 def axes_of(network: Network) -> list[NetworkAxis]:
-    """Return the links of every kind between chips; without `slices`, which join a torus with others alone."""
+    """Return every kind of link between the chips of a network; not `slices`, which join a torus to others."""
     axes: list[NetworkAxis] = []
 
     def note(axis: NetworkAxis) -> NetworkAxis:

@@ -171,9 +171,10 @@ def check_dims(num_dims: int) -> None:
 
 @lru_cache(maxsize=4096)
 def most_split(per_host: int, size: int, stride: int) -> int:
-    """Return the most groups that one host has a part of, and not the whole.
+    """Return the largest number of groups of which one host has some chips, but not all.
 
-    A group is `size` chips, `stride` apart, and a host `per_host` chips in a row.
+    A host is `per_host` consecutive chips. A group is `size` chips that are `stride` apart; every `size * stride`
+    consecutive chips hold `stride` such groups.
     """
     chips = np.arange(math.lcm(size * stride, per_host))
     groups, hosts = chips // (size * stride) * stride + chips % stride, chips // per_host

@@ -271,7 +271,7 @@ class HostsNetwork(AnyShapeNetwork):
     def axis(
         self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
     ) -> NetworkAxis:
-        """Return `intra` if every group of mesh axis `i` stays within a host, else `nic`.
+        """Return `intra` if every group of mesh axis `i` (of `num_dims`) stays within a host, else `nic`.
 
         Without a shape, the last of several mesh axes is taken to be the one within a host, and `shared` changes
         nothing. With a shape and `shared` the rate of a NIC is divided by the flows on it: a group that takes
@@ -342,7 +342,7 @@ class FullMeshNetwork(AnyShapeNetwork):
     def axis(
         self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
     ) -> NetworkAxis:
-        """Return `inner` if every group of mesh axis `i` stays within a package, else `link`.
+        """Return `inner` if every group of mesh axis `i` (of `num_dims`) stays within a package, else `link`.
 
         Without a shape it is `link` where there are several packages. A ring of chips in order uses each link
         once, so that one link sets its pace, and `shared` changes nothing. With a shape it is `link` at the rate
@@ -379,7 +379,7 @@ Network = TorusNetwork | RingNetwork | SwitchNetwork | HostsNetwork | TreeNetwor
 
 
 def with_axes(network: Network, change: Callable[[NetworkAxis], NetworkAxis]) -> Network:
-    """Return the network with `change(links)` in place of the links of every kind that it has."""
+    """Return the network with `change(axis)` in place of every `NetworkAxis` that it has."""
     match network:
         case TorusNetwork():
             joined = network.slices and change(network.slices)

@@ -79,7 +79,9 @@ class TreeNetwork(AnyShapeNetwork):
     def axis(
         self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
     ) -> NetworkAxis:
-        """Return the links of the slowest level that groups of mesh axis `i` cross, all links of a child as one.
+        """Return the links of the slowest level that groups of mesh axis `i` (of `num_dims`) cross.
+
+        All parallel links of a child of a switch count as one.
 
         A ring over neighbouring leaves sends one flow up and one down each link that it crosses, so that the
         slowest level sets its pace. If a group takes every n-th leaf, n groups meet on the upper links, and twice
@@ -129,11 +131,11 @@ class TreeNetwork(AnyShapeNetwork):
         return slowest_axis(reversed(crossed))
 
     def longest_s(self, src: NDArray[np.int64], dst: NDArray[np.int64], shared: bool) -> float:
-        """Return the seconds that a byte from each of many chips to another takes on the fullest link.
+        """Return the seconds per byte of a message on the most loaded link: the messages on it over its rate.
 
         Args:
-            src, dst: chips, shape (groups, messages of a group).
-            shared: whether all groups send at once; else each has all links to itself.
+            src, dst: the chip that each message is from, and that it is to; shape (groups, messages of a group).
+            shared: whether all groups send at once; else the result is that of the slowest group by itself.
         """
         fullest_s, chips = 0.0, self.num_chips
         group = np.zeros_like(src) if shared else np.broadcast_to(np.arange(len(src))[:, None], src.shape)

@@ -94,7 +94,8 @@ class NotPriced:
     """A property of a model that predictions of time and memory leave out, in a few words.
 
     Attributes:
-        beyond: only sequences of more tokens than this are priced wrongly for it; 0 for all.
+        text: the property in words.
+        beyond: predictions are wrong only for sequences of more tokens than this; 0: for all sequences.
     """
 
     text: Annotated[Words, key("what it is, a string")]
@@ -102,10 +103,10 @@ class NotPriced:
 
 
 def positions_not_priced(positions: int, *, learned: bool) -> NotPriced:
-    """Return the note for sequences of more than `positions` tokens, which the model has no positions for.
+    """Return a note that sequences of more than `positions` tokens are priced as if the model had more positions.
 
     Args:
-        learned: whether its position embeddings are learned, which the words of the note depend on.
+        learned: whether its position embeddings are learned; the note says so.
     """
     what = "learns" if learned else "is made for"
     return NotPriced(

@@ -142,7 +142,7 @@ def is_off(value: object) -> bool:
 
 
 def wrong_types(data: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield an error for each key of a config that is of a wrong type and would else count as left out.
+    """Yield an error for each key of a config whose value has a wrong type and would otherwise be ignored.
 
     Keys are the flags (`FLAGS`: true, false or null) and the windows and maximum positions (a whole number; -1
     means none; lists and tables are let pass).
@@ -191,7 +191,7 @@ def _most(value: object) -> float:
 
 
 def other_layers(data: Mapping[str, Any]) -> str | None:
-    """Return why a config with other layers than attention is refused, its key first; None if it has none."""
+    """Return why a config is refused for layers without attention; None for a config without such layers."""
     kinds = layer_kinds(data)
     for key, names in kinds.items():
         other = next((name for name in names if name not in KINDS_OF_ATTENTION), None)
@@ -205,7 +205,7 @@ def other_layers(data: Mapping[str, Any]) -> str | None:
 
 
 def layer_kinds(data: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the lists in a config that name the kind of each layer, by key."""
+    """Return {key: kind of each layer, in order} of a config's lists of layer kinds, such as `layer_types`."""
     lists = {key: data[key] for key in LAYER_KINDS if isinstance(data.get(key), list)}
     return {key: list(map(str, names)) for key, names in lists.items()}
 

@@ -16,11 +16,12 @@ from meshweave.describe.model.nodes import Features, Kept, LayerNode, NodeWeight
 
 @dataclass(frozen=True)
 class Router(LayerNode):
-    """The choice of `chosen` of `experts` for each token.
+    """The node that chooses `chosen` of `experts` experts for each token, by a product with its `hidden` features.
 
     Attributes:
-        groups, top_groups: groups of experts, and how many of them a token may go to; 1 and 1 for any.
-        parameters_each: parameters of each expert besides its column: biases of scores, or of their order.
+        groups, top_groups: number of groups of experts, and of those that a token may go to; 1 and 1 for any.
+        parameters_each: parameters of each expert besides its column of the weight: biases of its score.
+        module: the name of the router's module in transformers; "" where that is not known.
     """
 
     hidden: int
@@ -35,12 +36,12 @@ class Router(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its input: the residual."""
+        """Return the `Features` of its input edge: the residual."""
         return (Features("hidden", self.hidden),)
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: the `chosen` experts of a token."""
+        """Return the `Features` of its output edge: the `chosen` experts of a token."""
         return Features("choices", self.chosen)
 
     @property
@@ -56,19 +57,22 @@ class Router(LayerNode):
 
 @dataclass(frozen=True)
 class DispatchCopies(LayerNode):
-    """The dispatch: a copy of each token for each of its experts, sent to the rank of the expert."""
+    """The dispatch node: a copy of each token (`hidden` features) for each expert that `router` chose for it.
+
+    Copies are sent to the rank that has the expert.
+    """
 
     hidden: int
     router: Router
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its inputs: the residual, and a token's chosen experts."""
+        """Return the `Features` of its input edges: the residual, and a token's chosen experts."""
         return Features("hidden", self.hidden), self.router.makes
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: the copies of a token."""
+        """Return the `Features` of its output edge: the copies of a token."""
         return Features("copies", self.router.chosen, self.hidden)
 
     @property
@@ -79,9 +83,12 @@ class DispatchCopies(LayerNode):
 
 @dataclass(frozen=True)
 class Experts(LayerNode):
-    """Feed-forward parts of `inner` features, one per expert; each copy of a token passes through one.
+    """The node of `experts` feed-forward parts of `inner` features; each copy of a token passes through one.
 
     Attributes:
+        hidden: features of a token.
+        gated: whether the activation has a gate.
+        chosen: number of experts that each token goes to.
         biases: whether both products add a bias.
     """
 
@@ -99,7 +106,7 @@ class Experts(LayerNode):
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: the copies of a token."""
+        """Return the `Features` of its output edge: the copies of a token."""
         return Features("copies", self.chosen, self.hidden)
 
     @property
@@ -132,7 +139,7 @@ class Experts(LayerNode):
 
 @dataclass(frozen=True)
 class CombineCopies(LayerNode):
-    """The combine: the weighted sum of the copies of a token, on the rank of the token.
+    """The combine node: the sum of the copies of a token that its experts made, on the rank of the token.
 
     Copies are multiplied by their weights inside the experts, so that its gradient reads no copies.
     """
@@ -142,12 +149,12 @@ class CombineCopies(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its inputs: the copies of a token, and its chosen experts."""
+        """Return the `Features` of its input edges: the copies of a token, and its chosen experts."""
         return Features("copies", self.router.chosen, self.hidden), self.router.makes
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: the residual."""
+        """Return the `Features` of its output edge: the residual."""
         return Features("hidden", self.hidden)
 
     @property
@@ -164,12 +171,12 @@ class SharedGate(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its inputs: the shared experts' result, and the operand of the gate."""
+        """Return the `Features` of its input edges: the shared experts' result, and the operand of the gate."""
         return Features("hidden", self.hidden), Features("hidden", self.hidden)
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: the residual."""
+        """Return the `Features` of its output edge: the residual."""
         return Features("hidden", self.hidden)
 
     @property

@@ -23,7 +23,7 @@ class HeadNorm(LayerNode):
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: queries, keys and values."""
+        """Return the `Features` of its output edge: queries, keys and values."""
         return Features("heads", self.groups, (self.per_group + 2) * self.width)
 
     @property
@@ -39,7 +39,7 @@ class JointNorm(HeadNorm):
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return the gains of all queries and then of all keys, as one tensor of one dim."""
+        """Return the gains of all features of queries, then of keys, as one tensor of one dim."""
         sizes = self.groups * self.per_group * self.width, self.groups * self.width
         modules = tuple((f"self_attn.{name}_norm", size) for name, size in zip("qk", sizes, strict=True))
         return (NodeWeight(self.gain, (Features("", sum(sizes)),), "norm", modules),)
@@ -47,7 +47,7 @@ class JointNorm(HeadNorm):
 
 @dataclass(frozen=True)
 class SinkAttention(Attention):
-    """Attention in which each head has a learned score besides those of its keys, as in GPT-OSS."""
+    """Attention with sinks, as in GPT-OSS: the softmax of each head has one more, learned score."""
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:

@@ -27,26 +27,28 @@ class LocalLinear(Linear):
 
 @dataclass(frozen=True)
 class LatentNorm(Norm):
-    """A norm of the first `features` features of a latent; the `others` after them are left out."""
+    """A norm of the first `features` features of a latent; the `others` features after them are not read."""
 
     others: int = 0
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its input: all of the latent."""
+        """Return the `Features` of its input edge: all of the latent."""
         return (Features(self.features.dim, self.features.size + self.others),)
 
 
 @dataclass(frozen=True)
 class LatentAttention(Attention):
-    """Causal attention of heads whose keys end in a part that all of them share; `width` is `mean_width`.
+    """Causal attention with latent keys and values (DeepSeek-V2).
 
-    It reads queries (own, then shared part, of each head), keys and values (own part, then value, of each head),
-    and the latent that ends in the shared part of the keys.
+    A key of a head is its own part, then the part (with rotary positions) that all heads share. The node reads
+    queries (for each head features for the own part, then for the shared part), keys and values (for each head
+    the own part of the key, then the value), and the latent, which ends in the shared part. `width` is
+    `mean_width(own, shared, value)`.
 
     Attributes:
-        own, shared, value: the widths of the two parts of a key, and of a value.
-        latent: the features of the latent of keys and values, without the shared part.
+        own, shared, value: features of the own and of the shared part of a key, and of a value.
+        latent: features of the latent of keys and values, without the shared part.
     """
 
     own: int = 0
@@ -56,31 +58,34 @@ class LatentAttention(Attention):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its inputs: queries, keys with values, and the latent."""
+        """Return the `Features` of its input edges: queries, keys with values, and the latent."""
         of_queries = Features("heads", self.heads, self.own + self.shared)
         of_keys = Features("heads", self.heads, self.own + self.value)
         return of_queries, of_keys, Features("latent", self.latent + self.shared)
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: the values of all heads."""
+        """Return the `Features` of its output edge: the values of all heads."""
         return Features("heads", self.heads, self.value)
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Return what `Attention.kept` has but for "joint": queries and keys are no one tensor here."""
+        """Return the rows of `Attention.kept` except "joint": queries and keys are not one tensor here."""
         return tuple(row for row in super().kept if row.kind != "joint")
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return the features of a token by which software stacks count memory traffic.
+        """Return {"heads": features of all values of a token, "keys": features of all its keys}.
 
-        "heads": those of all values, heads * value. "keys": those of all keys, heads * (own + shared): the
-        shared part counts once for each head.
+        That is {"heads": heads * value, "keys": heads * (own + shared)}: the shared part of a key counts once for
+        each head. See `LayerNode.counts`.
         """
         return {"heads": self.makes.size, "keys": self.heads * (self.own + self.shared)}
 
 
 def mean_width(own: int, shared: int, value: int) -> int:
-    """Return the head width of plain attention with as many FLOPs: the mean of the widths of keys and values."""
+    """Return the head width of plain attention with as many FLOPs: (own + shared + value) // 2.
+
+    It is the mean of the widths of a key, own + shared, and of a value.
+    """
     return (own + shared + value) // 2

@@ -33,7 +33,9 @@ Place = Literal["residual", "operand", "attention", "feed_forward", "experts"]
 class LayerGraph(Shown):
     """The nodes of a layer in the order of the forward part.
 
-    The first edge that is read is the layer's input, the last that is made its output.
+    A node is an operation, such as a norm or a product. An edge is a tensor (batch, sequence, features) between
+    nodes, by name: a node makes one and reads some. The first edge that is read is the layer's input, the last
+    that is made its output.
 
     Raises:
         DescriptionError: there is no node, or one that reads no edge or more or fewer than its type takes; an
@@ -87,7 +89,7 @@ class LayerGraph(Shown):
 
     @cached_property
     def features(self) -> dict[str, Features]:
-        """Return the features of every edge, by name."""
+        """Return {name of an edge: its `Features`} of all edges."""
         return {self.input: self.nodes[0].takes[0], **{node.out: node.makes for node in self.nodes}}
 
     @cached_property
@@ -103,11 +105,11 @@ class LayerGraph(Shown):
 
     @cached_property
     def sum_of_term(self) -> dict[str, str]:
-        """Return {term: sum}, both as edges: the terms that are written straight into the buffer of their sum.
+        """Return {edge of a term: edge of its sum} of the terms that may be computed in the buffer of the sum.
 
-        Each sum has one such term at most: an edge that only the sum reads, and that the gradient of its own
-        node does not read. Of several it is the first that may be partial sums (`LayerNode.makes_terms`), else
-        the first.
+        Each sum (residual addition) has at most one: an edge that only the sum reads, and that the gradient of
+        the node which makes it does not read. Of several it is the first that may be partial sums
+        (`LayerNode.makes_terms`), else the first.
         """
         made = {node.out: node for node in self.nodes}
         homes: dict[str, str] = {}
@@ -121,9 +123,9 @@ class LayerGraph(Shown):
 
     @cached_property
     def jointly_reduced(self) -> frozenset[str]:
-        """Return the edges that may be partial sums on ranks and that a sum adds to another such edge.
+        """Return the edges that may be partial sums on ranks and that one sum node adds to another such edge.
 
-        A rank adds up its own terms first, so that one reduction over ranks does for all of them.
+        Each rank adds up its own partial sums of these edges first, so that one reduction over ranks is enough.
         """
         open_edges = {
             node.out for node in self.nodes if node.makes_terms and len(self.readers(node.out)) == 1
@@ -133,9 +135,9 @@ class LayerGraph(Shown):
 
     @cached_property
     def variants(self) -> dict[str, int]:
-        """Return for every node, by its output edge, a number that tells its settings from others' of its type.
+        """Return {output edge of a node: number of its settings among the nodes of its type, from 0}.
 
-        Nodes of one type with equal settings (`LayerNode.behaviour`) have the same number, from 0.
+        Nodes of one type with equal settings (`LayerNode.behaviour`) have the same number.
         """
         known: dict[type[LayerNode], list[object]] = {}
         numbers = {}
@@ -219,7 +221,7 @@ class LayerGraph(Shown):
 
     @cached_property
     def selective_edges(self) -> tuple[tuple[str, int, bool], ...]:
-        """Return (edge, features kept of a token, whether a gradient reads it) for selective checkpointing.
+        """Return (edge, features per token, whether a gradient reads it) of what selective checkpointing keeps.
 
         Software that checkpoints op by op (torchtitan) keeps the layer's input, outputs that the backward of
         their own node reads (attention), and the output of every second linear module, from the first; it
@@ -233,11 +235,11 @@ class LayerGraph(Shown):
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """Return by edge the kind that says how ranks of a layer divide it.
+        """Return {edge: kind}, where the kind decides how tensor-parallel ranks shard the edge.
 
-        Edges of the residual, of latents and of chosen experts are "operand" if a product reads them, which a
-        strategy may keep gathered, else "residual". Copies of tokens are "experts". Any other edge has the group
-        of its maker, "attention" or "feed_forward", and is divided by heads or inner features.
+        Edges of the residual, of latents and of chosen experts are "operand" if a product reads them, so that a
+        strategy may gather them, else "residual". Copies of tokens are "experts". Any other edge is "attention"
+        or "feed_forward", the group of the node that makes it, and is sharded by heads or inner features.
         """
         groups: dict[str, Place] = {node.out: node.group for node in self.nodes}
         for edge, features in self.features.items():

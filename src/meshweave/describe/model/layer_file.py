@@ -38,7 +38,10 @@ class LayersFile(FileModel):
 
 
 def layers_table(runs: Runs) -> list[dict[str, Any]]:
-    """Return the tables under the key `runs` of a model file from which these layers are read again."""
+    """Return the tables for the key `runs` of a model file, from which `layers_from` reads equal layers.
+
+    A run is (how many equal layers follow each other, the layer).
+    """
     return [{"count": count, "nodes": [_node_table(node) for node in graph.nodes]} for count, graph in runs]
 
 

@@ -113,9 +113,10 @@ def step_flops(
 
 @dataclass(frozen=True)
 class ChipMemory:
-    """The share of one of `num_chips` chips in a step: bytes that it holds and FLOPs of a step, rounded up.
+    """The share of one of `num_chips` chips in a training step: bytes that it holds and FLOPs, rounded up.
 
-    `activation_bytes` has an entry for each kind of recomputation.
+    All fields but `num_chips` are shares of one chip. `activation_bytes` is by kind of recomputation ("none",
+    "selective", "full").
     """
 
     num_chips: int

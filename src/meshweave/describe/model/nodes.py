@@ -28,7 +28,7 @@ WITH_TOKENS = ("latent", "choices", "copies")
 
 @dataclass(frozen=True)
 class Features:
-    """The features of an edge or a side of a weight: `count` units of `unit` elements, under the name of a dim."""
+    """The features of an edge or a side of a weight: `count` units (such as heads) of `unit` elements each."""
 
     dim: str
     count: int
@@ -48,7 +48,7 @@ class NodeWeight:
     """A tensor of parameters: its name, the features along each dim (`sides`), and what it is for.
 
     Attributes:
-        kind: "whole" is a matrix that no role divides, "experts" one for each of `experts`.
+        kind: "whole" is a matrix that is never sharded, "experts" one for each of `experts`.
         modules: (name, output features) of each linear module that transformers has in place of a matrix; of the
             parameters of a norm, its module.
         experts, chosen: how many of it there are, and how many a token is multiplied by.
@@ -94,16 +94,16 @@ class Kept:
     by_keys: bool = False
 
     def num_bytes(self, item_bytes: int, keys: int) -> int:
-        """Return the bytes per token, with `item_bytes` an element of activations and `keys` keys a token."""
+        """Return the bytes per token, if activations have `item_bytes` an element and a token `keys` keys."""
         return self.elements * (self.item_bytes or item_bytes) * (keys if self.by_keys else 1)
 
 
 @dataclass(frozen=True)
 class LayerNode(ABC):
-    """A step of the forward part of a layer.
+    """A step of the forward part of a layer. An edge is a tensor (batch, sequence, features), by name.
 
     Attributes:
-        out: the edge that it makes.
+        out: the edge that it writes.
         ins: the edges that it reads.
         group: the part of the layer that it belongs to.
         is_sum: whether it is the sum of what it reads: gradients of the terms are that of the sum.
@@ -121,17 +121,17 @@ class LayerNode(ABC):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its inputs; here those of its output for each."""
+        """Return the `Features` of each input edge; by default those of the output."""
         return (self.makes,) * len(self.ins)
 
     @property
     @abstractmethod
     def makes(self) -> Features:
-        """Return the features of its output edge."""
+        """Return the `Features` (dim, count, unit) of its output edge."""
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return the parameters of the node; () for none."""
+        """Return the parameters (weights, gains, biases) of the node; () for none."""
         return ()
 
     @property
@@ -142,7 +142,7 @@ class LayerNode(ABC):
 
     @property
     def reads_back(self) -> tuple[str, ...]:
-        """Return the edges that the gradient of the node reads; here all its inputs."""
+        """Return the edges that the gradient of the node reads; by default all inputs."""
         return self.ins
 
     @property
@@ -162,7 +162,7 @@ class LayerNode(ABC):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return {"heads", "keys" or "ffn": features per token}, from which stacks count memory traffic."""
+        """Return {"heads", "keys" or "ffn": features per token}; software stacks count memory traffic by these."""
         return {}
 
     def attention_flops(self, pairs: int) -> int:
@@ -171,7 +171,7 @@ class LayerNode(ABC):
         return 0
 
     def num_pairs(self, sequence: int) -> int:
-        """Return the pairs of tokens of one sequence that the node computes with; 0 without attention."""
+        """Return the number of pairs of tokens of one sequence that attention computes with; 0 for other nodes."""
         del sequence
         return 0
 
@@ -195,7 +195,7 @@ class Norm(LayerNode):
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output edge, those of its input."""
+        """Return the `Features` of its output edge, those of its input."""
         return self.features
 
     @property
@@ -243,12 +243,12 @@ class Linear(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its operand, the only input."""
+        """Return the `Features` of its operand, the only input edge."""
         return (self.operand,)
 
     @property
     def makes(self) -> Features:
-        """Return the features of its result."""
+        """Return the `Features` of its result, the output edge."""
         return self.result
 
     @property
@@ -295,12 +295,12 @@ class Attention(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its input: queries, keys and values of all groups."""
+        """Return the `Features` of its input edge: queries, keys and values of all groups."""
         return (Features("heads", self.groups, (self.per_group + 2) * self.width),)
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: all heads of queries."""
+        """Return the `Features` of its output edge: all heads of queries."""
         return Features("heads", self.groups, self.per_group * self.width)
 
     @property
@@ -328,7 +328,7 @@ class Attention(LayerNode):
         return {"heads": self.makes.size, "keys": self.groups * self.width}
 
     def num_pairs(self, sequence: int) -> int:
-        """Return the pairs of query and key of one sequence that the causal mask and the window leave."""
+        """Return the number of pairs of query and key in one sequence that causal mask and window leave."""
         reach = sequence if self.window is None else min(self.window, sequence)
         return reach * (reach + 1) // 2 + (sequence - reach) * reach
 
@@ -357,12 +357,12 @@ class Activation(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its input: `columns` for each inner feature."""
+        """Return the `Features` of its input edge: `columns` for each inner feature."""
         return (Features("inner", self.inner, self.columns),)
 
     @property
     def makes(self) -> Features:
-        """Return the features of its output: the inner features."""
+        """Return the `Features` of its output edge: the inner features."""
         return Features("inner", self.inner)
 
     @property
@@ -386,7 +386,7 @@ class EdgeSum(LayerNode):
 
     @property
     def makes(self) -> Features:
-        """Return the features of the sum, those of each term."""
+        """Return the `Features` of the sum, those of each term."""
         return self.features
 
     @property

@@ -49,7 +49,7 @@ class TokenRouting:
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """How a family routes, and what its configs say where they leave keys out.
+    """How the models of a family route tokens, and what their configs mean where they leave keys out.
 
     Attributes:
         scores, has_bias, best_of_group: as of `TokenRouting`.

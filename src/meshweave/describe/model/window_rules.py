@@ -24,12 +24,12 @@ class WindowRule:
     """Which layers of a family have the window of its config.
 
     Attributes:
-        form: "all" or "none"; "last full" or "first full": all but the last or first of each `number`; "from":
-            those from `number` on; "without rotary": those without rotary positions, which are the last of each
-            `number`; "other": a rule that is none of these.
-        number: the number in `form`, where a config does not say it.
-        key: the key of a config that says it; "" for none.
-        is_optional: whether there is a window only where `use_sliding_window` is true.
+        form: "all" or "none"; "last full" or "first full": all but the last or first layer of each `number`
+            consecutive ones; "from": layers `number`, `number` + 1, ... of 0, 1, ...; "without rotary": those
+            without rotary positions, which are the last of each `number`; "other": a rule that is not known.
+        number: the number in `form`, where a config does not have it.
+        key: the key under which a config has it; "" for none.
+        is_optional: whether there is a window only where the config's `use_sliding_window` is true.
     """
 
     form: WindowForm
@@ -68,7 +68,7 @@ class WindowRule:
 
 
 def window_rule(name: str) -> WindowRule | None:
-    """Return the rule of a family; None for one without: all its layers have the window that its config has."""
+    """Return the rule of the family with `model_type` `name`; None for one whose layers all have the window."""
     entry = model_type_table()["windows"].get(name)
     return None if entry is None else WindowRule(**entry)
 

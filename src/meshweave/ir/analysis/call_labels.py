@@ -19,15 +19,19 @@ from meshweave.ir.program.views import View
 
 
 class TermAlgebra(Protocol):
-    """What calls need of the algebra of labels (`LabelAlgebra`)."""
+    """What calls need of `LabelAlgebra`, which computes on labels.
+
+    A label says which element of which declared tensor a memory element holds, and how complete its sum is: a
+    term (`ir.analysis.terms`) and a position (`ir.analysis.labels`).
+    """
 
     table: TermTable
 
     def label(self) -> str:
-        """Return the name of the op that runs, for messages."""
+        """Return the name of the op that is executed now, for messages, such as `matmul 0.3.1`."""
 
     def factors(self, number: int) -> Sequence[str]:
-        """Return the names of the tensors of which an operand with elements of term `number` may be a block."""
+        """Return the names of the tensors that a block may be part of, if its elements have term `number`."""
 
     def combine(self, op: str, x: Labels, y: Labels) -> Labels:
         """Return the labels of the sum, or other reduction `op`, of two blocks, element by element."""
@@ -35,7 +39,7 @@ class TermAlgebra(Protocol):
 
 @dataclass
 class Stashed:
-    """The inputs (view, labels) of earlier parts of a stage: of the forward part, then of the input gradient.
+    """What a stash holds: the inputs (view, labels) of the forward part of a stage, then of its input gradient.
 
     The first `from_forward` of `inputs` are those of the forward part.
     """
@@ -45,7 +49,11 @@ class Stashed:
 
 
 class CallLabels:
-    """Computes the labels that calls write, and keeps the inputs that a later part reads from a stash."""
+    """Computes the labels that calls write, and keeps what gradients read of earlier calls (their stash).
+
+    The meaning of a call says which part of a declared tensor it makes of which parts of others
+    (`ir.program.meanings.Function`).
+    """
 
     def __init__(self, algebra: TermAlgebra) -> None:
         self.algebra = algebra
@@ -53,10 +61,11 @@ class CallLabels:
         self._stashes: dict[tuple[object, ...], Stashed] = {}
 
     def call(self, op: Call, rank: int, ins: list[Labels]) -> list[Labels]:
-        """Return the labels of a call's outputs from those of its inputs, `ins`, as their meanings say.
+        """Return the labels of a call's outputs on global rank `rank`, from the labels `ins` of its inputs.
 
-        Without a meaning, an output in the buffer of a tensor is taken for finished elements of that tensor, and
-        one in scratch is an opaque term. Raises ProgramError for inputs that are not what the call needs.
+        An output without a meaning is trusted: in the buffer of a tensor it is taken for finished elements of
+        that tensor, in scratch for a value that can only be moved and added. Raises ProgramError for inputs that
+        are not what the call needs.
         """
         given = list(zip(op.ins, ins, strict=True))
         key = (rank, op.stash, *op.args)
@@ -98,7 +107,7 @@ class CallLabels:
 
         Args:
             given: the call's inputs, each a view with its labels.
-            stashed: the inputs that earlier parts of the stage saw, likewise; None where the call has no stash.
+            stashed: the inputs of earlier calls that share its stash, likewise; None where it has no stash.
 
         Raises ProgramError where no meaning is declared, or the inputs are not what it names.
         """
@@ -280,7 +289,7 @@ class CallLabels:
 
 
 def all_are(block: Labels, term: int) -> bool:
-    """Return whether every element of a block has the term with number `term`."""
+    """Return whether every label of a block has the term with number `term` (`TermTable`)."""
     return bool((block["term"] == term).all())
 
 

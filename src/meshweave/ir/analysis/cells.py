@@ -32,10 +32,10 @@ COUNTS_TRIED = 4
 
 
 def sampled_counts(program: WrittenProgram, seed: int) -> dict[str, Cells]:
-    """Return values to try for each table of counts, by name: an array in the table's shape.
+    """Return numbers of rows to try for each table of counts, {name: integers in the table's shape}.
 
-    They are zeros for seed 0. For seed 1 each cell, in a random order, has as many rows as the table's capacity
-    and totals leave; for other seeds a random number of them.
+    For seed 0 all are 0. For other seeds cells are filled in a random order: for seed 1 each gets as many rows as
+    the table's capacity and totals leave, for others a random number of these.
     """
     draw = np.random.default_rng(seed)
     out = {}
@@ -60,9 +60,10 @@ def sampled_counts(program: WrittenProgram, seed: int) -> dict[str, Cells]:
 def check_cells(program: Program, flow: Dataflow) -> None:
     """Raise ProgramError where views that must hold the same cells, in the same order in memory, do not.
 
-    These are the views of one op, and what one member of a message or collective sends and another receives. Of
-    a product they are both operands where it sums over rows, else the result and the left operand; of a call
-    with a meaning, the views of one table. `flow` is that of the program with one row a cell.
+    A cell stands for a number of rows that is known at run time (`ir.program.counts`). Compared are the views of
+    one op, and what one member of a message or collective sends and another receives; of a product both operands
+    where it sums over rows, else the result and the left operand; of a call with a meaning the views of one
+    table. `flow` is the dataflow of the program with one row a cell.
     """
     _Cells(program, flow).check()
 

@@ -25,12 +25,16 @@ Event = tuple[Node, ...]
 
 @dataclass(frozen=True)
 class Dataflow:
-    """The ops of a program with everything that orders them. A node is an op, as (rank, index on that rank).
+    """The ops of a program with everything that orders them.
+
+    A node is an op, as (global rank, index among the ops of that rank). A joint is a collective, or a send with
+    its recv: ops of several ranks that take part in one event. A lane is an issue queue of a rank.
 
     Attributes:
         matched: the ops of every rank, each with its partners.
         predecessors: `predecessors[rank][i]` lists the indices of the ops of the same rank that op i waits for.
-        remote_predecessors: for an op that accesses what others release, the releasing ops that it waits for.
+        remote_predecessors: for an op that reads or writes memory that ops of any rank write with a release
+            (`ir.program.release`), the releasing ops that it waits for.
     """
 
     matched: MatchedProgram
@@ -47,7 +51,7 @@ class Dataflow:
         return self.matched.op(node)
 
     def bound_op(self, node: Node) -> BoundOp:
-        """Return the op of a node with its position in the sequential reading."""
+        """Return the op of a node with its position in the program."""
         return self.matched.ops[node[0]][node[1]]
 
     def label(self, node: Node) -> str:
@@ -76,7 +80,7 @@ class Dataflow:
 
     @cached_property
     def queues(self) -> dict[tuple[int, str], tuple[int, ...]]:
-        """Return the indices of a rank's ops in one lane, in program order, by (global rank, lane)."""
+        """Return {(global rank, lane): indices of the rank's ops in that lane, in program order}."""
         queues: dict[tuple[int, str], list[int]] = defaultdict(list)
         for rank, index in self.nodes():
             queues[rank, self.op((rank, index)).lane].append(index)
@@ -215,7 +219,9 @@ class Issuer:
 
 
 def untimed_order(flow: Dataflow, seed: int | None = None) -> list[Event]:
-    """Return the events of a program in an order in which all can happen, a joint's ops together.
+    """Return the events of a program in an order in which all can happen.
+
+    An event is one op, or all ops of a collective, or a send with its recv: (global rank, index) of each.
 
     Args:
         seed: None for program order as far as lanes and edges allow, else that of a random legal order.

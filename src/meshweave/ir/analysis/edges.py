@@ -40,7 +40,7 @@ def reads_in_place(op: Op) -> bool:
 
 
 def is_tracked(op: Op) -> bool:
-    """Return whether the op's writes are released, so that later readers wait for them without a fence."""
+    """Return whether the op releases its writes (`Release`): later readers wait for them without a fence."""
     return isinstance(op, (Matmul, Copy, Put)) and op.release is not None
 
 
@@ -158,10 +158,11 @@ def write_edges(conflicts: Conflicts) -> tuple[tuple[int, ...], ...]:
 
 
 def access_conflicts(ops: Sequence[BoundOp]) -> Conflicts:
-    """Return for each op of one rank a list of (mode, indices of the earlier ops in conflict), by local access.
+    """Return for each op of one rank (mode, indices of the earlier ops in conflict) for each access of its own.
 
-    Accesses conflict if they share an element and do not both read or both update it. Accesses to buffers that
-    none of `ops` writes are left out.
+    An access is a view of this rank's memory that the op reads, writes or updates (the mode). Accesses conflict
+    if they share an element and do not both read or both update it. Those to buffers that none of `ops` writes
+    are left out.
     """
     conflicts: Conflicts = []
     # What nobody writes orders nothing; keeping its readers would make this quadratic.

@@ -68,17 +68,20 @@ Summaries = Mapping[str, PartSummary]
 
 
 def with_include_lane(program: Program) -> Program:
-    """Return the program with a ready-first lane "" for its includes; the same program if it has none."""
+    """Return the program with a lane "" for its includes, in which each starts as soon as it can.
+
+    A program without includes is returned as it is.
+    """
     if not program.includes:
         return program
     return replace(program, lanes=(*program.lanes, Lane("", "ready", 1 << 30)))
 
 
 def summarise(flow: Dataflow, summaries: Summaries, notes: tuple[str, ...]) -> PartSummary:
-    """Return what the check of an include needs of a sub-program, from its proof.
+    """Return what the check of an include needs of a sub-program that was proved.
 
     Args:
-        flow: the dataflow on which it was proved.
+        flow: the dataflow of the sub-program, on which it was proved.
         summaries: the summaries of the programs that it includes itself, by name.
         notes: what its proof left out, in words.
     """
@@ -116,9 +119,14 @@ def _channels(flow: Dataflow, joint: Joint, summaries: Summaries) -> set[Channel
 
 
 def check_include_uses(flow: Dataflow, summaries: Summaries) -> Dataflow:
-    """Check every include of a program against the summary of its sub-program, by name in `summaries`.
+    """Check every include of a program against the summary of its sub-program, and order ops around includes.
 
-    Returns the dataflow in which an include waits for the ops before it in its lanes, and those after it for it.
+    Returns the dataflow of `flow` with further edges: an include waits for the earlier ops of its rank in the
+    lanes that it uses, and later ops in these lanes wait for it.
+
+    Args:
+        flow: the dataflow of the program, in which an include is one op.
+        summaries: the summary of each sub-program, by name.
 
     Raises:
         ProgramError: a view has another shape than what it stands for, or shares elements with that of an output;
@@ -288,6 +296,6 @@ def _shown(channel: Channel) -> str:
 
 
 def part_notes(summaries: Mapping[str, PartSummary]) -> Iterator[str]:
-    """Yield what the proofs of sub-programs left out, each with the name of its sub-program."""
+    """Yield each note on what the proof of a sub-program left out, after the sub-program's name and a colon."""
     for name, summary in summaries.items():
         yield from (f"{name}: {note}" for note in summary.notes)

@@ -30,7 +30,7 @@ from meshweave.ir.program.meanings import Function, Meaning, Product, Same, Sum,
 
 
 class LabelInterpreter(Interpreter):
-    """An interpreter of labels that knows includes; its algebra must be a `LabelAlgebra`."""
+    """Runs a program on labels (`ir.analysis.labels`), an include as one op; `algebra` is a `LabelAlgebra`."""
 
     algebra: LabelAlgebra
 

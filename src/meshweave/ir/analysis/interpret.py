@@ -39,13 +39,13 @@ class Algebra(Protocol):
         """Return the product of (..., M, K) and (..., K, N), as `numpy.matmul` does."""
 
     def add(self, x: Array, y: Array) -> Array:
-        """Return the sum, element by element."""
+        """Return x + y, element by element."""
 
     def reduce(self, op: str, terms: Sequence[Array]) -> Array:
         """Return the reduction `op` ("sum", ...) of arrays of one shape, element by element."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """Return the zeros that a `Zero` op writes; `dtype` is the program's name of the buffer's dtype."""
+        """Return the zeros of `shape` that a `Zero` op writes; `dtype` is the program's name of a dtype."""
 
     def read(self, block: Array) -> Array:
         """Return the elements of `block` as an op reads them. May raise ProgramError, as for unwritten ones."""
@@ -83,7 +83,8 @@ class Interpreter:
 
     Args:
         algebra: the arithmetic on elements.
-        fresh: makes the array of a slot, given its local shape and the program's name of its dtype.
+        flow: the dataflow of the program.
+        fresh: returns a new array for a slot (copy of a buffer), from its local shape and its dtype's name.
 
     Attributes:
         memory: the array of each (global rank, buffer, slot), in its local shape.

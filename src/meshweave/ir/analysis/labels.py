@@ -32,7 +32,10 @@ from meshweave.ir.program.ops import Call
 
 @dataclass
 class LabelAlgebra:
-    """The `ir.analysis.interpret.Algebra` of index labels; the module docstring defines a label.
+    """Arithmetic on labels, by which `Interpreter` proves what a program computes instead of computing it.
+
+    A label stands for one element of memory: a term (`ir.analysis.terms`: which summands of which declared tensor
+    it holds) and a position (the element's row-major number in that tensor).
 
     Attributes:
         table: the terms.
@@ -61,14 +64,14 @@ class LabelAlgebra:
     # --- elements -------------------------------------------------------------------------------------
 
     def read(self, block: Labels) -> Labels:
-        """Return the block. Raises ProgramError where an element was never written."""
+        """Return the block as it is. Raises ProgramError where an element of it was never written."""
         if (block["term"] == UNWRITTEN).any():
             at = tuple(int(i) for i in np.argwhere(block["term"] == UNWRITTEN)[0])
             raise ProgramError(f"reads what was never written, first at {at} of the view")
         return block
 
     def write(self, block: Labels) -> Labels:
-        """Return a copy of the block that names the current op as its writer."""
+        """Return a copy of the block whose labels name the op that is executed now as their writer."""
         block = block.copy()
         label = self.label()
         if label not in self._writer_ids:
@@ -78,7 +81,7 @@ class LabelAlgebra:
         return block
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Labels:
-        """Return a block of labels of zeros; `dtype` makes no difference."""
+        """Return a block, in `shape`, of labels that stand for zeros; `dtype` makes no difference."""
         block = np.zeros(shape, LABEL)
         block["term"] = ZERO
         return block
@@ -108,7 +111,7 @@ class LabelAlgebra:
         raise AssertionError
 
     def factors(self, number: int) -> Sequence[str]:
-        """Return the names of the tensors of which an operand with elements of term `number` may be a block."""
+        """Return the names of the tensors that a block may be part of, if its elements have term `number`."""
         return self.table.tensors_of(number) or sorted(self._of(number).bases)
 
     def _of(self, number: int) -> Term:
@@ -231,5 +234,8 @@ class LabelAlgebra:
         return out
 
     def call(self, op: Call, rank: int, ins: list[Labels]) -> list[Labels]:
-        """Return the labels of a call's outputs. Raises ProgramError for inputs that are not what it needs."""
+        """Return the labels of the outputs of a call on global rank `rank`, from those of its inputs, `ins`.
+
+        Raises ProgramError for inputs that are not what the call's meaning needs.
+        """
         return self.calls.call(op, rank, ins)

@@ -33,10 +33,11 @@ LOCAL = frozenset({"scratch", "temp"})
 def lifetimes(
     program: Program, rank: int, kinds: Collection[str] = LOCAL, times: int = 1
 ) -> dict[Slot, list[tuple[int, int]]]:
-    """Return the (first, last) op index of each life of each slot of `rank` that ops use, by (buffer, slot).
+    """Return {(buffer, slot): [(first, last) op index of each life]} of the slots of `rank` that ops use.
 
-    Indices count the ops of the global rank `rank` in program order, includes expanded. Slots that one-sided ops
-    of other ranks access live throughout, because those accesses may come at any time.
+    A slot is one of the copies of a buffer; a life is from the write of a value to its last read. Indices count
+    the ops of the global rank `rank` in program order, includes expanded. Slots that one-sided ops of other ranks
+    access live throughout, because those accesses may come at any time.
 
     Args:
         kinds: the kinds of buffers to list. By default those whose memory can be reused, scratch and temp.

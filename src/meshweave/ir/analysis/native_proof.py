@@ -32,10 +32,10 @@ from meshweave.ir.program.ops import Call
 
 
 def label_columns(program: Program, columns: ProofColumns) -> dict[str, NDArray[np.int64]]:
-    """Return the columns for the proof of what a program computes, by the names that `csrc/labels.hpp` reads.
+    """Return {name: integers} of what a program declares to compute, by the names that `csrc/labels.hpp` reads.
 
     Args:
-        columns: numbers functions and reductions; those that it does not know yet are added to it.
+        columns: gives functions and reductions their numbers; new ones are added to it.
 
     Raises ProgramError where input buffers hold terms of a tensor that is computed, or of one tensor twice, or for
     different reductions.
@@ -166,7 +166,7 @@ def _outputs(program: Program, columns: ProofColumns) -> Iterable[int]:
 
 
 class Verdict(IntEnum):
-    """What the core says of a program."""
+    """What the C++ core says of a program; each value has its meaning below it."""
 
     UNKNOWN = 0
     """It does not hold, or only the reference can say."""
@@ -208,7 +208,7 @@ class CoreProof:
 
 
 def proof_columns(program: Program, labels: bool) -> dict[str, NDArray[np.int64]]:
-    """Return the columns of a program, by the names that the core knows.
+    """Return {name: integers} that describe a program to the C++ core, for its proof.
 
     Args:
         labels: whether to prove what is computed as well.

@@ -91,11 +91,11 @@ def _span(listed: Positions) -> str:
 
 
 def positions_of(index: Positions, shape: tuple[int, ...]) -> list[Positions] | None:
-    """Return the positions of a block along each dim of its tensor of `shape`.
+    """Return the positions of a block along each dim of its tensor of `shape`: [4, 5] of (2, 4) -> [[1], [0, 1]].
 
     `index` lists the block's elements by their row-major numbers in the tensor. It must be the Cartesian product
-    of the returned positions in row-major order, else the result is None. Its own shape does not matter, so that
-    rows of a matrix can be read as rows of heads.
+    of the returned positions in row-major order, else the result is None. The shape of `index` does not matter,
+    so that rows of a matrix can be read as rows of heads.
     """
     flat = index.reshape(-1)
     coords = np.unravel_index(flat, shape) if shape else ()

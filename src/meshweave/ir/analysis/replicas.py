@@ -81,7 +81,7 @@ class ReplicaAgreement:
 
 
 def replica_agreements(flow: Dataflow, order: Sequence[Event]) -> tuple[ReplicaAgreement, ...]:
-    """Return for each output buffer how its copies agree, by running the program on symbols.
+    """Return for each output buffer how its copies agree, by running the program on symbols of how it computes.
 
     Args:
         order: a legal order of the events of `flow`, in which they run.

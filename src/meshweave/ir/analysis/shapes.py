@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 def part_sizes(sizes: Any, total: int, count: int) -> tuple[int, ...]:
-    """Return each of `count` members' elements along a dim of `total`: `sizes`, or equal parts for None."""
+    """Return how many elements of a dim each of `count` members has: `sizes`, or for None total // count each."""
     return (total // count,) * count if sizes is None else sizes
 
 

@@ -27,11 +27,12 @@ def has_updates(program: Program) -> bool:
 
 
 def update_order(program: Program) -> dict[Node, tuple[Node, ...]]:
-    """Return for each update the earlier updates of the same elements that must be complete before it is made.
+    """Return {update: the earlier updates of the same elements that must be complete before it is made}.
 
-    Ops are (rank, index), those of the program with its includes expanded. It is assumed that lanes run one op
-    at a time, in program order, and what that implies is left out: of each other lane of each rank only the last
-    such update is listed, and none of the op's own lane. Updates without any are left out too.
+    Updates are ops (rank, index) of the program with its includes expanded. It is assumed that lanes (issue
+    queues) run one op at a time, in program order, and what that implies is left out: of each other lane of each
+    rank only the last such update is listed, and none of the op's own lane. An update that waits for none is left
+    out too.
 
     Raises:
         ProgramError: messages or collectives do not match, or the program deadlocks.

@@ -35,9 +35,10 @@ _IDEMPOTENT = ("max", "min")
 
 @dataclass(frozen=True)
 class Term:
-    """A formal sum: per basis, sorted by name, the counts of its summands as bytes of int32.
+    """What an element holds of one or more tensors: how often each summand of an element of theirs was added.
 
-    Without parts it is opaque: what a call made whose meaning is not declared. It can be moved and added.
+    `parts` has for each tensor, its basis, sorted by name, the counts of its summands as bytes of int32. A term
+    without parts is opaque: the result of a call without a declared meaning, which can be moved and added.
     """
 
     parts: tuple[tuple[str, bytes], ...]
@@ -69,6 +70,9 @@ class ArrivedParts:
 
 class TermTable:
     """The terms of a program, each with a number, and the rules by which two terms add up to a third.
+
+    A term (`Term`) says what an element holds: which summands of which declared tensors. A tensor that is counted
+    so is a basis.
 
     Attributes:
         terms: every term so far, indexed by its number; None for what was never written, and for zeros.
@@ -132,7 +136,7 @@ class TermTable:
         return shape
 
     def extents(self, basis: str) -> tuple[int, ...]:
-        """Return the sizes of the dims along which the summands of `basis` are numbered, row-major.
+        """Return the sizes of the dims along which the summands of an element of tensor `basis` are numbered.
 
         These are (k, terms of a, terms of b) of a product, with its batch before k where that is summed over;
         the positions that a function reduces over; and (terms,) of a tensor that arrives.
@@ -176,17 +180,19 @@ class TermTable:
         return number
 
     def part(self, basis: str, counts: Counts) -> int:
-        """Return the number of the term in which each summand of `basis` was added as often as `counts` says.
+        """Return the number of the term in which each summand of tensor `basis` was added `counts` times.
 
-        `counts` is flat, in the row-major order of `extents(basis)`.
+        `counts` is flat, in the row-major order of `extents(basis)`. With a reduction by "max" or "min" counts
+        above 1 become 1.
         """
         if self.reduction(basis) in _IDEMPOTENT:
             counts = np.minimum(counts, 1)
         return self.number(Term(((basis, counts.astype(np.int32).tobytes()),)))
 
     def shares(self, number: int, count: int) -> list[int] | None:
-        """Return the numbers of `count` disjoint terms that sum to term `number`; None if it has too few
-        summands.
+        """Return the numbers of `count` terms that share out the summands of term `number`, in order.
+
+        None if it has fewer than `count` summands.
         """
         summands = [
             (basis, place)

@@ -82,9 +82,7 @@ class Validation:
 
     @property
     def replicas_text(self) -> str:
-        """Return how the copies of outputs agree, in words, such as `copies of c are copied`; "" without
-        copies.
-        """
+        """Return how copies of outputs agree, in words, such as `copies of c are copied`; "" without copies."""
         return "; ".join(str(agreement) for agreement in self.replicas if agreement.kind != "single")
 
 

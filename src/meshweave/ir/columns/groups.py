@@ -41,7 +41,7 @@ class _ExpressionNumbers(dict[Index, int]):
 
 
 class ExpressionColumns:
-    """The expressions of a program, numbered; equal ones share a number.
+    """The expressions of a program as integers for the C++ core; each has a number, which equal ones share.
 
     Attributes:
         code: pairs (instruction, operand) of all expressions, each in postfix order.
@@ -62,11 +62,11 @@ class ExpressionColumns:
 
     @property
     def num_slots(self) -> int:
-        """Return the number of slots, one for each different name, "rank" and "peer" included."""
+        """Return the number of slots: one for each variable that expressions name, "rank" and "peer" included."""
         return len(self._slots)
 
     def slot(self, name: str) -> int:
-        """Return the slot in which the core keeps the value of a name, a new one at its first use."""
+        """Return the index (slot) at which the core keeps the value of a variable; a new one at its first use."""
         return self._slots.setdefault(name, len(self._slots))
 
     def _add(self, index: Index) -> int:
@@ -100,11 +100,13 @@ _UNDEFINED = np.iinfo(np.int64).min
 
 
 class GroupColumns:
-    """The ranks of a program, the sets of them that statements are for, and the groups that ops run over.
+    """The ranks of a program as integers for the C++ core, sets of ranks of statements, and groups of ops.
+
+    A column is a 1-D array of int64. A group is the members of a collective.
 
     Attributes:
-        copies: by mesh axis ("p0.data") the factor by which its groups are larger than listed, where alike ranks
-            are left out (`cost.folded`).
+        copies: by mesh axis ("p0.data") the factor by which its groups are larger than listed, where ranks that
+            do the same are left out (`cost.folded`).
     """
 
     def __init__(self, program: Program, copies: Mapping[str, int] | None = None) -> None:
@@ -191,7 +193,7 @@ class GroupColumns:
         return known
 
     def group_price_index(self, row: Column) -> int:
-        """Return the index of the cost constants of a group; its members are at positions `row` of `ranks`.
+        """Return the index of the cost constants of the group whose members are `ranks[row]`, global ranks.
 
         This default returns 0; a subclass with prices overrides it.
         """

@@ -65,7 +65,7 @@ _BLANK = {kind: _blank(number) for number, kind in enumerate(OP_TYPES)}
 
 
 def blank_fields(op: Op) -> OpFields:
-    """Return the row of an op with its kind set, and all other fields at their defaults: -1, of some 0 or 1."""
+    """Return a new row of integers for an op: its kind, and the default (-1, 0 or 1) of every other field."""
     return list(_BLANK[op.kind])
 
 
@@ -96,5 +96,5 @@ def joined(columns: list[Column]) -> Column:
 
 
 def offsets(columns: list[Column]) -> Column:
-    """Return where each of some columns starts when they are joined, and where the last one ends."""
+    """Return the index at which each column starts when they are joined, and the end of the last: (0, 2, 5)."""
     return flat(np.cumsum([0, *map(len, columns)]))

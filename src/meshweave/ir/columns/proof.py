@@ -64,9 +64,7 @@ class ProofColumns(TemplateColumns):
         self.data["dtypes"] = flat([dtypes.setdefault(b.dtype, len(dtypes)) for b in program.buffers])
 
     def reduction(self, name: str) -> int:
-        """Return the integer that stands for a reduction ("sum", ...) in the columns; a new one at its first
-        use.
-        """
+        """Return the integer that stands for a reduction ("sum", ...); a new one at its first use."""
         return self.reductions.setdefault(name, len(self.reductions))
 
     def _describe_statements(self) -> None:
@@ -85,7 +83,7 @@ class ProofColumns(TemplateColumns):
         return self.expressions.slot(name)
 
     def describe_op(self, op: ops.Op) -> None:
-        """Append the row of an op as written.
+        """Append the row of integers of an op as written, and what the proof needs of it besides.
 
         Raises UnknownError for what the core does not know, ProgramError for names that are not declared.
         """

@@ -65,7 +65,9 @@ _JOINS = 32
 
 
 class TemplateColumns(GroupColumns):
-    """A program template as columns of integers. Indices of cost constants are 0: a subclass sets them.
+    """A program template as columns (1-D arrays of int64) for the C++ core; each op as written has a row.
+
+    Indices of cost constants are 0 here; a subclass sets them.
 
     Attributes:
         data: the columns that the core takes, by name.
@@ -136,11 +138,11 @@ class TemplateColumns(GroupColumns):
         return 0
 
     def note_call_costs(self, op: ops.Call, fields: OpFields) -> None:
-        """Set the entries of `fields` that the time of a call depends on; this default sets only RATE, to 0."""
+        """Set the entries of the op's row, `fields`, that its time depends on; this default sets RATE to 0."""
         fields[RATE] = 0
 
     def work_sizes(self, op: ops.Call) -> Sequence[Index]:
-        """Return the sizes that the time of a call may depend on; this default, without prices, returns ()."""
+        """Return the sizes that the time of a call may depend on; (), for none, in this class without prices."""
         return ()
 
     # --- buffers and views ----------------------------------------------------------------------------
@@ -210,7 +212,7 @@ class TemplateColumns(GroupColumns):
             self._statements.extend(row)
 
     def describe_op(self, op: ops.Op) -> None:
-        """Append the row of an op as written. Raises ProgramError for names that are not declared."""
+        """Append the row of integers of an op as written. Raises ProgramError for names that are not declared."""
         fields = blank_fields(op)
         lane = self._lanes.get(op.lane)
         if lane is None:
@@ -276,9 +278,9 @@ class TemplateColumns(GroupColumns):
         fields[PRICE] = self.price_index(op.step.axis if isinstance(op, ops.Send) and op.step else "")
 
     def sizes(self, sizes: Index | tuple[int, ...] | None) -> tuple[int, int]:
-        """Return how the sizes of a collective's parts are given, as (form, number).
+        """Return how the core is told the sizes of a collective's parts, as (form, number).
 
-        (0, 0) for equal parts, (1, number of an expression in `peer`), or (2, number of a list).
+        (0, 0) for equal parts, (1, number of an expression in `peer`), or (2, number of a new list of sizes).
         """
         if sizes is None:
             return 0, 0

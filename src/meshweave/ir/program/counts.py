@@ -113,7 +113,7 @@ def checked_values(program: WrittenProgram, values: CountValues) -> dict[str, ND
 
 
 def cell_rows(program: WrittenProgram, tables: Mapping[str, NDArray[np.int64]]) -> dict[str, CellRows]:
-    """Return where the rows of cells lie, by name of their buffer, given the entries of each table by name."""
+    """Return {buffer: where the rows of its cells lie}; `tables` has the entries of each table, by name."""
     out = {}
     for buffer in program.buffers:
         tensor = None if buffer.tensor is None else program.tensor_of[buffer.tensor]
@@ -126,7 +126,7 @@ def cell_rows(program: WrittenProgram, tables: Mapping[str, NDArray[np.int64]]) 
 
 @dataclass(frozen=True)
 class CellRows:
-    """Where the rows of each rank's cells lie in one buffer.
+    """Where the rows of each rank's cells lie in one buffer; a cell is a number of rows, known at run time only.
 
     `written` is the buffer of the tensor `cells`; `values` are the entries of the `table` of counts.
     """
@@ -213,14 +213,14 @@ class CellRows:
 
     @property
     def tensor(self) -> Tensor:
-        """Return the tensor that an input or output becomes: rows of all ranks, each padded to the most."""
+        """Return the tensor of an input or output in rows: those of all ranks, each padded to the most."""
         rows = self.mesh.num_ranks * int(self.num_rows.max())
         ones = (1,) * (self.num_dims - 1)
         return replace(self.cells, shape=(*ones, rows, *self.cells.shape[self.num_dims :]), counts="")
 
     @property
     def buffer(self) -> Buffer:
-        """Return the buffer of rows in place of that of the cells; a temp buffer becomes scratch."""
+        """Return the buffer of rows that takes the place of `written`; a temp buffer becomes scratch."""
         order = self.written.order and (*range(self.num_dims), *self.written.order[self.num_dims :])
         if order == tuple(range(len(order or ()))):
             order = None
@@ -234,7 +234,7 @@ class CellRows:
         return replace(self.written, kind="scratch", tensor=None, layout=None, shape=shape, order=order)
 
     def require_alike(self, other: CellRows) -> None:
-        """Raise ProgramError unless `other`, of the same tensor of cells, becomes a tensor of equal shape."""
+        """Raise ProgramError unless the rows of `other`, a buffer of the same tensor, make one of equal shape."""
         if self.tensor != other.tensor:
             raise ProgramError(
                 f"inputs and outputs hold {self.cells.name} in layouts of unlike rows",

@@ -69,12 +69,14 @@ class Submesh:
 
     @property
     def indices(self) -> Iterator[Index]:
-        """Yield the expressions in the coordinates: a coordinate, or start and stop (0 for None) of a range."""
+        """Yield every expression in the coordinates; of a range its start and its stop (0 if that is None)."""
         for at in self.coordinates:
             yield from (at.start, 0 if at.stop is None else at.stop) if isinstance(at, Range) else (at,)
 
     def resolve(self, mesh: Mesh, env: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (shape of the sub-mesh, its global ranks in row-major order), without axes of one coordinate.
+
+        `mesh` is the mesh called `self.mesh`; `env` has the value of each variable in the coordinates.
 
         Raises:
             ProgramError: a coordinate is outside the mesh, a range is empty, an expression has no value, there
@@ -151,7 +153,7 @@ class Include(Collective):
 
     @cached_property
     def rank_variables(self) -> frozenset[str]:
-        """Return the loop indices and coordinates on which the choice of ranks depends."""
+        """Return the names of the variables (loop indices, coordinates) that decide which ranks take part."""
         return frozenset(
             name for _, submesh in self.meshes for index in submesh.indices for name in names_in(index)
         )
@@ -169,6 +171,8 @@ class Include(Collective):
 
     def rank_map(self, mesh_of: Mapping[str, Mesh], env: Mapping[str, int]) -> dict[int, int]:
         """Return {rank of the sub-program: global rank here}, in ascending order of the former.
+
+        `mesh_of` has the meshes of this program by name, `env` the value of each variable in the sub-meshes.
 
         Raises:
             ProgramError: a sub-mesh is of an unknown mesh or outside of it, or its shape is not that of the

@@ -37,9 +37,10 @@ class ProductShape:
 def product_shape(
     a: Shape, b: Shape, transpose_a: bool, transpose_b: bool, out_dims: int
 ) -> ProductShape | str:
-    """Return the sizes of a product of stored shapes `a` and `b` into a result of `out_dims` dims.
+    """Return the sizes of a product of operands stored in shapes `a` and `b`, with a result of `out_dims` dims.
 
-    All have two dims or more. Where the shapes do not fit, the result is a sentence on why.
+    All have two dims or more. With `transpose_a` the last two dims of a are stored (K, M), with `transpose_b`
+    those of b (N, K). Where the shapes do not fit, the result is a sentence on why.
     """
     left = (*a[:-2], *a[:-3:-1]) if transpose_a else a
     right = (*b[:-2], *b[:-3:-1]) if transpose_b else b

@@ -38,7 +38,7 @@ class StepsError(ProgramError):
 
 
 class StepBudget:
-    """The steps that are left of the `most` of a limit."""
+    """A counter of steps, which begins at `limit.most` and must not fall below 0."""
 
     def __init__(self, limit: Limit) -> None:
         self._limit = limit

@@ -18,7 +18,7 @@ SomeOp = TypeVar("SomeOp", bound=Op)
 
 
 def fresh_name(name: str, taken: Collection[str]) -> str:
-    """Return a name that is not taken: `name`, with underscores behind it where it is."""
+    """Return `name` with as few underscores appended as make it none of `taken`: 0 where it is not taken."""
     while name in taken:
         name += "_"
     return name
@@ -26,9 +26,9 @@ def fresh_name(name: str, taken: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class RankMap:
-    """Which rank of the including program stands for each rank of a sub-program.
+    """Which rank of the including program (a global rank) stands for each rank of a sub-program.
 
-    `ranks` maps ranks of the sub-program, ascending, to global ranks; the methods do so for expressions.
+    `ranks` maps ranks of the sub-program, ascending, to global ranks; the methods map expressions likewise.
     """
 
     ranks: Mapping[int, int]
@@ -47,7 +47,7 @@ class RankMap:
         return select([self.ranks.get(rank, -1) for rank in range(max(self.ranks) + 1)], inner)
 
     def inner(self, outer: Index) -> Index:
-        """Return the sub-program's rank for which the global rank `outer` stands; it may be an expression.
+        """Return the sub-program's rank for which the global rank `outer`, or an expression of it, stands.
 
         The result is not defined for a global rank that stands for none.
         """
@@ -160,11 +160,11 @@ class Renaming:
         return value
 
     def index(self, index: Index) -> Index:
-        """Return an expression with variables replaced."""
+        """Return an expression with the variables in `values` replaced."""
         return substitute_all(index, self.values) if isinstance(index, Expr) and self.values else index
 
     def over(self, over: Over) -> Over:
-        """Return a group with its mesh and axis, or its ranks, replaced."""
+        """Return what a collective runs over, with the names of mesh and axis, or the listed ranks, replaced."""
         if not isinstance(over, str):
             return tuple(self._rank(rank) for rank in over)
         mesh, _, axis = over.partition(".")
@@ -177,7 +177,7 @@ class Renaming:
         return rank if self.ranks is None else self.ranks.ranks[rank]
 
     def view(self, view: View) -> View:
-        """Return a view with variables and owner replaced, and then what `views` puts in its place."""
+        """Return a view with its variables and owning rank replaced, then mapped by its entry of `views`."""
         selectors = tuple(self.selector(selector) for selector in view.selectors)
         rank = None if view.rank is None else self.index(view.rank)
         if rank is not None and self.ranks is not None:
@@ -187,7 +187,7 @@ class Renaming:
         return renamed if stands is None else stands(renamed)
 
     def selector(self, selector: Selector) -> Selector:
-        """Return a range or blocked selector with loop variables replaced by what they stand for."""
+        """Return a range or blocked selector with the variables in `values` replaced."""
         start, stop = self.index(selector.start), None if selector.stop is None else self.index(selector.stop)
         if isinstance(selector, Range):
             return Range(start, stop)
@@ -196,7 +196,9 @@ class Renaming:
 
 
 def region_of(actual: View, formal: str) -> Callable[[View], View]:
-    """Return the function from views of the buffer `formal` to those of the region `actual` that stands for it.
+    """Return a function that turns a view of buffer `formal` into the same part of the region `actual`.
+
+    `formal` is a buffer of a sub-program, `actual` the view of a buffer here that stands for it.
 
     Raises:
         ProgramError: by the function, for a view of another rank's memory where the region depends on coordinates:

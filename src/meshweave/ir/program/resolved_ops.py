@@ -34,6 +34,8 @@ class _Reads:
 class ResolvedOps:
     """A cache of resolved ops: ranks and turns of loops for which an op is the same share one object.
 
+    A resolved op has integers in place of the expressions of an op as written.
+
     Args:
         resolve: returns an op with plain integers, for (op, values of names, rank).
         shape: returns the local shape of a buffer, for (name, rank).
@@ -54,9 +56,9 @@ class ResolvedOps:
         self._forms: dict[int, int] = {}
 
     def form(self, op: Op) -> int:
-        """Return a number for a resolved op, which those of the same op that differ only in group ranks share.
+        """Return a number that resolved ops of one op as written share if only the ranks of their groups differ.
 
-        It is negative, and no other op's, for an op that ranks and turns do not share.
+        It is negative, and no other op has it, for an op that ranks and turns do not share.
         """
         return self._forms.get(id(op), -1 - id(op))
 

@@ -59,10 +59,11 @@ def walk(
     enter: Callable[[Block, Key, Context], Iterable[tuple[Key, Context]]],
     key: Key = (),
 ) -> Iterator[tuple[Key, Statement, Context]]:
-    """Yield (key, statement, context) for every statement, a block before what it holds.
+    """Yield (key, statement, context) for every statement, a block before its body.
 
-    `enter(block, key, context)` returns a (key, context) for each time that the body of `block` is followed: none
-    to skip it, one to follow it as written, one per turn to unroll a loop. Keys start with `key`.
+    A key is a position: statement numbers and turns of loops, from the outside in. `enter(block, key, context)`
+    returns a (key, context) for each time that the body of `block` is visited: none to skip it, one to visit it
+    as written, one per turn to unroll a loop. `key` is put before all keys.
     """
     for number, statement in enumerate(body):
         here = (*key, number)
@@ -73,7 +74,7 @@ def walk(
 
 
 def statements_of(body: Iterable[Statement]) -> Iterator[Statement]:
-    """Yield every statement once, as written, a block before what it holds."""
+    """Yield every statement once, as written, a block before its body."""
     left = [iter(body)]
     while left:
         for statement in left[-1]:
@@ -86,7 +87,7 @@ def statements_of(body: Iterable[Statement]) -> Iterator[Statement]:
 
 
 def ops_of(body: Iterable[Statement]) -> Iterator[Op]:
-    """Yield every op once, as written, whatever repeats it."""
+    """Yield every op once, as written, also one in a loop."""
     return (statement for statement in statements_of(body) if isinstance(statement, Op))
 
 
@@ -99,9 +100,9 @@ def bodies_of(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, ...]]:
 
 
 def preorder(body: Iterable[Statement]) -> list[tuple[Statement, int]]:
-    """Return every statement as `statements_of` does, each with the index after the last statement of its block.
+    """Return (statement, index of the next statement outside of it) of every statement, a block before its body.
 
-    A reader that does not enter a block goes on at that index. An op's is the index after its own.
+    A reader skips the body of a block by going on at that index. For an op it is the next index.
     """
     listed: list[tuple[Statement, int]] = []
 

@@ -57,9 +57,9 @@ class Blocked:
         return f"blocked({self.first}, {self.block}, {self.stride}{tail})"
 
     def count_below(self, position: int) -> int:
-        """Return a count whose difference between two positions is the number of block elements between them.
+        """Return a running count of the elements of blocks: [a, b) has count_below(b) - count_below(a) of them.
 
-        `start` and `stop` are ignored.
+        `start` and `stop` are ignored. The count by itself has no meaning, and may be negative.
         """
         first, block, stride = _ints(self.first, self.block, self.stride)
         turns, remainder = divmod(position - first, stride)
@@ -159,9 +159,8 @@ class View:
     def is_strided(self, shape: Sequence[int], order: Sequence[int] | None = None) -> bool:
         """Return whether a resolved view is not one run of memory, in a dense buffer of local `shape`.
 
-        The view must not be empty. `order` lists dims from outermost to innermost in memory, None the order
-        written. A view of blocks counts as strided if its [start, stop) reaches into a second period of the
-        stride.
+        The view must not be empty. `order` lists dims from outermost to innermost in memory; None is row-major.
+        A view of blocks counts as strided if its [start, stop) reaches into a second period of the stride.
         """
         is_inside = False  # a dim of which the view has more than one element
         for dim in range(len(shape)) if order is None else order:
@@ -241,9 +240,9 @@ def _resolve(selector: Selector, size: int, env: Mapping[str, int], view: View) 
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the strides, in elements, of a dense tensor whose dims lie in memory in `order`, outermost first.
+    """Return the stride of each dim, in elements, of a dense tensor of `shape`: (2, 3, 4) -> (12, 4, 1).
 
-    None is the order written. An empty dim counts as one of one element.
+    `order` lists the dims from outermost to innermost in memory; None is row-major. A dim of size 0 counts as 1.
     """
     strides, step = [0] * len(shape), 1
     for dim in reversed(range(len(shape)) if order is None else order):
@@ -257,7 +256,7 @@ def view(
 ) -> View:
     """Return a view of `buffer`, of `dims` dims, from slices or selectors per dim; dims without one are whole.
 
-    `rank` is the owner for a one-sided access; None means the executing rank.
+    `slot` is the copy of the buffer. `rank` is the owner for a one-sided access; None is the executing rank.
     """
     out: list[Selector] = []
     for selector in selectors:

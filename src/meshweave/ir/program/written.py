@@ -163,7 +163,7 @@ class WrittenProgram:
         """Return the program with the statements of sub-programs in place of includes, if there are any."""
 
     def ops(self) -> Iterator[Op]:
-        """Yield every op once, as written, whatever repeats it."""
+        """Yield every op once, as written, also one in a loop."""
         return ops_of(self.body)
 
     def environment(self, rank: int) -> dict[str, int]:
@@ -184,7 +184,7 @@ class WrittenProgram:
         return {}
 
     def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
-        """Return the shape of one slot of a buffer on the global rank `rank`.
+        """Return the shape of one slot (copy) of the buffer `name` on the global rank `rank`.
 
         Raises:
             ProgramError: there is no such buffer, its mesh has no such rank, its layout does not fit its tensor,
@@ -224,7 +224,7 @@ class WrittenProgram:
         return buffer
 
     def local_shapes(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of one slot of a buffer on all ranks of its mesh, in the order of `Mesh.ranks`.
+        """Return the shape of a slot of the buffer `name` on each rank of its mesh, in the order of `Mesh.ranks`.
 
         Raises:
             ProgramError: there is no such buffer, its layout does not fit its tensor, or an extent has no value
@@ -250,7 +250,7 @@ class WrittenProgram:
         return shapes
 
     def buffer_bytes(self, name: str, rank: int) -> int:
-        """Return the bytes of one slot of a buffer on `rank`."""
+        """Return the bytes of one slot of the buffer `name` on the global rank `rank`."""
         return math.prod(self.local_shape(name, rank)) * dtype_bytes(self.buffer_of[name].dtype)
 
     def view_bytes(self, view: View) -> int:

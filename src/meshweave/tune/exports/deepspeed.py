@@ -13,10 +13,10 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def to_deepspeed(row: PlannedRow) -> Export:
-    """Return the DeepSpeed configuration of a row.
+    """Return the DeepSpeed configuration of a row of a plan.
 
-    Raises UnsupportedError for what it has not: strategies but Megatron-LM's, degrees of experts, pipelines,
-    context parallelism, tensor parallelism with ZeRO 3.
+    Raises UnsupportedError for what DeepSpeed lacks: tensor parallelism other than Megatron-LM's or with ZeRO 3,
+    expert, pipeline and context parallelism.
     """
     plan, degrees = row.plan, row.degrees
     row.require_megatron("DeepSpeed")

@@ -142,10 +142,10 @@ _CONFIGS = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def config_of(model: Transformer) -> tuple[dict[str, Any], set[str]]:
-    """Return the `config.json` of a model, and the names of the fields (`defining_fields`) that it says.
+    """Return (the contents of a model's `config.json`, the names of the model's fields that they express).
 
-    Both are empty for a family whose keys have other names than Llama's. A model of no family has the config of
-    a Llama. What the model does not state is in neither.
+    Names are those of `defining_fields`. Both are empty for a family whose config has other keys than Llama's. A
+    model without a family gets the config of a Llama. Fields that the model does not state are in neither.
     """
     own = model.architecture
     if own.model_type not in ("", *_CONFIGS):

@@ -13,10 +13,10 @@ _REMAT = {"none": "minimal_with_context", "selective": "minimal", "full": "full"
 
 
 def to_maxtext(row: PlannedRow) -> Export:
-    """Return the MaxText settings of a row.
+    """Return the MaxText settings of a row of a plan.
 
-    Raises UnsupportedError for what they have not: strategies but Megatron-LM's, degrees of experts, pipelines,
-    unequal shares of heads, inner features, the vocabulary or a sequence.
+    Raises UnsupportedError for what MaxText lacks: tensor parallelism other than Megatron-LM's, expert and
+    pipeline parallelism, and unequal shares of heads, inner features, the vocabulary or a sequence.
     """
     plan, degrees = row.plan, row.degrees
     row.require_megatron("MaxText")

@@ -55,10 +55,10 @@ _PRECISIONS = {"--bf16": "bf16_mixed", "--fp16": "fp16_mixed"}
 
 
 def to_megatron_bridge(row: PlannedRow) -> Export:
-    """Return the Megatron Bridge overrides of a row.
+    """Return the Megatron Bridge overrides of a row of a plan.
 
-    Raises UnsupportedError where it has no such strategy, schedule, dispatcher of tokens or sharded optimizer,
-    or ranks would get unequal shares of heads, inner features or a sequence.
+    Raises UnsupportedError where Megatron Bridge lacks the row's strategy, schedule, dispatcher of tokens or
+    sharded optimizer, or where ranks would get unequal shares of heads, inner features or a sequence.
     """
     arguments: dict[str, Any] = {}
     flags: list[str] = []

@@ -30,7 +30,7 @@ _BESIDE = ("multi-token-prediction", "priced in the dtype")
 
 
 def add_dispatch(row: PlannedRow, settings: dict[str, Any], flags: list[str], target: str) -> set[str]:
-    """Add the arguments of expert parallelism and of the dispatcher.
+    """Add Megatron Core's arguments for a row's expert parallelism and for the dispatcher of tokens.
 
     Nothing is added for a model without experts.
 
@@ -67,7 +67,7 @@ def add_dispatch(row: PlannedRow, settings: dict[str, Any], flags: list[str], ta
 def add_routed_model(
     row: PlannedRow, settings: dict[str, Any], flags: list[str], left_out: list[str]
 ) -> set[str]:
-    """Add the arguments of layers with experts, of those without and of latent attention.
+    """Add Megatron-LM's arguments for a model's layers with experts, those without, and latent attention.
 
     Args:
         settings: options with values, which are added to.

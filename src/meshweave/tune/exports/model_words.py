@@ -88,10 +88,10 @@ def step_left_out(row: PlannedRow, told: Collection[str], target: str) -> list[s
 
 
 def order_sentence(order: Collection[str], theirs: str) -> str:
-    """Return a sentence on an order of ranks that other software lacks.
+    """Return a sentence that says that the plan's order of ranks is not the one of the other software.
 
     Args:
-        order: names of the degrees, innermost first.
-        theirs: a clause on the order that it has.
+        order: names of the plan's degrees, innermost first.
+        theirs: the end of the sentence, such as "DeepSpeed always has tensor, data".
     """
     return f"The order of ranks is {', '.join(order)}, innermost first; {theirs}."

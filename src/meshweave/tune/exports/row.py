@@ -25,9 +25,9 @@ class Export:
 
     Attributes:
         target: the other software, by its name in `TARGETS`.
-        settings: as its configuration has them, for JSON.
-        text: as one writes them: arguments of a command line, JSON, or Python.
-        left_out: what of the plan they do not say, a sentence each.
+        settings: the settings by name, as JSON values.
+        text: the settings as the software takes them: arguments of a command line, JSON, or Python.
+        left_out: what of the plan the settings do not express, a sentence each.
         environment: variables that each process is to have; launch files set them.
         priced: in words, the stack that the configuration was priced for, where that is not the target's, and
             what it takes on the target; "" else.
@@ -74,10 +74,10 @@ class PlannedRow:
 
     @property
     def tensor(self) -> int:
-        """Return the number of tensor ranks, among which a layer is divided.
+        """Return the tensor-parallel degree.
 
         Raises:
-            UnsupportedError: they are a mesh with more than one rank along both axes.
+            UnsupportedError: the tensor ranks are a mesh with more than one rank along both axes.
         """
         tensor = self.degrees.tensor
         first, second = (tensor, 1) if isinstance(tensor, int) else tensor
@@ -94,16 +94,16 @@ class PlannedRow:
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """Return the numbers of layers of stages, in the order of the model, as the plan's stack shares them out.
+        """Return the number of layers of each of the `pipeline * virtual_stages` stages, in the model's order.
 
-        There are `pipeline * virtual_stages` of them.
+        Layers are shared out as the plan's software stack does it.
         """
         stages = self.degrees.pipeline * self.degrees.virtual_stages
         return stage_layers(self.model.num_layers, stages, model_costs(self.model, self.stack))
 
     @property
     def num_layers_per_stage(self) -> int | None:
-        """Return the layers of each stage, of which a rank has `virtual_stages`; None where stages differ."""
+        """Return the number of layers of a pipeline stage; None where stages differ in it."""
         first, *others = self.stage_layers
         return first if all(each == first for each in others) else None
 
@@ -121,7 +121,7 @@ class PlannedRow:
         return self.tensor > 1 and SEQUENCE_INNER in STRATEGIES.named(self.degrees.strategy).roles
 
     def require_megatron(self, target: str) -> None:
-        """Raise UnsupportedError if layers are sharded otherwise than Megatron-LM does it, along one axis.
+        """Raise UnsupportedError if tensor parallelism is of another kind than Megatron-LM's along one axis.
 
         `target` is the software that is exported to, for the error.
         """
@@ -180,7 +180,8 @@ class PlannedRow:
     def require_dense(self, target: str) -> None:
         """Raise UnsupportedError if a degree of experts (`expert`, `expert_tensor`) is above 1.
 
-        A model with experts passes if all ranks have all of them. For software without expert parallelism.
+        A model with experts passes if all ranks have all of them. `target` is the software, without expert
+        parallelism, that is exported to, for the error.
         """
         if self.degrees.expert > 1 or self.degrees.expert_tensor > 1:
             raise UnsupportedError(f"the settings of {target} written here have no degrees of experts")

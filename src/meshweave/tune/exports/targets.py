@@ -35,7 +35,7 @@ _ON_TPUS = ("maxtext",)
 
 
 def stack_of(target: str) -> str:
-    """Return the name of the software stack whose times and memory predict a target; "" if there is none."""
+    """Return the name of the software stack by which a target's times and memory are predicted; "" for none."""
     name = SAME_STACK.get(target, target)
     return name if name in stack_names() else ""
 

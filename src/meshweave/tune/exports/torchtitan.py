@@ -11,10 +11,10 @@ from meshweave.tune.exports.row import Export, PlannedRow
 
 
 def to_torchtitan(row: PlannedRow) -> Export:
-    """Return the torchtitan config overrides of a row.
+    """Return the torchtitan config overrides of a row of a plan.
 
-    Raises UnsupportedError where it has no such strategy, schedule or ranks of experts, or ranks would get
-    unequal shares of heads or of a sequence.
+    Raises UnsupportedError where torchtitan lacks the row's strategy, schedule or expert parallelism, or where
+    ranks would get unequal shares of heads or of a sequence.
     """
     plan, degrees = row.plan, row.degrees
     row.require_megatron("torchtitan")

@@ -24,11 +24,12 @@ LINK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """The price of a step at one place of a curve.
+    """A training step at one point of a curve.
 
     Attributes:
-        x: chips, sequences, or the rate of links over that of the cluster.
-        fits: whether the fullest chip has the memory.
+        x: the number of chips, the sequences of a step, or the factor of the links' rate.
+        memory_bytes: bytes on the fullest chip.
+        fits: whether that many fit the memory of a chip.
     """
 
     x: float
@@ -41,13 +42,13 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class StepCurve:
-    """Lines over one quantity.
+    """Steps of several configurations while one quantity, x, varies.
 
     Attributes:
         name: "chips", "batch" or "links".
         x_text: what x is, in words.
         here: the x of the plan.
-        lines: the points of each configuration, by x.
+        lines: for each configuration its points, in ascending order of x.
     """
 
     name: str
@@ -67,11 +68,12 @@ def step_curves(
 ) -> tuple[StepCurve, ...]:
     """Return three curves: over chips, over the batch, and over the rate of the outermost links.
 
-    Each has a line for each of `choices`, in order. Chips and batch vary with the number of replicas, and of
-    their micro-batches; nothing else of a configuration changes. Points that cannot be laid out are left out.
+    Each curve has a line for each of `choices`, in order. "chips" varies the data-parallel degree at one batch,
+    "batch" the number of micro-batches of each replica, "links" the rate of the outermost links; nothing else
+    changes. Points at which a step cannot be laid out are left out.
 
     Args:
-        memory_bytes: the most bytes that a chip may hold.
+        memory_bytes: the most bytes that a chip may hold, for `CurvePoint.fits`.
         progress: called with the numbers of points priced so far, and of all.
     """
     kinds: tuple[tuple[str, str, float, Callable[[StepProblem, Parallelism], Iterator[_Place]]], ...] = (

@@ -289,10 +289,10 @@ def parallelism_of(record: StepRecord) -> Parallelism:
 
 
 def link_sensitivity(ranking: StepRanking) -> tuple[SensitivityRecord, ...]:
-    """Return what other rates of links would change: a record for each of `link_levels`, twice and half as fast.
+    """Return records of what a ranking would be with links at twice and at half their rate.
 
-    The ranked configurations are priced again with that rate; nothing is searched. Levels are in their order,
-    outermost first; of each, the double rate comes first.
+    There are two for each level of links (`link_levels`), outermost first, the double rate before the half. The
+    ranked configurations are priced again with that rate; nothing is searched.
     """
     problem = ranking.space.problem
     records = []

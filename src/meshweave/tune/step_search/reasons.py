@@ -251,9 +251,7 @@ def part_name(part: str, *degrees: DegreesRecord) -> str:
 
 
 def difference_text(best: StepRecord, other: StepRecord) -> str:
-    """Return in words how much slower or faster another configuration is than the best, with the parts that
-    differ most.
-    """
+    """Return in words how much slower or faster `other` is than `best`, and which parts of a step differ most."""
     slower = other.step_s - best.step_s
     parts = {
         name: other.parts_s.get(name, 0.0) - best.parts_s.get(name, 0.0)

@@ -17,11 +17,11 @@ _MOST_TIMES = 64
 
 
 def remedies_text(ranking: StepRanking) -> str:
-    """Return in words how many bytes of states the smallest configuration found has, and what would make it fit.
+    """Return in words the bytes of states of a ranking's smallest configuration, and what would make it fit.
 
-    States are weights, gradients and optimizer. What would fit is more chips or shorter sequences, where one
-    that was tried fits, or more memory a chip. Only powers of two times the chips and halves of sequences are
-    tried, so that less may do. "" where the ranking has no smallest configuration.
+    States are weights, gradients and those of the optimizer. What would make it fit is more chips or shorter
+    sequences, where one that was tried fits, or more memory a chip. Only powers of two times the chips, and
+    sequences halved again and again, are tried, so that less may do. "" where `ranking.smallest` is None.
     """
     if ranking.smallest is None:
         return ""

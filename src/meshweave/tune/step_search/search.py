@@ -29,10 +29,10 @@ from meshweave.tune.ranked import RankedConfig
 
 
 def prefers_published(space: StepSpace) -> bool:
-    """Return whether a search of a space prefers strategies that published runs have.
+    """Return whether a search of `space` prefers tensor-parallel strategies that published runs have used.
 
-    It does not where the options leave no such strategy to choose, where the stack executes some strategies only
-    (those of other software), and for the stack "ideal".
+    False where the options allow none of these strategies, where the stack is that of other software, which
+    executes some strategies only, and for the stack "ideal".
     """
     stack, published = space.problem.stack, published_strategies()
     is_own = stack.runs.strategies is None and stack.name != IDEAL
@@ -40,9 +40,9 @@ def prefers_published(space: StepSpace) -> bool:
 
 
 def is_published(choice: Parallelism | StepLayout) -> bool:
-    """Return whether a stack with published runs executes the strategy of a configuration.
+    """Return whether the strategy of a configuration is one that published runs have used.
 
-    True as well for one tensor rank, which has no strategy.
+    True as well for a tensor-parallel degree of 1, for which the strategy makes no difference.
     """
     return ranks_of(choice.tensor) == 1 or choice.strategy in published_strategies()
 
@@ -57,7 +57,7 @@ NUM_ROWS = 12
 
 @dataclass(frozen=True)
 class PricedStep:
-    """A configuration that fits the memory, with its step."""
+    """A configuration that fits the memory, with its priced training step."""
 
     parallelism: Parallelism
     step: Step
@@ -214,7 +214,7 @@ def _priced(ranked: RankedConfig) -> PricedStep:
 
 
 def pareto_front(priced: Iterable[PricedStep]) -> tuple[PricedStep, ...]:
-    """Return the configurations of which no other is both as fast and as small, the fastest first."""
+    """Return the configurations of which no other is both as fast and as small in memory, the fastest first."""
     front: list[PricedStep] = []
     for each in sorted(priced, key=_rank_key):
         if not front or each.memory_bytes < front[-1].memory_bytes:
