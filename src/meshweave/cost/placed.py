@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.cost.flows import Links, TorusLinks
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.links import NetworkAxis
@@ -255,6 +256,14 @@ class PlacedMeshes:
             return (network.link,)
         assert isinstance(network, TorusNetwork)
         return tuple(network.axis(i, len(shape), shape) for i in range(len(shape)))
+
+    @cached_property
+    def links(self) -> Links:
+        """Return the links by which closed forms count who shares one (`least_rate`)."""
+        network = self.cluster.network
+        if not isinstance(network, TorusNetwork | RingNetwork):
+            return network
+        return TorusLinks(self._torus_shape, tuple(axis.link_bytes_per_s for axis in self._torus_axes))
 
 
 def _span(hosts: NDArray[np.int64]) -> HostSpan:
