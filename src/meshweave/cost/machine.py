@@ -11,7 +11,7 @@ import numpy as np
 
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.units import to_ps
-from meshweave.cost.flows import Counts, Flows, least_rate, torus_flows
+from meshweave.cost.flows import Counts, Flows, Links, TorusLinks, least_rate, torus_flows
 from meshweave.cost.placed import PlacedMeshes
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
@@ -120,8 +120,9 @@ class Machine(PlacedMeshes):
                 )
                 out[f"{mesh.name}.{axis}"] = self._with_shares(own, rows)
             ranks = self.groups(mesh.name)
-            of_all = None if is_whole else self._under(ranks)
-            of_all = of_all or self._network_axis(0, len(mesh.shape), None)
+            of_all = (None if is_whole else self._under(ranks)) or self._network_axis(
+                0, len(mesh.shape), None
+            )
             out[mesh.name] = self._with_shares(of_all, ranks)
         return out
 
@@ -142,7 +143,7 @@ class Machine(PlacedMeshes):
     def _under(self, groups: Counts) -> NetworkAxis | None:
         """Return the links under groups of ranks, shape (groups, members), on networks of levels; else None.
 
-        Where these groups are not in even blocks that lie alike, the slowest links between neighbours.
+        Where groups are not in even blocks that lie alike, the slowest links between neighbours.
         """
         network, chips = self.cluster.network, self.cluster.num_chips
         if not isinstance(network, HostsNetwork | FullMeshNetwork | TreeNetwork):
@@ -158,9 +159,8 @@ class Machine(PlacedMeshes):
         """Return (blocks, members, stride) of groups of one stride in blocks that fill all chips; else None."""
         size, chips = groups.shape[1], self.cluster.num_chips
         stride = int(groups[0, 1] - groups[0, 0]) if size > 1 else 1
-        if stride < 1 or chips % (size * stride) or not (np.diff(groups) == stride).all():
-            return None
-        is_even = (groups[:, 0] % (size * stride) < stride).all()
+        is_even = stride > 0 and chips % (size * stride) == 0 and bool((np.diff(groups) == stride).all())
+        is_even = is_even and bool((groups[:, 0] % (size * stride) < stride).all())
         return (chips // (size * stride), size, stride) if is_even else None
 
     def _lie_alike(self, even: tuple[int, int, int]) -> bool:
@@ -168,20 +168,23 @@ class Machine(PlacedMeshes):
         block, sizes = even[1] * even[2], level_sizes(self.cluster.network)
         return sizes is not None and all(each % block == 0 or block % each == 0 for each in sizes)
 
-    def running(self, name: str) -> Counts:
-        """Return the chips of all groups that run at once with those of a mesh axis or mesh, (groups, members).
+    def counted(self, name: str) -> tuple[Links, Counts]:
+        """Return the links under a mesh axis or mesh, and the chips of groups that run at once, (groups, members).
 
         On networks of levels, where groups of one stride are in blocks of chips that all lie alike, others may run
-        in all other blocks. Else these alone run.
+        in all other blocks. Else these alone run. A part of a torus that takes any shape has rings of its own.
         """
-        return self._running(self.groups(name))
+        return self._counted(self.groups(name), self.axis(name))
 
-    def _running(self, groups: Counts) -> Counts:
-        even = self._blocks(groups)
+    def _counted(self, groups: Counts, own: NetworkAxis) -> tuple[Links, Counts]:
+        even, (network, chips) = self._blocks(groups), (self.cluster.network, self.cluster.num_chips)
         if even is not None and self._lie_alike(even):
-            chips = np.arange(self.cluster.num_chips).reshape(even)
-            groups = np.moveaxis(chips, 1, -1).reshape(-1, even[1])
-        return groups if self.placement is None else np.array(self.placement)[groups]
+            groups = np.moveaxis(np.arange(chips).reshape(even), 1, -1).reshape(-1, even[1])
+        is_part = all(mesh.num_ranks < chips for mesh in self.meshes) and not self.logical
+        if is_part and isinstance(network, TorusNetwork) and network.shape is None:
+            alone = np.arange(groups.shape[1])[None]
+            return TorusLinks(alone.shape[1:], (own.link_bytes_per_s,)), alone
+        return self.links, groups if self.placement is None else np.array(self.placement)[groups]
 
     def _network_axis(self, i: int, num_dims: int, shape: tuple[int, ...] | None) -> NetworkAxis:
         network = self.cluster.network
@@ -198,9 +201,10 @@ class Machine(PlacedMeshes):
 
     def _with_shares(self, own: NetworkAxis, groups: Counts) -> tuple[NetworkAxis, NetworkAxis, NetworkAxis]:
         """Return the axes as `_axes` does: with a ring's and a message's share of the busiest link."""
+        counted = self._counted(groups, own)
 
         def limited(both: bool) -> NetworkAxis:
-            rate = max(least_rate(self.links, self._running(groups), both=both), 1.0)  # an axis has no less
+            rate = max(least_rate(*counted, both=both), 1.0)  # an axis has no less
             return own if rate >= own.link_bytes_per_s else replace(own, link_bytes_per_s=rate)
 
         return own, limited(own.num_directions == 2), limited(False)
@@ -209,7 +213,8 @@ class Machine(PlacedMeshes):
         """Return the flows of rings of groups of ranks, (groups, members), on a ring or logical torus; else {}."""
         if groups.shape[1] == 1 or not (self.logical or isinstance(self.cluster.network, RingNetwork)):
             return {}
-        counts = torus_flows(self._torus_shape, np.ascontiguousarray(self._running(groups)), one_way)
+        chips = groups if self.placement is None else np.array(self.placement)[groups]
+        counts = torus_flows(self._torus_shape, np.ascontiguousarray(chips), one_way)
         axes = zip(self._torus_axes, counts, strict=True)
         return {f"axis {i}": (axis.link_bytes_per_s, each) for i, (axis, each) in enumerate(axes)}
 

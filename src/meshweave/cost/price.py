@@ -156,7 +156,7 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
         rate = _one_direction_rate(rate, machine.axis(work.axis, shared, one_way=True))
         if shared and work.hops > 1 and work.axis:
             rate = _one_direction_rate(machine.rate(work.axis, kind), machine.axis(work.axis))
-            least = least_rate(machine.links, machine.running(work.axis), work.hops)
+            least = least_rate(*machine.counted(work.axis), work.hops)
             amount = int(part * max(steps, rate / least))
     return Price(launch, steps * sync, amount, rate)
 
@@ -170,7 +170,7 @@ def _all_to_all_bytes(work: Transfer, machine: Machine, rate: int) -> int:
     """
     if not work.axis or work.num_ranks == 1:  # one direction of a link takes a part
         return (work.num_ranks - 1) * work.part_bytes * machine.num_directions(work.axis)
-    each = [max(1.0, rate / least) for least in step_rates(machine.links, machine.running(work.axis))]
+    each = [max(1.0, rate / least) for least in step_rates(*machine.counted(work.axis))]
     return int(work.part_bytes * (work.num_ranks - 1) * sum(each) / len(each))
 
 
