@@ -15,7 +15,6 @@ from meshweave.cost.flows import Counts, Flows, Links, TorusLinks, least_rate, t
 from meshweave.cost.placed import PlacedMeshes
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.machine.links import ONE_DIRECTION, CommConstants, NetworkAxis, slowest_axis
 from meshweave.describe.machine.network import (
     FullMeshNetwork,
@@ -154,19 +153,6 @@ class Machine(PlacedMeshes):
             return self._network_axis(1, 3, even)
         pairs = np.stack([groups, np.roll(groups, -1, axis=1)], axis=-1).reshape(-1, 2).tolist()
         return slowest_axis(list({_between(network, src, dst): None for src, dst in pairs}))
-
-    def _blocks(self, groups: Counts) -> tuple[int, int, int] | None:
-        """Return (blocks, members, stride) of groups of one stride in blocks that fill all chips; else None."""
-        size, chips = groups.shape[1], self.cluster.num_chips
-        stride = int(groups[0, 1] - groups[0, 0]) if size > 1 else 1
-        is_even = stride > 0 and chips % (size * stride) == 0 and bool((np.diff(groups) == stride).all())
-        is_even = is_even and bool((groups[:, 0] % (size * stride) < stride).all())
-        return (chips // (size * stride), size, stride) if is_even else None
-
-    def _lie_alike(self, even: tuple[int, int, int]) -> bool:
-        """Return whether all blocks of `_blocks` lie alike on the levels of a network that has some."""
-        block, sizes = even[1] * even[2], level_sizes(self.cluster.network)
-        return sizes is not None and all(each % block == 0 or block % each == 0 for each in sizes)
 
     def counted(self, name: str) -> tuple[Links, Counts]:
         """Return the links under a mesh axis or mesh, and the chips of groups that run at once, (groups, members).
