@@ -11,7 +11,13 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.links import NetworkAxis
-from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, Network, RingNetwork
+from meshweave.describe.machine.network import (
+    FullMeshNetwork,
+    HostsNetwork,
+    Network,
+    RingNetwork,
+    TorusNetwork,
+)
 from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 from meshweave.estimate import estimate
 from meshweave.ir.program import Program
@@ -170,5 +176,55 @@ with tp:
     all_to_all(t, s, over="tp.x", split_dim=0, concat_dim=0, lane=x)
 """)
     machine = Machine.of(Cluster("box", CHIP, mesh if kind == "full mesh" else hosts, "a test"), program)
+    simulated = simulate(program, machine).duration_s
+    assert estimate(program, machine).total_s == pytest.approx(simulated, rel=1e-3)
+
+
+RING, TWO_WAY_RING = (RingNetwork(NetworkAxis("ring", 1e6, 0.0, ways), 8) for ways in WAYS)
+TORUS = TorusNetwork((replace(FAST, num_directions=2), SLOW), (3, 4), 12)
+TWO_WAY = replace(SLOW, num_directions=2)
+EXCHANGE = "all_to_all(t, s, over={axis!r}, split_dim=0, concat_dim=0, lane=x)"
+HALFWAY, BACK = ("permute(t, s, over={axis!r}, shift=" + shift + ", lane=x)" for shift in ("2", "-1"))
+SUM, CHAIN = (
+    "all_reduce(t, t, over={axis!r}, lane=x)",
+    "broadcast(t, s, over={axis!r}, root=0, packets=6, lane=x)",
+)
+
+
+@pytest.mark.parametrize(
+    ("network", "shape", "first", "axis", "op"),
+    [
+        *((ring, shape, 0, axis, EXCHANGE) for ring in (RING, TWO_WAY_RING)
+          for shape, axis in (((8, 1), "row"), ((2, 4), "row"), ((2, 4), "col"), ((1, 5), "col"))),
+        *((TORUS, (3, 4), 0, axis, EXCHANGE) for axis in ("row", "col")),
+        *((TORUS, (1, 5), 2, "col", op) for op in (SUM, EXCHANGE)),  # over the edge of a row, on no torus axis
+        (HOSTS, (2, 4), 0, "col", EXCHANGE),
+        (HOSTS, (8, 1), 0, "row", EXCHANGE),  # parts inside a host are faster
+        (replace(HOSTS, nic=TWO_WAY), (8, 1), 0, "row", BACK),  # one direction has the NIC
+        (replace(HOSTS, nic=TWO_WAY), (8, 1), 0, "row", CHAIN),
+        (HOSTS, (8, 1), 0, "row", HALFWAY),  # two ranks of a host send to the next
+        (RING, (4, 2), 0, "row", HALFWAY),
+        (FullMeshNetwork(2, 2, TWO_WAY, FAST), (4, 1), 0, "row", BACK),
+        (FullMeshNetwork(1, 4, TWO_WAY, FAST), (2, 2), 0, "row", SUM),  # both directions of two ranks on one link
+        (FullMeshNetwork(3, 2, TWO_WAY, FAST), (6, 1), 0, "row", SUM),
+        (TreeNetwork((TreeLevel(3, SLOW, 3), TreeLevel(4, SLOW, 1, BRIDGE))), (12, 1), 0, "row", SUM),
+        (TreeNetwork((TreeLevel(4, TWO_WAY, 2, TWO_WAY), TreeLevel(2, FAST))), (8, 1), 0, "row", SUM),
+    ],
+)  # fmt: skip
+def test_the_fullest_link_sets_the_pace(
+    network: Network, shape: tuple[int, int], first: int, axis: str, op: str
+) -> None:
+    program = parse(f"""
+program("all groups of an axis at once")
+tp = mesh({shape}, ("row", "col"), first={first})
+s = scratch((1680,), "int8", on=tp)
+t = scratch((1680,), "int8", on=tp)
+x = lane()
+with tp:
+    zero(s, lane=x)
+    zero(t, lane=x)
+    {op.format(axis=f"tp.{axis}")}
+""")
+    machine = Machine.of(Cluster("box", CHIP, network, "a test"), program)
     simulated = simulate(program, machine).duration_s
     assert estimate(program, machine).total_s == pytest.approx(simulated, rel=1e-3)

@@ -147,13 +147,14 @@ def test_a_ring_is_no_faster_than_a_link_that_it_crosses(
                 for src, dst in pairwise((*group, group[0])):
                     load.update(machine.path(src, dst))
             slowest = min(machine.weighted_link_rate(link) / count for link, count in load.items())
-            axis = network.axis(i, 3, shape, shared=True)
+            axis = machine.axis(f"tp.{mesh.axes[i]}", shared=True)
             assert axis.link_bytes_per_s == pytest.approx(slowest), (network, shape, i)
 
 
 @pytest.mark.parametrize("per_host", range(1, 9))
 def test_a_nic_is_shared_by_all_groups_that_a_host_has_a_part_of(per_host: int) -> None:
     intra, nic = NetworkAxis("intra", 1e12), NetworkAxis("nic", 1e9)
+    chip = load_cluster("p3.8xlarge").chip
     for num_hosts, num_dims in product((2, 3, 4), (1, 2, 3)):
         network = HostsNetwork(num_hosts, per_host, intra, 1, nic)
         for shape, i in product(network.mesh_shapes(num_dims), range(num_dims)):
@@ -161,7 +162,9 @@ def test_a_nic_is_shared_by_all_groups_that_a_host_has_a_part_of(per_host: int) 
             hosts = np.moveaxis(ranks // per_host, i, -1).reshape(-1, shape[i])
             split = [set(group) for group in hosts.tolist() if len(set(group)) > 1]
             most = max(sum(host in group for group in split) for host in range(num_hosts))
-            axis = network.axis(i, num_dims, shape, shared=True)
+            mesh = Mesh.of("tp", shape, ("x", "y", "z")[:num_dims])
+            machine = Machine(Cluster("box", chip, network, "a test"), (mesh,))
+            axis = machine.axis(f"tp.{mesh.axes[i]}", shared=True)
             assert axis == (replace(nic, link_bytes_per_s=1e9 / most) if most else intra), (shape, i)
 
 

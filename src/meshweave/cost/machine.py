@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.units import to_ps
-from meshweave.cost.flows import Flows, torus_flows
+from meshweave.cost.flows import Counts, Flows, Links, TorusLinks, least_rate, torus_flows
 from meshweave.cost.placed import PlacedMeshes
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.machine.links import ONE_DIRECTION, CommConstants, NetworkAxis, slowest_axis
 from meshweave.describe.machine.network import (
     FullMeshNetwork,
@@ -63,7 +60,7 @@ class Machine(PlacedMeshes):
     network. Closed forms know how many messages of an axis pass each link, as on a `RingNetwork` (`flows`).
 
     `placement` is the chip of each global rank, a permutation of all chips. Paths, links between two ranks and
-    the hosts of groups follow it; the network axis of a mesh axis does not.
+    the hosts of groups follow it; of the network axis of a mesh axis its share of links alone does.
 
     Raises:
         LayoutError: there are more ranks than chips, or the placement is no permutation.
@@ -117,17 +114,18 @@ class Machine(PlacedMeshes):
             for i, axis in enumerate(mesh.axes):
                 rows = self.groups(f"{mesh.name}.{axis}")
                 self._require_neighbours(mesh, axis, rows)
-                axes = self._under(rows) or self._network_axes(
+                own = self._under(rows) or self._network_axis(
                     i, len(mesh.shape), mesh.shape if is_whole else None
                 )
-                out[f"{mesh.name}.{axis}"] = self._with_hops(axes, rows)
+                out[f"{mesh.name}.{axis}"] = self._with_shares(own, rows)
             ranks = self.groups(mesh.name)
-            of_all = None if is_whole else self._under(ranks)
-            of_all = of_all or self._network_axes(0, len(mesh.shape), None)
-            out[mesh.name] = self._with_hops(of_all, ranks)
+            of_all = (None if is_whole else self._under(ranks)) or self._network_axis(
+                0, len(mesh.shape), None
+            )
+            out[mesh.name] = self._with_shares(of_all, ranks)
         return out
 
-    def _require_neighbours(self, mesh: Mesh, axis: str, groups: NDArray[np.int64]) -> None:
+    def _require_neighbours(self, mesh: Mesh, axis: str, groups: Counts) -> None:
         """Raise LayoutError where a mesh has its ranks in another order, along which a torus has no links."""
         if self.logical or self.placement is not None or sorted(mesh.ranks) == list(mesh.ranks):
             return
@@ -141,68 +139,63 @@ class Machine(PlacedMeshes):
                     "as a logical mesh (logical=True), where contention shows"
                 )
 
-    def _under(self, groups: NDArray[np.int64]) -> tuple[NetworkAxis, NetworkAxis] | None:
+    def _under(self, groups: Counts) -> NetworkAxis | None:
         """Return the links under groups of ranks, shape (groups, members), on networks of levels; else None.
 
-        Where groups of one stride are in blocks of chips that all lie alike, others may run in all other blocks.
-        Else these alone run, at the pace of the slowest links between neighbours, of which each has its share.
+        Where groups are not in even blocks that lie alike, the slowest links between neighbours.
         """
-        network, (count, size) = self.cluster.network, groups.shape
+        network, chips = self.cluster.network, self.cluster.num_chips
         if not isinstance(network, HostsNetwork | FullMeshNetwork | TreeNetwork):
             return None
-        stride = int(groups[0, 1] - groups[0, 0]) if size > 1 else 1
-        block, chips = size * stride, self.cluster.num_chips
-        is_even = stride > 0 and chips % block == 0 and bool((np.diff(groups) == stride).all())
-        if is_even and bool((groups[:, 0] % block < stride).all()):
-            is_known = count * size == chips and not isinstance(network, TreeNetwork)
-            if is_known or all(each % block == 0 or block % each == 0 for each in level_sizes(network) or ()):
-                return self._network_axes(1, 3, (chips // block, size, stride))
+        even = self._blocks(groups)
+        is_whole = groups.size == chips and not isinstance(network, TreeNetwork)
+        if even is not None and (is_whole or self._lie_alike(even)):
+            return self._network_axis(1, 3, even)
         pairs = np.stack([groups, np.roll(groups, -1, axis=1)], axis=-1).reshape(-1, 2).tolist()
-        slowest = slowest_axis(list({_between(network, src, dst): None for src, dst in pairs}))
-        sent = pairs + [[dst, src] for src, dst in pairs] * (slowest.num_directions - 1)
-        unplaced = replace(self, placement=None)
-        counts = Counter(link for src, dst in sent for link in unplaced.path(src, dst))
-        rates = (
-            self.weighted_link_rate(link) / self.link_weight(link) / each for link, each in counts.items()
-        )
-        rate = max(min(rates, default=math.inf), 1.0)
-        return slowest, replace(slowest, link_bytes_per_s=min(rate, slowest.link_bytes_per_s))
+        return slowest_axis(list({_between(network, src, dst): None for src, dst in pairs}))
 
-    def _network_axes(
-        self, i: int, num_dims: int, shape: tuple[int, ...] | None
-    ) -> tuple[NetworkAxis, NetworkAxis]:
+    def counted(self, name: str) -> tuple[Links, Counts]:
+        """Return the links under a mesh axis or mesh, and the chips of groups that run at once, (groups, members).
+
+        On networks of levels, where groups of one stride are in blocks of chips that all lie alike, others may run
+        in all other blocks. Else these alone run. A part of a torus that takes any shape has rings of its own.
+        """
+        return self._counted(self.groups(name), self.axis(name))
+
+    def _counted(self, groups: Counts, own: NetworkAxis) -> tuple[Links, Counts]:
+        even, (network, chips) = self._blocks(groups), (self.cluster.network, self.cluster.num_chips)
+        if even is not None and self._lie_alike(even):
+            groups = np.moveaxis(np.arange(chips).reshape(even), 1, -1).reshape(-1, even[1])
+        is_part = all(mesh.num_ranks < chips for mesh in self.meshes) and not self.logical
+        if is_part and isinstance(network, TorusNetwork) and network.shape is None:
+            alone = np.arange(groups.shape[1])[None]
+            return TorusLinks(alone.shape[1:], (own.link_bytes_per_s,)), alone
+        return self.links, groups if self.placement is None else np.array(self.placement)[groups]
+
+    def _network_axis(self, i: int, num_dims: int, shape: tuple[int, ...] | None) -> NetworkAxis:
         network = self.cluster.network
         try:
-            return network.axis(i, num_dims, shape), network.axis(i, num_dims, shape, shared=True)
+            return network.axis(i, num_dims, shape)
         except LayoutError as error:
             if not isinstance(network, TorusNetwork) or num_dims < 1:
                 raise
             if self.logical:
-                slowest = slowest_axis(network.axes)
-                return slowest, slowest
+                return slowest_axis(network.axes)
             raise LayoutError(
                 f"{error}; simulation can lay it there as a logical mesh (logical=True), where contention shows"
             ) from None
 
-    def _with_hops(
-        self, axes: tuple[NetworkAxis, NetworkAxis], groups: NDArray[np.int64]
-    ) -> tuple[NetworkAxis, NetworkAxis, NetworkAxis]:
-        """Return the axes as `_axes` does: with a message's share of the busiest link of a ring or torus."""
-        own, shared = axes
-        if not isinstance(self.cluster.network, TorusNetwork | RingNetwork):
-            return own, shared, shared
+    def _with_shares(self, own: NetworkAxis, groups: Counts) -> tuple[NetworkAxis, NetworkAxis, NetworkAxis]:
+        """Return the axes as `_axes` does: with a ring's and a message's share of the busiest link."""
+        counted = self._counted(groups, own)
 
-        def limited(one_way: bool) -> NetworkAxis:
-            hops = self._hops(groups, one_way).values()
-            least = min(
-                (rate / most for rate, counts in hops if (most := int(counts.max()))), default=math.inf
-            )
-            rate = max(least, 1.0)  # a `NetworkAxis` has no less
-            return shared if rate >= shared.link_bytes_per_s else replace(shared, link_bytes_per_s=rate)
+        def limited(both: bool) -> NetworkAxis:
+            rate = max(least_rate(*counted, both=both), 1.0)  # an axis has no less
+            return own if rate >= own.link_bytes_per_s else replace(own, link_bytes_per_s=rate)
 
-        return own, limited(own.num_directions == 1), limited(True)
+        return own, limited(own.num_directions == 2), limited(False)
 
-    def _hops(self, groups: NDArray[np.int64], one_way: bool) -> Flows:
+    def _hops(self, groups: Counts, one_way: bool) -> Flows:
         """Return the flows of rings of groups of ranks, (groups, members), on a ring or logical torus; else {}."""
         if groups.shape[1] == 1 or not (self.logical or isinstance(self.cluster.network, RingNetwork)):
             return {}

@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.cost.flows import Links, TorusLinks
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import (
     FullMeshNetwork,
@@ -261,6 +263,27 @@ class PlacedMeshes:
             return (network.link,)
         assert isinstance(network, TorusNetwork)
         return tuple(network.axis(i, len(shape), shape) for i in range(len(shape)))
+
+    def _blocks(self, groups: NDArray[np.int64]) -> tuple[int, int, int] | None:
+        """Return (blocks, members, stride) of groups of one stride in blocks that fill all chips; else None."""
+        size, chips = groups.shape[1], self.cluster.num_chips
+        stride = int(groups[0, 1] - groups[0, 0]) if size > 1 else 1
+        is_even = stride > 0 and chips % (size * stride) == 0 and bool((np.diff(groups) == stride).all())
+        is_even = is_even and bool((groups[:, 0] % (size * stride) < stride).all())
+        return (chips // (size * stride), size, stride) if is_even else None
+
+    def _lie_alike(self, even: tuple[int, int, int]) -> bool:
+        """Return whether all blocks of `_blocks` lie alike on the levels of a network that has some."""
+        block, sizes = even[1] * even[2], level_sizes(self.cluster.network)
+        return sizes is not None and all(each % block == 0 or block % each == 0 for each in sizes)
+
+    @cached_property
+    def links(self) -> Links:
+        """Return the links by which closed forms count who shares one (`least_rate`)."""
+        network = self.cluster.network
+        if not isinstance(network, TorusNetwork | RingNetwork):
+            return network
+        return TorusLinks(self._torus_shape, tuple(axis.link_bytes_per_s for axis in self._torus_axes))
 
 
 def _span(hosts: NDArray[np.int64]) -> HostSpan:

@@ -16,25 +16,16 @@ A price keeps the latency apart from the amount, so that a simulator can let amo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-
-import numpy as np
 
 from meshweave.base.units import to_ps, work_ps
 from meshweave.cost.calls import with_counts
 from meshweave.cost.compute import engine_amount, tile_traffic
 from meshweave.cost.exchange import as_all_to_all, exchange_s
+from meshweave.cost.flows import least_rate, step_rates
 from meshweave.cost.libraries import sized_price
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.links import NetworkAxis
-from meshweave.describe.machine.network import (
-    FullMeshNetwork,
-    HostsNetwork,
-    RingNetwork,
-    SwitchNetwork,
-    TorusNetwork,
-)
-from meshweave.describe.machine.tree import TreeNetwork
+from meshweave.describe.machine.network import RingNetwork, TorusNetwork
 from meshweave.ir.program.release import CollectiveStep
 from meshweave.ir.work import Compute, CopyExchange, Transfer, Work
 
@@ -153,9 +144,8 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
         else:
             rate = _one_direction_rate(rate, machine.axis(work.axis, shared, one_way=True))
     elif work.kind == "all_to_all":
-        steps, amount = count - 1, _all_to_all_bytes(work, machine, shared)
-        if isinstance(machine.cluster.network, HostsNetwork | FullMeshNetwork):
-            rate = machine.rate(work.axis, kind)  # the bytes say already who shares a NIC or a link
+        rate = machine.rate(work.axis, kind)  # the bytes say already who shares a link
+        steps, amount = count - 1, _all_to_all_bytes(work, machine, rate)
     elif work.kind == "fence":
         steps, amount = count - 1, 0
     else:
@@ -166,43 +156,24 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
         if shares_links and steps > 1:  # the links themselves hold it back there
             return Price(launch, steps * sync, part, max(rate // steps, 1))
         rate = _one_direction_rate(rate, machine.axis(work.axis, shared, one_way=True))
+        if shared and work.hops > 1 and work.axis:
+            rate = _one_direction_rate(machine.rate(work.axis, kind), machine.axis(work.axis))
+            least = least_rate(*machine.counted(work.axis), work.hops)
+            amount = int(part * max(steps, rate / least))
     return Price(launch, steps * sync, amount, rate)
 
 
-def _all_to_all_bytes(work: Transfer, machine: Machine, shared: bool) -> int:
-    """Return the bytes that pass the busiest link of a chip in an all-to-all, in units of its rate.
+def _all_to_all_bytes(work: Transfer, machine: Machine, rate: int) -> int:
+    """Return the bytes in an all-to-all that take as long at a rate into a chip as its steps do.
 
-    Parts travel P / 2 hops on a ring of one direction and P / 4 on one of two. On a switch, in a full mesh, in a
-    tree and among hosts each goes straight to its member: in P - 1 steps, to the one so many places on. In a tree
-    the fullest link sets the pace of a step. What leaves a host takes the NIC of its chip, which others may
-    use too. Of a group that lies unevenly on hosts the mean number of members of a host counts.
+    Each member sends a part straight to the one a place on, then to the one two places on, and so forth. Links
+    are full duplex, and a part takes the shorter way round a ring, whether its collectives run in one direction or
+    two. The fullest link sets the pace of a step.
     """
-    count, part, network = work.num_ranks, work.part_bytes, machine.cluster.network
-    if isinstance(network, SwitchNetwork | FullMeshNetwork):
-        axis = machine.axis(work.axis)  # one part takes one direction of its link
-        return (count - 1) * part * (1 if axis.has_own_constants("all_to_all") else axis.num_directions)
-    if isinstance(network, TreeNetwork) and work.axis:
-        groups, rate = machine.groups(work.axis), machine.rate(work.axis, work.kind, shared)
-        chips = groups if machine.placement is None else np.array(machine.placement)[groups]
-        steps_s = _steps_s(network, chips.shape, chips.tobytes(), shared)
-        return int(part * sum(max(1.0, rate * each_s) for each_s in steps_s))
-    span = machine.any_host_span(work.axis) if isinstance(network, HostsNetwork) else None
-    if span is None or not isinstance(network, HostsNetwork):
-        one_direction = machine.num_directions(work.axis) == 1
-        return part * (count * (count - 1) // 2 if one_direction else count * count // 4)
-    sharing = span.per_host * (span.groups_per_host if shared else 1)
-    per_nic = -(-sharing // network.nics_per_host)
-    return part * (span.per_host - 1 + (count - span.per_host) * per_nic)
-
-
-@lru_cache(maxsize=256)
-def _steps_s(network: TreeNetwork, shape: tuple[int, ...], chips: bytes, shared: bool) -> list[float]:
-    """Return for each step of an all-to-all in groups of chips the seconds of a byte on a tree's fullest link."""
-    groups = np.frombuffer(chips, dtype=np.int64).reshape(shape)
-    half = [
-        network.longest_s(groups, np.roll(groups, -i, axis=1), shared) for i in range(1, shape[1] // 2 + 1)
-    ]
-    return half + half[: (shape[1] - 1) // 2]  # the other steps are these, sent back
+    if not work.axis or work.num_ranks == 1:  # one direction of a link takes a part
+        return (work.num_ranks - 1) * work.part_bytes * machine.num_directions(work.axis)
+    each = [max(1.0, rate / least) for least in step_rates(*machine.counted(work.axis))]
+    return int(work.part_bytes * (work.num_ranks - 1) * sum(each) / len(each))
 
 
 def _num_shares(step: CollectiveStep, axis_directions: int) -> int:

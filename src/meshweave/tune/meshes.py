@@ -58,7 +58,10 @@ class MeshSearchSpace:
         """Return the price cache of a mesh; meshes whose axes have the same links and hosts share one."""
         machine = self.machine(shape)
         names = [f"{MESH}.{axis}" for axis in AXES[: len(shape)]]
-        key = tuple((machine.axis(name, shared=True), machine.any_host_span(name)) for name in names)
+        key = tuple(
+            (machine.axis(name, True), machine.axis(name, True, one_way=True), machine.any_host_span(name))
+            for name in names
+        )
         return self._prices.setdefault(key, OpPrices(machine))
 
 

@@ -72,7 +72,9 @@ class Routing:
             if len(weights) != num_experts:
                 raise LayoutError(f"the table has weights of {len(weights)} experts, not of {num_experts}")
             if (num_drawn := np.count_nonzero(weights)) < top_k:
-                raise LayoutError(f"the table has {num_drawn} weights above 0, and a token takes {top_k} experts")
+                raise LayoutError(
+                    f"the table has {num_drawn} weights above 0, and a token takes {top_k} experts"
+                )
         with np.errstate(divide="ignore"):
             scores = np.log(weights) + draw.gumbel(size=(num_tokens, num_experts))
         return np.argsort(-scores, axis=1, kind="stable")[:, :top_k].astype(np.int32)

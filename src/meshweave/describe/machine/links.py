@@ -6,10 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Annotated, Literal
-
-import numpy as np
 
 from meshweave.base.errors import DescriptionError, LayoutError, require_known
 from meshweave.describe.files import Duration, Rate, key
@@ -167,19 +164,6 @@ def check_dims(num_dims: int) -> None:
     """Raise LayoutError unless `num_dims`, a number of mesh axes, is at least 1."""
     if num_dims < 1:
         raise LayoutError(f"a mesh needs at least 1 axis, not {num_dims}")
-
-
-@lru_cache(maxsize=4096)
-def most_split(per_host: int, size: int, stride: int) -> int:
-    """Return the largest number of groups of which one host has some chips, but not all.
-
-    A host is `per_host` consecutive chips. A group is `size` chips that are `stride` apart; every `size * stride`
-    consecutive chips hold `stride` such groups.
-    """
-    chips = np.arange(math.lcm(size * stride, per_host))
-    groups, hosts = chips // (size * stride) * stride + chips % stride, chips // per_host
-    of, at = np.divmod(np.unique(groups * len(chips) + hosts), len(chips))
-    return int(np.bincount(at[np.bincount(of)[of] > 1], minlength=1).max())
 
 
 class AnyShapeNetwork:

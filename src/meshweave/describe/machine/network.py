@@ -7,8 +7,7 @@ Every network has:
 
 - `num_chips`;
 - `mesh_shapes(num_dims)`: the shapes of the meshes of `num_dims` axes that it carries;
-- `axis(i, num_dims, shape, shared)`: the links that mesh axis `i` runs over; with `shared`, the share of them that
-  each group has while all groups of the axis communicate at once (hosts and trees; elsewhere none meet);
+- `axis(i, num_dims, shape)`: the links that mesh axis `i` runs over (`cost.machine` counts who shares them);
 - `with_chips(chips)`: the same network with another number of chips, or DescriptionError.
 """
 
@@ -27,7 +26,6 @@ from meshweave.describe.machine.links import (
     NetworkAxis,
     check_axis,
     check_dims,
-    most_split,
     slowest_axis,
 )
 from meshweave.describe.machine.tree import TreeNetwork
@@ -111,14 +109,12 @@ class TorusNetwork:
             raise LayoutError(f"a mesh of {num_dims} axes does not fit a torus of {len(self.axes)}")
         return factorisations(self.chips, num_dims)
 
-    def axis(
-        self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
-    ) -> NetworkAxis:
+    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
         """Return the links that mesh axis `i` of `num_dims` runs over: the slowest torus axis under it.
 
         `shape` None takes the first mesh of so many axes that the torus carries. A mesh axis of size 1 under
         which no torus axis lies has the slowest of all. Of a reconfigurable torus mesh axis `i` is torus axis
-        `i`. `shared` changes nothing: groups share no links here.
+        `i`.
 
         Raises:
             LayoutError: the torus cannot carry that mesh, or the mesh has no axis `i`.
@@ -203,12 +199,8 @@ class _OneLinkNetwork(AnyShapeNetwork):
         """Return the number of chips of the whole network."""
         return self.size
 
-    def axis(
-        self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
-    ) -> NetworkAxis:
+    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
         """Return the links that mesh axis `i` of `num_dims` runs over: the same for all axes.
-
-        `shared` changes nothing: groups share no port of a switch, and `cost.machine` counts who meets on a ring.
 
         Raises:
             LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
@@ -268,17 +260,11 @@ class HostsNetwork(AnyShapeNetwork):
         """Return the number of chips of the whole network."""
         return self.num_hosts * self.chips_per_host
 
-    def axis(
-        self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
-    ) -> NetworkAxis:
+    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
         """Return `intra` if every group of mesh axis `i` (of `num_dims`) stays within a host, else `nic`.
 
-        Without a shape, the last of several mesh axes is taken to be the one within a host, and `shared` changes
-        nothing. With a shape and `shared` the rate of a NIC is divided by the flows on it: a group that takes
-        every n-th rank leaves a host beside n - 1 others (ATP, equation 3); where a host holds the end of one
-        block of such groups and the beginning of the next it has both blocks' groups; and each direction of a
-        ring counts. All of these share the host's NICs evenly. With a shape no group that has neighbours in a host
-        is faster than `intra`.
+        Without a shape, the last of several mesh axes is taken to be the one within a host. With a shape no group
+        that has neighbours in a host is faster than `intra`.
 
         Raises:
             LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
@@ -289,10 +275,8 @@ class HostsNetwork(AnyShapeNetwork):
         if self.chips_per_host % math.prod(shape[i:]) == 0 or shape[i] == 1:
             return self.intra
         stride, flows = math.prod(shape[i + 1 :]), self.nic.num_directions
-        leaving = most_split(self.chips_per_host, shape[i], stride) * flows if shared else 1
-        share = self.nic.link_bytes_per_s / -(-leaving // self.nics_per_host)
         inside = self.intra.ring_bytes_per_s / flows if stride < self.chips_per_host else math.inf
-        return replace(self.nic, link_bytes_per_s=max(min(share, inside), 1.0))
+        return replace(self.nic, link_bytes_per_s=max(min(self.nic.link_bytes_per_s, inside), 1.0))
 
     def with_chips(self, chips: int) -> HostsNetwork:
         """Return the network of `chips` chips on the fewest hosts that they fill evenly.
@@ -339,13 +323,10 @@ class FullMeshNetwork(AnyShapeNetwork):
         """Return the number of chips of the whole network."""
         return self.num_packages * self.chips_per_package
 
-    def axis(
-        self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
-    ) -> NetworkAxis:
+    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
         """Return `inner` if every group of mesh axis `i` (of `num_dims`) stays within a package, else `link`.
 
-        Without a shape it is `link` where there are several packages. A ring of chips in order uses each link
-        once, so that one link sets its pace, and `shared` changes nothing. With a shape it is `link` at the rate
+        Without a shape it is `link` where there are several packages. With a shape it is `link` at the rate
         of `inner` where that is slower, and groups cross packages, too.
 
         Raises:

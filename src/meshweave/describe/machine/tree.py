@@ -21,7 +21,6 @@ from meshweave.describe.machine.links import (
     AnyShapeNetwork,
     NetworkAxis,
     check_axis,
-    most_split,
     require_at_least,
     slowest_axis,
 )
@@ -76,19 +75,14 @@ class TreeNetwork(AnyShapeNetwork):
         """Return the number of chips below one child of a switch, for each level; 1 at the lowest."""
         return tuple(accumulate((level.fanout for level in self.levels[:-1]), operator.mul, initial=1))
 
-    def axis(
-        self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
-    ) -> NetworkAxis:
+    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
         """Return the links of the slowest level that groups of mesh axis `i` (of `num_dims`) cross.
 
         All parallel links of a child of a switch count as one.
 
         A ring over neighbouring leaves sends one flow up and one down each link that it crosses, so that the
-        slowest level sets its pace. If a group takes every n-th leaf, n groups meet on the upper links, and twice
-        as many where a child holds the end of one block of such groups and the beginning of the next: with
-        `shared` each of them has its share of these (ATP, equation 3), and so have the two directions of a
-        ring that uses both; else each has all. Latency is that of the level alone. Without a shape, the last
-        of several mesh axes is taken to stay below the lowest switches, and any other to cross all levels.
+        slowest level sets its pace. Latency is that of the level alone. Without a shape, the last of several mesh
+        axes is taken to stay below the lowest switches, and any other to cross all levels.
 
         Raises:
             LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
@@ -103,15 +97,10 @@ class TreeNetwork(AnyShapeNetwork):
         crossed: list[NetworkAxis] = []
         for number in range(top, -1, -1):
             level = self.levels[number]
-            below = self.chips_below[number]
-            flows = min(stride, below) if shared and size > 1 else 1
             if level.direct is not None and (top == 0 or self._has_neighbours(number, stride, size)):
-                both = level.direct.num_directions if shared and size == 2 else 1
-                crossed.append(_divided(level.direct, 1, flows * both))
+                crossed.append(level.direct)
             if level.direct is None or number < top:
-                flows = most_split(below, size, stride) if shared and size > 1 else 1
-                both = level.axis.num_directions if shared else 1
-                crossed.append(_divided(level.axis, level.links, flows * both))
+                crossed.append(_as_one(level.axis, level.links))
         return slowest_axis(crossed)
 
     def axis_between(self, src: int, dst: int) -> NetworkAxis:
@@ -125,33 +114,23 @@ class TreeNetwork(AnyShapeNetwork):
             if meet and level.direct is not None and src != dst:
                 crossed.append(level.direct)
                 break
-            crossed.append(_divided(level.axis, level.links, 1))
+            crossed.append(_as_one(level.axis, level.links))
             if meet:
                 break
         return slowest_axis(reversed(crossed))
 
-    def longest_s(self, src: NDArray[np.int64], dst: NDArray[np.int64], shared: bool) -> float:
-        """Return the seconds per byte of a message on the most loaded link: the messages on it over its rate.
-
-        Args:
-            src, dst: the chip that each message is from, and that it is to; shape (groups, messages of a group).
-            shared: whether all groups send at once; else the result is that of the slowest group by itself.
-        """
-        fullest_s, chips = 0.0, self.num_chips
-        group = np.zeros_like(src) if shared else np.broadcast_to(np.arange(len(src))[:, None], src.shape)
+    def taken(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> list[tuple[NDArray[np.int64], float]]:
+        """Return the links that messages between chips take: for each kind their numbers and bytes per second."""
+        out: list[tuple[NDArray[np.int64], float]] = []
         for level, below in zip(self.levels, self.chips_below, strict=True):
             above = below * level.fanout
-            here, there = group * chips + src // below, group * chips + dst // below
-            apart, meet = here != there, src // above == dst // above
+            apart, meet = src // below != dst // below, src // above == dst // above
             climbing = apart & ~meet if level.direct is not None else apart
-            taken = [(end[climbing], level.child_bytes_per_s) for end in (here, there)]
+            out += [(end[climbing] // below, level.child_bytes_per_s) for end in (src, dst)]
             if level.direct is not None:
-                pairs = (here * level.fanout + dst // below % level.fanout)[apart & meet]
-                taken.append((pairs, level.direct.link_bytes_per_s))
-            for links, bytes_per_s in taken:
-                most = np.unique(links, return_counts=True)[1].max(initial=0)
-                fullest_s = max(fullest_s, float(most) / bytes_per_s)
-        return fullest_s
+                pairs = src // below * level.fanout + dst // below % level.fanout
+                out.append((pairs[apart & meet], level.direct.link_bytes_per_s))
+        return out
 
     def _has_neighbours(self, number: int, stride: int, size: int) -> bool:
         """Return whether two neighbours in a ring of `size`, `stride` chips apart, meet at a switch of a level."""
@@ -183,8 +162,6 @@ class TreeNetwork(AnyShapeNetwork):
         return replace(self, levels=(*lower, replace(top, fanout=chips // per_child)))
 
 
-def _divided(axis: NetworkAxis, links: int, flows: int) -> NetworkAxis:
-    """Return parallel links as one, or the share of it that each of several flows has."""
-    if links == flows == 1:
-        return axis
-    return replace(axis, link_bytes_per_s=max(links * axis.link_bytes_per_s / flows, 1.0))
+def _as_one(axis: NetworkAxis, links: int) -> NetworkAxis:
+    """Return parallel links as one."""
+    return axis if links == 1 else replace(axis, link_bytes_per_s=links * axis.link_bytes_per_s)
