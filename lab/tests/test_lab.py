@@ -167,6 +167,15 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(nothing_left):
             running.run([], timeout_s=1.0)
 
 
+def test_a_lab_that_is_not_up_touches_no_namespace(monkeypatch):
+    """Without the prefix of a lab its hosts have names that others may have given their own namespaces."""
+    killed = []
+    monkeypatch.setattr("meshweave_lab.lab.kill_inside", killed.extend)
+    with pytest.raises(UnsupportedError, match="not up"):
+        a_lab(PAIR).up().run(["true"], timeout_s=1.0)
+    assert not killed
+
+
 def started(tmp_path, *, command=("sleep", "60")):
     """`meshweave lab run` in a process of its own, once its ranks run; the file tells their pids."""
     file = tmp_path / "lab.toml"
