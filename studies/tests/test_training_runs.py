@@ -425,6 +425,17 @@ def test_rank_correlations_of_sweeps() -> None:
     assert sweeps_of(runs, others) == []
 
 
+def test_with_experts_no_scores_of_dense_models_are_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    dense = [run for run in RUNS if run.source.startswith("calculon")][:1]
+    monkeypatch.setattr("meshweave_studies.training_runs.rows.shipped_runs", lambda name="": tuple(dense))
+    scores = tmp_path / "scores.csv"
+    for option, lines in (("--experts", 1), ("--json", 2)):
+        assert run_app(["reproduce", "published", option, "--scores", str(scores)]) == 0
+        assert len(set(scores.read_text().splitlines())) == lines
+
+
 @pytest.mark.slow
 def test_the_saved_page_is_what_is_computed() -> None:
     rows = score_runs(RUNS)
