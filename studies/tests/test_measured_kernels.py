@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
