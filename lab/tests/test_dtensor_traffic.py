@@ -98,6 +98,10 @@ def test_mistakes():
         dtensor_traffic((2,), (Tile(0, 2),), (S0,), CUBE)
     with pytest.raises(UnsupportedError, match="sums"):
         dtensor_traffic((2,), (S0,), (R,), CUBE, out=(P,))
+    with pytest.raises(LayoutError, match="1 axes"):
+        dtensor_traffic((2,), (S0,), (R,), CUBE, out=(R, R))
+    with pytest.raises(LayoutError, match="names a dim"):
+        dtensor_traffic((2,), (S0,), (R,), CUBE, out=(Shard(5),))
     assert not dist.is_initialized()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:

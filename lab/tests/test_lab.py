@@ -19,6 +19,7 @@ from meshweave_lab.description import Link, SwitchLab, TorusLab, TreeLab
 from meshweave_lab.network import check
 from meshweave_lab.network.namespaces import lab_namespaces, leftovers, remove_leftovers
 from meshweave_lab.network.probe import ProbeFlow, goodput
+from meshweave_lab.processes import RankProcesses
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples" / "labs"
@@ -165,6 +166,23 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(nothing_left):
         assert not pids
         with pytest.raises(BindError, match="no command"):
             running.run([], timeout_s=1.0)
+
+
+def test_a_last_line_is_shown_whoever_holds_the_pipe():
+    said = []
+    with RankProcesses(time.monotonic() + 60.0, lambda *line: said.append(line)) as processes:
+        processes.start(0, ["sh", "-c", "printf end; sleep 2 & exit 0"], os.environ)
+        processes.wait(0.1)
+    assert said == [(0, "end", False)]
+
+
+def test_a_lab_that_is_not_up_touches_no_namespace(monkeypatch):
+    """Without the prefix of a lab its hosts have names that others may have given their own namespaces."""
+    killed = []
+    monkeypatch.setattr("meshweave_lab.lab.kill_inside", killed.extend)
+    with pytest.raises(UnsupportedError, match="not up"):
+        a_lab(PAIR).up().run(["true"], timeout_s=1.0)
+    assert not killed
 
 
 def started(tmp_path, *, command=("sleep", "60")):

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.block import BlockProblem
-from meshweave.base.errors import UnsupportedError
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.base.units import format_s
 from meshweave.cli.app import run_app
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.links import NetworkAxis
@@ -19,7 +20,7 @@ from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.tune.ranking import rank
 from meshweave_studies.blocks.ranking import block_machine, block_meshes, mesh_of, rank_blocks
-from meshweave_studies.blocks.reasons import axis_uses, block_reason, gains_s, name_of, next_strategy
+from meshweave_studies.blocks.reasons import _hidden, axis_uses, block_reason, gains_s, name_of, next_strategy
 from sampling import examples
 
 GPT = Transformer("small", 1, 512, 8, 8, 64, 2048, None, False, "made up")
@@ -107,6 +108,23 @@ def test_what_cannot_be_ranked() -> None:
         UnsupportedError, match="no strategy runs a block of small on 4 chips of atp-ic3: megatron"
     ):
         rank_blocks(GPT, LOAD, cluster, algorithms=["megatron"], mesh_shapes=[(2, 2)])
+    for mesh in ((3, 1), (4, 2)):
+        with pytest.raises(LayoutError, match="is not one of the 4 chips of atp-ic3"):
+            rank_blocks(GPT, LOAD, cluster, algorithms=["megatron"], mesh_shapes=[mesh])
+
+
+def test_no_more_is_hidden_than_there_is() -> None:
+    """Copies run beside products as communication does, and are told with it."""
+    load, cluster = Workload(4, 2048, "bfloat16"), load_cluster("h100-node:3")
+    (first,) = rank_blocks(
+        load_model("gpt3"), load, cluster, algorithms=["wang_block"], mesh_shapes=[(1, 3)]
+    ).ranked
+    times = first.estimate
+    hidden = times.compute_s + times.copy_s + times.communication_s - times.total_s
+    assert times.communication_s < hidden <= times.communication_s + times.copy_s
+    assert _hidden(first) == (
+        f"hides {format_s(hidden)} of {format_s(times.communication_s + times.copy_s)} of communication and copies"
+    )
 
 
 def test_a_program_that_takes_minutes_is_not_simulated_and_that_is_said(

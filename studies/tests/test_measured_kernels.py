@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run_app(["reproduce", "kernels", "--cases", str(file)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "gemm.csv: line 4, column latency_ms: '-1' is no number" in line
+
+
+def test_rows_of_all_files_that_ship_are_scored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the first row of each file: two files have products, and two have attentions."""
+    first = {name: replace(of, rows=of.rows[:1]) for name in SHIPPED if (of := shipped_measured(name))}
+    monkeypatch.setattr("meshweave.describe.machine.measured_file.shipped_measured", first.__getitem__)
+    assert run_app(["reproduce", "kernels", "--json"]) == 0
+    scored = [score["device"] for of in json.loads(capsys.readouterr().out).values() for score in of]
+    assert {of.rows[0].device for of in first.values()} <= {*scored} and len(scored) >= len(SHIPPED)
 
 
 def test_rows_that_constants_made_have_no_error() -> None:

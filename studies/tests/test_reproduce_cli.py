@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,28 @@ def test_tables_pictures_and_page(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert {"page.html", "meshslice-public.md", "meshslice-public-figure-9-gpt3.svg"} <= names
     assert "67.4" in (tmp_path / "meshslice-public.md").read_text()
     assert (tmp_path / "page.html").read_text().count("<svg") == 4
+
+
+def test_a_slash_in_the_name_of_a_machine_is_no_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, text, _ = called(capsys, "catalog", "tpu-v4-pod", "--toml")
+    assert status == 0
+    (tmp_path / "pod.toml").write_text(re.sub('name = ".*"', 'name = "a/b"', text, count=1))
+    args = (
+        *ESTIMATE,
+        "--cluster",
+        str(tmp_path / "pod.toml"),
+        "--rows",
+        "flops",
+        "--out",
+        str(tmp_path / "out"),
+    )
+    assert called(capsys, *args)[0] == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "meshslice-public-a-b.md",
+        "meshslice-public-a-b.json",
+    }
 
 
 def test_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

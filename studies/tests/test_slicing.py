@@ -129,6 +129,13 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["rows"][0]["verdict"] == "holds" and data["figures"] == []
     assert run_app(["reproduce", "slicing", "--figures", "9"]) == 2
     assert "figures: 2, 3" in capsys.readouterr().err
+    for machine, rows in (
+        ("h100-node:1", ("leaders",)),
+        ("h100-node:2", ("--reading", "cut", "mixed_copies")),
+    ):
+        *reading, row = rows
+        assert run_app(["reproduce", "slicing", "--pvc", machine, *reading, "--rows", row]) == 2
+        assert "give a machine of more" in capsys.readouterr().err
 
 
 def test_products_in_whole_waves_are_never_faster_than_at_the_peak() -> None:

@@ -217,6 +217,10 @@ def test_recipes_name_products_that_are_kept() -> None:
         ({"model": "Mixtral 8x7B"}, "experts"),
         ({"model": "Qwen3_30B_a3B"}, "experts"),
         ({"model": "nothing"}, "the sizes of the model are not known"),
+        ({"model": "GPT h4096 l36 a0"}, "the sizes of the model are not known"),
+        ({"model": "GPT h4096 l999999999 a32"}, "layers"),
+        ({"config": "zero-9"}, "zero is 9"),
+        ({"config": "HSDP=3", "tp": "1"}, "zero_group is 3"),
         ({"config": "MXFP4"}, "products in eight or four bits"),
         ({"config": "MXFP8"}, "precision mxfp8: its products were not measured on chip A100"),
         ({"chips": "8 Z100"}, "the catalog has no cluster of Z100"),
@@ -276,6 +280,7 @@ def test_peaks_and_memory() -> None:
     case = case_of(next(run for run in RUNS if "torchtitan" in run.source))
     assert peak(case) == 989e12 and published_bytes(case) == pytest.approx(82.4 * 2**30)
     assert published_bytes(case_of(run_at(2))) is None
+    assert published_bytes(replace(case, run=replace(case.run, second="0 GB"))) is None
     with pytest.raises(NoPredictionError, match="the metric 'miles/s' is not known"):
         published_seconds(case_of(run_of(metric="miles/s")), unpriced(case))
     assert model_flops(case, unpriced(case)) == unpriced(case).flops("all")
@@ -423,6 +428,17 @@ def test_rank_correlations_of_sweeps() -> None:
         replace(row, predicted=3.0),
     ]
     assert sweeps_of(runs, others) == []
+
+
+def test_with_experts_no_scores_of_dense_models_are_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    dense = [run for run in RUNS if run.source.startswith("calculon")][:1]
+    monkeypatch.setattr("meshweave_studies.training_runs.rows.shipped_runs", lambda name="": tuple(dense))
+    scores = tmp_path / "scores.csv"
+    for option, lines in (("--experts", 1), ("--json", 2)):
+        assert run_app(["reproduce", "published", option, "--scores", str(scores)]) == 0
+        assert len(set(scores.read_text().splitlines())) == lines
 
 
 @pytest.mark.slow

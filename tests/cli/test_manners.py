@@ -13,7 +13,7 @@ import pytest
 from meshweave import __version__
 from meshweave.base import errors
 from meshweave.cli import options
-from meshweave.cli.app import run_app
+from meshweave.cli.app import _command, run_app
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,11 +62,13 @@ def test_errors_quote_at_most_a_screen_line(capsys: pytest.CaptureFixture[str], 
         ["plan", "gpt3", "--cluster="],
         ["simulate", "--shape", "8,8,8", "--mesh", "", "--cluster", "tpu-v4-4x4"],
         ["bench", "fidelity", "--cluster", "", "--cases", "1"],
+        ["tune", "layouts", "--a", ""],
     ],
 )
 def test_an_option_given_an_empty_word_is_not_left_out(
     capsys: pytest.CaptureFixture[str], args: list[str]
 ) -> None:
+    _command.cache_clear()  # verbs of packages are loaded when they are asked for
     assert run_app(args) == 2
     assert "is given an empty word: give it a value, or leave it out" in capsys.readouterr().err
 

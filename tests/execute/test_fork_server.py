@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 from meshweave.base.errors import RankLostError
 from meshweave.execute.ranks import launch as launcher
 from meshweave.execute.ranks.launch import launch
-from meshweave_lab.fork_server import fork_servers, start_server
+from meshweave_lab.fork_server import _import_missing, fork_servers, start_server
 from meshweave_lab.shared_fork_servers import shared_fork_servers
 
 pytestmark = [
@@ -75,6 +75,13 @@ def test_a_killed_server_takes_its_ranks_along_and_is_started_anew_and_the_conte
         assert second != first
         assert Path(f"/proc/{second}").exists()
     assert not Path(f"/proc/{second}").exists() and launcher.rank_starter is outer
+
+
+def test_a_module_that_cannot_be_imported_does_not_end_the_server(tmp_path, monkeypatch):
+    (tmp_path / "no_python_at_all.py").write_text("1 +")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("meshweave_lab.fork_server._keep_from_ranks", lambda: None)
+    _import_missing(["no_python_at_all", "no_such_module_at_all"])
 
 
 def test_owners_of_a_shared_server_have_forks_of_their_own_which_end_with_the_context():

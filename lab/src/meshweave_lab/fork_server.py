@@ -310,7 +310,7 @@ def _import_missing(modules: Sequence[str]) -> None:
     """Import the modules that this process has not imported; one that fails is left to the rank."""
     missing = [name for name in modules if name not in sys.modules]
     for name in missing:
-        with suppress(ImportError):
+        with suppress(Exception):
             importlib.import_module(name)
     if missing:
         _keep_from_ranks()

@@ -231,7 +231,6 @@ class RunningLab:
             )
 
     def _enter(self, rank: int) -> tuple[str, ...]:
-        self._check_up()
         return ("ip", "netns", "exec", self.namespace(rank))
 
     def _check_up(self) -> None:
@@ -241,13 +240,16 @@ class RunningLab:
     @contextmanager
     def _one_run(self, env: Mapping[str, str]) -> Iterator[dict[str, str]]:
         """Let one run at a time into the lab; at its end, kill whatever its ranks have started and left."""
+        self._check_up()
+        # Named now: without the prefix of a lab that is up, these names may be of somebody else.
+        spaces = [f"{self._prefix}{host.name}" for host in self._wiring.hosts]
         if not self._busy.acquire(blocking=False):
             raise UnsupportedError("another run is under way in this lab; bring up a second one")
         try:
             with self._pacing(env) as pacing:
                 yield pacing
         finally:
-            kill_inside([f"{self._prefix}{host.name}" for host in self._wiring.hosts])
+            kill_inside(spaces)
             self._busy.release()
 
     @contextmanager

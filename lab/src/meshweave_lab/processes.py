@@ -141,6 +141,9 @@ class RankProcesses:
         until = time.monotonic() + 1.0  # a grandchild may hold a pipe open
         while self._selector.get_map() and time.monotonic() < until:
             self._pump(_POLL_S)
+        for (rank, is_error), rest in self._pending.items():  # a last line without an end
+            self._say(rank, rest, is_error)
+        self._pending.clear()
 
     def _signal_rest(self, signum: int) -> None:
         for process in self.running.values():
@@ -167,9 +170,12 @@ class RankProcesses:
             if rest:
                 self._pending[key.data] = rest
             for line in lines:
-                self.on_line(rank, line.decode(errors="replace").rstrip("\r"), is_error)
+                self._say(rank, line, is_error)
             if not data:
                 self._close(key.fileobj)  # type: ignore[arg-type]
+
+    def _say(self, rank: int, line: bytes, is_error: bool) -> None:
+        self.on_line(rank, line.decode(errors="replace").rstrip("\r"), is_error)
 
     def _close(self, stream: IO[bytes]) -> None:
         self._selector.unregister(stream)

@@ -118,11 +118,13 @@ class Reproduction:
 
     @property
     def stem(self) -> str:
-        """The beginning of the names of its files: the paper and the machines, if these are one or two."""
-        if self.file_stem:
-            return self.file_stem
+        """The beginning of the names of its files: the paper and the machines, if these are one or two.
+
+        A slash in the name of a machine, which would be a folder, is a hyphen.
+        """
         names = [name for name, _ in self.summary.machines]
-        return "-".join([self.paper, *names]) if len(names) <= 2 else self.paper
+        usual = "-".join([self.paper, *names]) if len(names) <= 2 else self.paper
+        return (self.file_stem or usual).replace("/", "-")
 
     def to_json(self) -> dict[str, Any]:
         """Return inputs, rows and figures as plain values."""

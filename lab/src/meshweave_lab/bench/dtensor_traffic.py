@@ -119,6 +119,9 @@ def dtensor_traffics(
     """
     require_known(dtype, DTYPES, "unknown dtype", LayoutError)
     mesh = Mesh.of("mesh", tuple(mesh_shape), tuple(f"x{i}" for i in range(len(mesh_shape))))
+    for product in products:
+        if product.out is not None:
+            Layout(mesh, product.out).local_shape(product.sizes[:2], 0)  # raises where it does not fit
     by_rank = []
     with _without_warnings():
         for rank in range(mesh.num_ranks):

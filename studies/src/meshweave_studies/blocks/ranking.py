@@ -7,6 +7,7 @@ are priced on all meshes: closed forms over skeletons take milliseconds, also wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -125,6 +126,10 @@ def rank_blocks(
     meshes = block_meshes(cluster) if mesh_shapes is None else mesh_shapes
     total = len(meshes) + max_simulated
     for number, mesh in enumerate(meshes):
+        if math.prod(mesh) != cluster.num_chips:
+            raise LayoutError(
+                f"mesh {'x'.join(map(str, mesh))} is not one of the {cluster.num_chips} chips of {cluster.name}"
+            )
         search.add(BlockProblem.of(model, workload, mesh, layers=layers), algorithms)
         progress(number + 1, total)
     if not search.best:

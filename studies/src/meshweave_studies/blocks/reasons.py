@@ -121,8 +121,9 @@ def next_strategy(ranking: BlockRanking) -> int | None:
 
 def _hidden(ranked: RankedConfig) -> str:
     times = ranked.estimate
-    hidden = times.compute_s + times.copy_s + times.communication_s - times.total_s
-    return f"hides {format_s(max(hidden, 0.0))} of {format_s(times.communication_s)} of communication"
+    beside = times.copy_s + times.communication_s
+    hidden = max(times.compute_s + beside - times.total_s, 0.0)
+    return f"hides {format_s(hidden)} of {format_s(beside)} of communication and copies"
 
 
 def _transfer_reason(ranking: BlockRanking, faster: RankedConfig, slower: RankedConfig) -> str:

@@ -44,16 +44,18 @@ def kernels(
         read_measured,
         shipped_measured,
     )
-    from meshweave_studies.kernels.score import catalog_kernels, overall, score_kernels
+    from meshweave_studies.kernels.score import Score, catalog_kernels, overall, score_kernels
     from meshweave_studies.kernels.tables import score_table
 
     given = load_kernels(constants) if constants else None
     files = {"": read_measured(cases)} if cases is not None else {x: shipped_measured(x) for x in SHIPPED}
-    scores = {}
+    by_title: dict[str, list[Score]] = {}
     for name, measured in files.items():
-        scored = score_kernels(measured, (lambda _: given) if given else catalog_kernels)
         title = "products, TPU compiler" if name == TPU_PRODUCTS else measured.kind
-        scores[title] = [*scored, *overall(scored)]
+        by_title.setdefault(title, []).extend(
+            score_kernels(measured, (lambda _: given) if given else catalog_kernels)
+        )
+    scores = {title: [*scored, *overall(scored)] for title, scored in by_title.items()}
     if json:
         print_json({kind: [score.to_json() for score in scored] for kind, scored in scores.items()})
         return
@@ -131,6 +133,7 @@ def published(
         write_file(report, runs_page(rows, sweep_table(sweeps), cells_text))
     if scores is not None:
         others = [run for name in ALSO_SHIPPED for run in shipped_runs(name)] if cases is None else []
+        others = [run for run in others if has_experts(run)] if experts else others
         routed = [] if experts else [run for run in (*runs, *others) if has_experts(run)]
         every = [*rows, *score_runs(others, experts=experts), *score_runs(routed, experts=True)]
         write_file(scores, scores_csv(every))

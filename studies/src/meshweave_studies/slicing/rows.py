@@ -6,9 +6,10 @@ Multiplication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import mean
 
+from meshweave.base.errors import UnsupportedError
 from meshweave_studies.published import PaperRows
 from meshweave_studies.slicing.partitionings import NAMED, OUTER, Partitioning
 from meshweave_studies.slicing.study import (
@@ -51,9 +52,18 @@ def fastest_with_stationary(
     """Return the seconds of the fastest partitioning with a given stationary matrix, by batch."""
     out = []
     for batch in study.batches:
-        points = [study.best(case, partitioning, batch, stays) for partitioning in partitionings]
-        out.append(min(point.seconds for point in points if point is not None))
+        out.append(_least(case, (study.best(case, one, batch, stays) for one in partitionings)))
     return out
+
+
+def _least(case: LayerOnMachine, points: Iterable[BatchTime | None]) -> float:
+    """Return the seconds of the fastest of some points. Raises UnsupportedError where there are none."""
+    seconds = [point.seconds for point in points if point is not None]
+    if not seconds:
+        raise UnsupportedError(
+            f"{case.name}: no replication factor of this row can be computed; give a machine of more chips"
+        )
+    return min(seconds)
 
 
 def _others(case: LayerOnMachine) -> list[str]:
@@ -92,8 +102,7 @@ def _over_others(
     last = study.batches[-1]
 
     def seconds(stationary: Stationary) -> float:
-        points = [study.best(case, partitioning, last, stationary) for partitioning in partitionings]
-        return min(point.seconds for point in points if point is not None)
+        return _least(case, (study.best(case, one, last, stationary) for one in partitionings))
 
     return percent_faster(min(seconds(name) for name in STATIONARY if name != stays), seconds(stays))
 
@@ -131,16 +140,11 @@ def mixed_copies(study: SlicingStudy, case: LayerOnMachine) -> OurValue:
     def seconds(are_mixed: bool) -> list[float]:
         wanted = [pair for pair in pairs if (pair[0] != pair[1]) == are_mixed]
         return [
-            _least(study.best(case, curve.partitioning, batch, curve.stationary, wanted))
+            _least(case, [study.best(case, curve.partitioning, batch, curve.stationary, wanted)])
             for batch in study.batches
         ]
 
     return mean_lead(study, seconds(True), seconds(False))
-
-
-def _least(point: BatchTime | None) -> float:
-    assert point is not None, "no replication factor can be computed"
-    return point.seconds
 
 
 def outer_adds(study: SlicingStudy, case: LayerOnMachine) -> OurValue:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from meshweave.algorithms.universal import UniversalConfig, UniversalProblem, universal_program
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout, Shard
 from meshweave.describe.layout.mesh import Mesh
@@ -186,7 +186,12 @@ class SlicingStudy:
                 for stationary in STATIONARY
                 if (point := self.best(case, partitioning, last, stationary)) is not None
             ]
-            assert candidates, f"{name} cannot be computed at all"
+            if not candidates:
+                cluster = self.machines[case.machine]
+                raise UnsupportedError(
+                    f"no copies of a {name} of {case.layer} exchange anything on the {cluster.num_chips} chips of "
+                    f"{cluster.name}; give a machine of more"
+                )
             _, partitioning, stationary = min(candidates, key=lambda candidate: candidate[0])
             points = [self.best(case, partitioning, batch, stationary) for batch in self.batches]
             self._curves[case, name] = Curve(

@@ -107,6 +107,16 @@ def case_of(
     Raises:
         NoPredictionError: it cannot be predicted; the reason.
     """
+    try:
+        return _case_of(run, constants, attention, experts)
+    except MeshweaveError as error:
+        raise NoPredictionError(str(error)) from None
+
+
+def _case_of(
+    run: PublishedRun, constants: SoftwareStack | None, attention: float | None, experts: bool
+) -> RunCase:
+    """Return what `case_of` does. Raises MeshweaveError, too, for what is no step of any run."""
     if reason := left_out_reason(run):
         raise NoPredictionError(reason)
     run = with_source_columns(run)
@@ -130,14 +140,11 @@ def case_of(
         if recipe.fuses_biases:
             software = replace(software, biased_experts=SoftwareStack().biased_experts)
     gradient_dtype = "float32" if words.is_amp else stack.gradient_dtype
-    try:
-        problem = StepProblem(
-            model, cluster, batch, seq, stack.dtype, gradient_dtype, attention_share=attention,
-            loss=stack.compiled_loss if words.is_compiled else None, stack=software, overlap="layers", reserve=0.0,
-            precision=precision, dispatcher=dispatcher_of(run, cluster) if model.is_routed else "all_to_all",
-        )  # fmt: skip
-    except MeshweaveError as error:
-        raise NoPredictionError(str(error)) from None
+    problem = StepProblem(
+        model, cluster, batch, seq, stack.dtype, gradient_dtype, attention_share=attention,
+        loss=stack.compiled_loss if words.is_compiled else None, stack=software, overlap="layers", reserve=0.0,
+        precision=precision, dispatcher=dispatcher_of(run, cluster) if model.is_routed else "all_to_all",
+    )  # fmt: skip
     share = expert_share(model, seq) if words.recomputes_experts else words.recomputed_of(model, seq)
     return RunCase(run, stack, problem, choices, share, words.kept_operators)
 
@@ -166,15 +173,8 @@ def _choices(
     if not words.is_sequence_parallel(stack.is_sequence_parallel):
         choices = tuple(replace(choice, strategy="megatron") for choice in choices)
     if model.is_routed:
-        choices = tuple(_with_experts(run, choice) for choice in choices)
+        choices = tuple(on_expert_ranks(run, choice) for choice in choices)
     return batch, choices
-
-
-def _with_experts(run: PublishedRun, choice: Parallelism) -> Parallelism:
-    try:
-        return on_expert_ranks(run, choice)
-    except MeshweaveError as error:
-        raise NoPredictionError(str(error)) from None
 
 
 def precision_of(run: PublishedRun) -> str | None:

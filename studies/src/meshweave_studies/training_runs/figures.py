@@ -79,9 +79,9 @@ def peak(case: RunCase) -> float:
 
 
 def published_bytes(case: RunCase) -> float | None:
-    """Return the bytes of a chip's memory that a row states, None where it states none.
+    """Return the bytes of a chip's memory that a row states, None where it states none, or 0.
 
     GB are read as 2^30 bytes: PyTorch counts bytes, and nanotron and others divide by 1024^3.
     """
     stated = _MEMORY.search(case.run.second)
-    return float(stated[1]) * GIB if stated else None
+    return float(stated[1]) * GIB or None if stated else None

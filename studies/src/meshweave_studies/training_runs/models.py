@@ -13,6 +13,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
+from meshweave.base.limits import STEP_LAYERS
 from meshweave.describe.files import parse_table
 from meshweave.describe.model import load_model
 from meshweave.describe.model.architecture import Architecture
@@ -26,7 +27,7 @@ _EXPERTS = re.compile(
     re.IGNORECASE,
 )
 _SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)\s*([mbt])\b", re.IGNORECASE)
-_SHAPE = re.compile(r"\bh(\d+)\b.*\bl(\d+)\b.*\ba(\d+)\b", re.IGNORECASE)
+_SHAPE = re.compile(r"\bh([1-9]\d*)\b.*\bl([1-9]\d*)\b.*\ba([1-9]\d*)\b", re.IGNORECASE)
 _PARAMETERS = re.compile(r"\((\d+) params\)")
 _CHECKPOINTS = re.compile(r"\bS?AC\b")
 """Words of torchtitan for what is computed again."""
@@ -69,6 +70,8 @@ def model_of(run: PublishedRun, *, experts: bool = False) -> Transformer:
     shape = _SHAPE.search(run.model)
     if shape:
         hidden, layers, heads = (int(number) for number in shape.groups())
+        if layers > STEP_LAYERS.most:
+            raise NoPredictionError(STEP_LAYERS.refusal(layers))
         return _gpt(run.model, [layers, hidden, heads], _VOCABULARY, "stated in the row")
     size, name = size_of(run), _family_name(run)
     catalog = _LLAMA_2 if re.search(r"llama-? ?2", run.model, re.IGNORECASE) else _CATALOG
