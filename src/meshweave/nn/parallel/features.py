@@ -29,6 +29,7 @@ _METHODS = {
     "load_adapter": _ADAPTERS,
     "set_adapter": _ADAPTERS,
     "forward": "call the whole model",
+    "_init_weights": "it goes by classes of layers, which are others now; initialise parameters by their names",
     "__deepcopy__": f"it has process groups and parts of weights, which are not copied; {_SAVE}",
     "__reduce_ex__": f"it has process groups, which are not pickled; save its state_dict, or {_SAVE}",
 }
@@ -92,9 +93,9 @@ def refuse_features(module: nn.Module, layers: str, runs_own_code: bool, offered
 def _of_transformers(kind: type) -> set[str]:
     """Return the names of methods that a class has of transformers, but for those that go on working."""
     bases = [base for base in kind.__mro__ if base.__module__.startswith("transformers.")]
-    named = [
-        (name, value) for base in bases for name, value in vars(base).items() if not name.startswith("_")
-    ]
+    named = (
+        item for base in bases for item in vars(base).items() if item[0][0] != "_" or item[0] in _METHODS
+    )
     return {name for name, value in named if inspect.isfunction(value)} - _KEPT
 
 
@@ -116,7 +117,7 @@ class PlacedModules:
         named = module.named_parameters()
         self._memory = {name: _memory(each) for name, each in named if isinstance(each, DTensor)}
         owners = [
-            (owner._parameters, key, f"{path}.{key}" if path else key, owner)
+            (owner._parameters, key, f"{path}.{key}" if path else key, owner, len(owner._parameters))
             for path, owner in module.named_modules()
             for key in owner._parameters
         ]
@@ -133,7 +134,7 @@ class PlacedModules:
 
     def check(self) -> None:
         """Raise UnsupportedError, naming it, where a module was replaced, or has hooks that would not run, or a
-        parameter was removed, is on the meta device or had its `.data` assigned.
+        parameter was added or replaced by a plain one, removed, is on the meta device or had its `.data` assigned.
         """
         unused = zip(self._uncalled, self._unused_hooks, strict=True) if any(self._unused_hooks) else ()
         if name := next((path for path, hooks in unused if any(map(_is_of_user, hooks.values()))), None):
@@ -146,7 +147,7 @@ class PlacedModules:
             self._check_modules()
         tables, keys, *_ = self._owners
         parameters = [each for each in map(dict.get, tables, keys) if isinstance(each, DTensor)]
-        numbers, held = _numbers(parameters), compat.local_tensors(parameters)
+        numbers, held = [*map(len, tables), *_numbers(parameters)], compat.local_tensors(parameters)
         before, own = self._passed
         if numbers != before or not all(map(is_, held, map(call, own))):
             self._check_memory()
@@ -162,12 +163,21 @@ class PlacedModules:
                 )
 
     def _check_memory(self) -> None:
-        for parameters, key, name, owner in zip(*self._owners, strict=True):
+        for parameters, key, name, owner, count in zip(*self._owners, strict=True):
             parameter = parameters.get(key)
             if key not in parameters and not hasattr(type(owner), key):  # which is computed at each use
                 raise UnsupportedError(
                     f"{name} is no parameter any more, as after pruning, and ranks would use the one of the last "
                     "call: do it before parallelize, and make it permanent"
+                )
+            is_plain = (
+                name in self._memory and isinstance(parameter, Tensor) and not isinstance(parameter, DTensor)
+            )
+            if is_plain or (len(parameters) > count and type(owner).__module__.startswith("meshweave.")):
+                put = name if is_plain else f"a parameter beside {name}"
+                raise UnsupportedError(
+                    f"{put} was put there after parallelize, and is not computed: change values in place, as "
+                    "parameter.copy_(values) does under torch.no_grad(), or put it there before parallelize"
                 )
             if isinstance(parameter, DTensor):
                 if compat.local_tensor(parameter).is_meta:
