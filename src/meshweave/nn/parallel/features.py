@@ -25,12 +25,11 @@ _METHODS = {
     "generate": f"tokens are not generated from parts of a model; {_SAVE}",
     "save_pretrained": _SAVE,
     "push_to_hub": f"{_SAVE}; push that folder",
-    "add_adapter": _ADAPTERS,
-    "load_adapter": _ADAPTERS,
-    "set_adapter": _ADAPTERS,
+    **dict.fromkeys(("add_adapter", "load_adapter", "set_adapter"), _ADAPTERS),
     "forward": "call the whole model",
     "_init_weights": "it goes by classes of layers, which are others now; initialise parameters by their names",
     "__deepcopy__": f"it has process groups and parts of weights, which are not copied; {_SAVE}",
+    "share_memory": "memory of a rank's parts is not shared with other processes; share a model on one rank",
     "__reduce_ex__": f"it has process groups, which are not pickled; save its state_dict, or {_SAVE}",
 }
 """Methods that are refused, each with what to use; other methods of transformers are to be called earlier."""
@@ -69,7 +68,7 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 def refuse_features(module: nn.Module, layers: str, runs_own_code: bool, offered: Iterable[str] = ()) -> None:
     """Make methods raise UnsupportedError: those of transformers that are not known to go on working.
 
-    Copying, pickling, DDP, adapters of PEFT and `load_state_dict` of other placements are refused as well.
+    Copying, pickling, shared memory, DDP, adapters of PEFT and `load_state_dict` of other placements are refused.
 
     Args:
         layers: the name of its list of layers.
@@ -79,7 +78,7 @@ def refuse_features(module: nn.Module, layers: str, runs_own_code: bool, offered
     """
     for child in module.modules():
         if child is module or hasattr(child, "save_pretrained"):
-            refused = _of_transformers(type(child)) | {"__deepcopy__", "__reduce_ex__"}
+            refused = _of_transformers(type(child)) | {"__deepcopy__", "__reduce_ex__", "share_memory"}
             for name in sorted(refused - {*offered} if child is module else refused & {*_METHODS}):
                 setattr(child, name, _refusal(type(child).__name__, name))
     while not runs_own_code and (layers := layers.rpartition(".")[0]):
