@@ -230,7 +230,8 @@ def _unheard(mesh: DeviceMesh) -> dict[str, str]:
 
     def put(name: str, shape: tuple[int, ...]) -> None:
         made = parallelize(_model(), "data_parallel", mesh, check=False)
-        setattr(made.module.lm_head, name, nn.Parameter(torch.ones(shape, dtype=torch.float64)))
+        given = nn.Parameter(torch.ones(shape, dtype=torch.float64))
+        setattr(made.module.lm_head, name, given if shape else made.embedding.weight)
         made.loss(*_batch())
 
     def transformed() -> None:
@@ -258,6 +259,7 @@ def _unheard(mesh: DeviceMesh) -> dict[str, str]:
         "norm": lambda: hooked("model.norm"),
         "pruned": pruned,
         "plain": lambda: put("weight", (WORDS, HIDDEN)),
+        "tied": lambda: put("weight", ()),
         "added": lambda: put("bias", (WORDS,)),
         "transform": transformed,
         "states": lambda: stepped(True),

@@ -133,7 +133,7 @@ class PlacedModules:
 
     def check(self) -> None:
         """Raise UnsupportedError, naming it, where a module was replaced, or has hooks that would not run, or a
-        parameter was added or replaced by a plain one, removed, is on the meta device or had its `.data` assigned.
+        parameter was added, replaced or removed, is on the meta device or had its `.data` assigned.
         """
         unused = zip(self._uncalled, self._unused_hooks, strict=True) if any(self._unused_hooks) else ()
         if name := next((path for path, hooks in unused if any(map(_is_of_user, hooks.values()))), None):
@@ -162,6 +162,7 @@ class PlacedModules:
                 )
 
     def _check_memory(self) -> None:
+        seen: dict[int, str] = {}
         for parameters, key, name, owner, count in zip(*self._owners, strict=True):
             parameter = parameters.get(key)
             if key not in parameters and not hasattr(type(owner), key):  # which is computed at each use
@@ -169,11 +170,11 @@ class PlacedModules:
                     f"{name} is no parameter any more, as after pruning, and ranks would use the one of the last "
                     "call: do it before parallelize, and make it permanent"
                 )
-            is_plain = (
-                name in self._memory and isinstance(parameter, Tensor) and not isinstance(parameter, DTensor)
-            )
-            if is_plain or (len(parameters) > count and type(owner).__module__.startswith("meshweave.")):
-                put = name if is_plain else f"a parameter beside {name}"
+            own = name in self._memory and isinstance(parameter, Tensor)
+            at = seen.setdefault(id(parameter), name) if isinstance(parameter, DTensor) and own else ""
+            is_other = own and at != name
+            if is_other or (len(parameters) > count and type(owner).__module__.startswith("meshweave.")):
+                put = name if is_other else f"a parameter beside {name}"
                 raise UnsupportedError(
                     f"{put} was put there after parallelize, and is not computed: change values in place, as "
                     "parameter.copy_(values) does under torch.no_grad(), or put it there before parallelize"
