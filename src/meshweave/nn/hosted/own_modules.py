@@ -89,7 +89,7 @@ class OwnModule(nn.Module):  # type: ignore[misc]
         """Set an attribute, also for the module's own code where that has one of this name."""
         super().__setattr__(name, value)
         if name in vars(self).get("_settings", ()):
-            vars(self._own)[name] = value
+            self._own.__dict__[name] = value
 
     def forward(self, *given: Any, **named: Any) -> Any:
         """Return what the module's own code returns for `given` and `named`, this rank's parts of its arguments.
