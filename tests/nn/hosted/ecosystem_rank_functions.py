@@ -210,6 +210,8 @@ def refused(kind: str, strategy: str, folder: Path) -> dict[str, str]:
         "DDP": lambda: nn.parallel.DistributedDataParallel(module),
         "weights of a rank": lambda: module.load_state_dict(_of_first(module.state_dict())),
         "state of a rank": lambda: _resumed(made, _of_first(optimizer.state_dict()), tokens, targets),
+        "shared": lambda: module.share_memory(),
+        "initial": lambda: module.apply(module._init_weights),
         "data": lambda: _assigned(made, tokens, targets),
     }
     said = {}

@@ -114,6 +114,28 @@ def one_head_of_keys(kind: str, strategy: str) -> list[float]:
     return _off(whole, _parallel(whole, strategy), input_ids=tokens, labels=tokens)
 
 
+def set_afterwards(kind: str, strategy: str) -> list[float]:
+    """Return how far a model is from its own whose last norm gets another epsilon after `parallelize`."""
+    whole: Any = small_models.make_model(kind)
+    made = _parallel(whole, strategy)
+    tokens = small_models.batch()[0]
+    path, name = ("transformer.ln_f", "eps") if kind == "gpt2" else ("model.norm", "variance_epsilon")
+    for module in (whole, made.module):
+        setattr(module.get_submodule(path), name, 0.5)
+    return _off(whole, made, input_ids=tokens, labels=tokens)
+
+
+def low_rank(kind: str, strategy: str) -> list[float]:
+    """Return how far a model is from its own of which two linear layers are in the place of one."""
+    whole: Any = small_models.make_model(kind)
+    mlp = whole.model.layers[0].mlp
+    inner, hidden = mlp.up_proj.weight.shape
+    parts = [torch.nn.Linear(hidden, 8, bias=False), torch.nn.Linear(8, inner, bias=False)]
+    mlp.up_proj = torch.nn.Sequential(*parts).double()
+    tokens = small_models.batch()[0]
+    return _off(whole, _parallel(whole, strategy), input_ids=tokens, labels=tokens)
+
+
 def packed(kind: str, strategy: str) -> list[float]:
     """Return how far documents in one row, in a call without a cache, are from the model's own."""
     whole = small_models.make_model(kind)

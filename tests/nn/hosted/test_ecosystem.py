@@ -28,6 +28,8 @@ SAID = {
     "layer": "call the whole model",
     "DDP": "take FSDP2",
     "state of a rank": "its state: of the rank at",
+    "shared": "share a model on one rank",
+    "initial": "initialise parameters by their names",
     "data": "embed_tokens.weight.data was assigned",
 }
 

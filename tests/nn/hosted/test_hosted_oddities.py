@@ -33,6 +33,8 @@ def test_padded_rows_with_dropout_and_one_head_of_keys() -> None:
         ("one_head_of_keys", "gemma3_text", "megatron"),
         ("one_head_of_keys", "olmo2", "megatron_sp"),
         ("packed", "granitemoe", "zero3"),
+        ("set_afterwards", "gpt2", "megatron"),
+        ("set_afterwards", "llama", "megatron"),
     ]
     for answers in _launched(cases):
         for name, off in answers.items():
@@ -59,6 +61,8 @@ def test_factors_positions_and_models_for_evaluation() -> None:
         ("too_long", "gpt2", "zero3"),
         ("too_long", "opt", "megatron"),
         ("generated", "granitemoe", "megatron"),
+        ("low_rank", "llama", "megatron"),
+        ("low_rank", "llama", "zero3"),
     ]
     for answers in _launched(cases):
         for kind in ("bart", "gemma2"):
@@ -67,3 +71,5 @@ def test_factors_positions_and_models_for_evaluation() -> None:
         assert "LayoutError: transformer.wpe has 16 rows" in answers["too_long gpt2 zero3"]
         assert "LayoutError: model.decoder.embed_positions has 18 rows" in answers["too_long opt megatron"]
         assert answers["generated granitemoe megatron"] is True
+        assert "a linear layer between two others" in answers["low_rank llama megatron"]
+        assert max(answers["low_rank llama zero3"]) < TOLERANCE

@@ -228,6 +228,12 @@ def _unheard(mesh: DeviceMesh) -> dict[str, str]:
         prune.l1_unstructured(made.module.lm_head, "weight", 0.5)
         made.loss(*_batch())
 
+    def put(name: str, shape: tuple[int, ...]) -> None:
+        made = parallelize(_model(), "data_parallel", mesh, check=False)
+        given = nn.Parameter(torch.ones(shape, dtype=torch.float64))
+        setattr(made.module.lm_head, name, given if shape else made.embedding.weight)
+        made.loss(*_batch())
+
     def transformed() -> None:
         made = parallelize(_model(), "megatron_sp", mesh, check=False)
         torch.func.grad(lambda scale: scale * made.loss(*_batch()))(torch.ones((), dtype=torch.float64))
@@ -252,6 +258,9 @@ def _unheard(mesh: DeviceMesh) -> dict[str, str]:
         "part": lambda: hooked("model.layers.0.mlp"),
         "norm": lambda: hooked("model.norm"),
         "pruned": pruned,
+        "plain": lambda: put("weight", (WORDS, HIDDEN)),
+        "tied": lambda: put("weight", ()),
+        "added": lambda: put("bias", (WORDS,)),
         "transform": transformed,
         "states": lambda: stepped(True),
         "no states": lambda: stepped(False),

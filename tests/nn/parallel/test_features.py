@@ -50,6 +50,9 @@ def test_features_of_torch() -> None:
         assert "torch.func.grad, vmap and the like do not transform" in said["transform"]
         assert said["states"].startswith("LayoutError: exp_avg of this AdamW is of a whole parameter")
         assert said["pruned"].startswith("UnsupportedError: lm_head.weight is no parameter any more")
+        for name in ("plain", "tied"):
+            assert said[name].startswith("UnsupportedError: lm_head.weight was put there after parallelize")
+        assert said["added"].startswith("UnsupportedError: a parameter beside lm_head.weight was put there")
         assert said["norm"] == said["no states"] == ""
     first, second = (answer["dropout"] for answer in ranks)
     assert first["copied"] == second["copied"]

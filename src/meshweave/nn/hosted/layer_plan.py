@@ -79,6 +79,13 @@ class LayerReplacements:
                 "out at random, or by their number, are not computed: turn that off"
             )
         hidden = next(iter(made.values())).site.hidden
+        for linear in made.values():
+            if linear.site.hidden != hidden and not (linear.site.is_first or linear.is_local):
+                raise UnsupportedError(
+                    f"{linear.name} leads from inner features to {linear.site.hidden} others, and not to the "
+                    f"{hidden} of the residual: where ranks share features, a linear layer between two others, as "
+                    "of weights of low rank, is not computed"
+                )
         for path, kind in self.parts.norms.items():
             name, norm = self._module(path)
             residual = self.roles.residual

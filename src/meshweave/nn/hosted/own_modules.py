@@ -88,6 +88,13 @@ class OwnModule(nn.Module):  # type: ignore[misc]
             self.layouts[key] = self.kept[key].layout
             setattr(self, key, self.layouts[key].distribute(name, whole, strategy))
         self._use = ParameterUse([entries_of([self])])
+        self._settings = vars(own).keys() - vars(self).keys() - self.kept.keys()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, also for the module's own code where that has one of this name."""
+        super().__setattr__(name, value)
+        if name in vars(self).get("_settings", ()):
+            self._own.__dict__[name] = value
 
     def forward(self, *given: Any, **named: Any) -> Any:
         """Return what the module's own code returns for `given` and `named`, this rank's parts of its arguments.

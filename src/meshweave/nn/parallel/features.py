@@ -25,11 +25,11 @@ _METHODS = {
     "generate": f"tokens are not generated from parts of a model; {_SAVE}",
     "save_pretrained": _SAVE,
     "push_to_hub": f"{_SAVE}; push that folder",
-    "add_adapter": _ADAPTERS,
-    "load_adapter": _ADAPTERS,
-    "set_adapter": _ADAPTERS,
+    **dict.fromkeys(("add_adapter", "load_adapter", "set_adapter"), _ADAPTERS),
     "forward": "call the whole model",
+    "_init_weights": "it goes by classes of layers, which are others now; initialise parameters by their names",
     "__deepcopy__": f"it has process groups and parts of weights, which are not copied; {_SAVE}",
+    "share_memory": "memory of a rank's parts is not shared with other processes; share a model on one rank",
     "__reduce_ex__": f"it has process groups, which are not pickled; save its state_dict, or {_SAVE}",
 }
 """Methods that are refused, each with what to use; other methods of transformers are to be called earlier."""
@@ -68,8 +68,8 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 def refuse_features(module: nn.Module, layers: str, runs_own_code: bool, offered: Iterable[str] = ()) -> None:
     """Make the methods of transformers that would not work on a parallelised model raise UnsupportedError.
 
-    Copying, pickling, DDP, adapters of PEFT, and `load_state_dict` of tensors in other placements are refused,
-    too.
+    Copying, pickling, shared memory, DDP, adapters of PEFT, and `load_state_dict` of tensors in other placements
+    are refused, too.
 
     Args:
         module: the model, changed in place.
@@ -79,7 +79,7 @@ def refuse_features(module: nn.Module, layers: str, runs_own_code: bool, offered
     """
     for child in module.modules():
         if child is module or hasattr(child, "save_pretrained"):
-            refused = _of_transformers(type(child)) | {"__deepcopy__", "__reduce_ex__"}
+            refused = _of_transformers(type(child)) | {"__deepcopy__", "__reduce_ex__", "share_memory"}
             for name in sorted(refused - {*offered} if child is module else refused & {*_METHODS}):
                 setattr(child, name, _refusal(type(child).__name__, name))
     while not runs_own_code and (layers := layers.rpartition(".")[0]):
@@ -93,9 +93,9 @@ def refuse_features(module: nn.Module, layers: str, runs_own_code: bool, offered
 def _of_transformers(kind: type) -> set[str]:
     """Return the names of methods that a class has of transformers, but for those that go on working."""
     bases = [base for base in kind.__mro__ if base.__module__.startswith("transformers.")]
-    named = [
-        (name, value) for base in bases for name, value in vars(base).items() if not name.startswith("_")
-    ]
+    named = (
+        item for base in bases for item in vars(base).items() if item[0][0] != "_" or item[0] in _METHODS
+    )
     return {name for name, value in named if inspect.isfunction(value)} - _KEPT
 
 
@@ -119,7 +119,7 @@ class PlacedModules:
         named = module.named_parameters()
         self._memory = {name: _memory(each) for name, each in named if isinstance(each, DTensor)}
         owners = [
-            (owner._parameters, key, f"{path}.{key}" if path else key, owner)
+            (owner._parameters, key, f"{path}.{key}" if path else key, owner, len(owner._parameters))
             for path, owner in module.named_modules()
             for key in owner._parameters
         ]
@@ -137,8 +137,8 @@ class PlacedModules:
     def check(self) -> None:
         """Raise UnsupportedError, naming the module or parameter, where the model was changed since it was noted.
 
-        Changes are a module replaced, a hook that would not run, a parameter removed, or its `.data` assigned; a
-        parameter on the meta device is refused, too.
+        Changes are a module replaced, a hook that would not run, a parameter added, replaced, tied or removed, or
+        its `.data` assigned; a parameter on the meta device is refused, too.
         """
         unused = zip(self._uncalled, self._unused_hooks, strict=True) if any(self._unused_hooks) else ()
         if name := next((path for path, hooks in unused if any(map(_is_of_user, hooks.values()))), None):
@@ -151,7 +151,7 @@ class PlacedModules:
             self._check_modules()
         tables, keys, *_ = self._owners
         parameters = [each for each in map(dict.get, tables, keys) if isinstance(each, DTensor)]
-        numbers, held = _numbers(parameters), compat.local_tensors(parameters)
+        numbers, held = [*map(len, tables), *_numbers(parameters)], compat.local_tensors(parameters)
         before, own = self._passed
         if numbers != before or not all(map(is_, held, map(call, own))):
             self._check_memory()
@@ -167,12 +167,22 @@ class PlacedModules:
                 )
 
     def _check_memory(self) -> None:
-        for parameters, key, name, owner in zip(*self._owners, strict=True):
+        seen: dict[int, str] = {}
+        for parameters, key, name, owner, count in zip(*self._owners, strict=True):
             parameter = parameters.get(key)
             if key not in parameters and not hasattr(type(owner), key):  # which is computed at each use
                 raise UnsupportedError(
                     f"{name} is no parameter any more, as after pruning, and ranks would use the one of the last "
                     "call: do it before parallelize, and make it permanent"
+                )
+            own = name in self._memory and isinstance(parameter, Tensor)
+            at = seen.setdefault(id(parameter), name) if isinstance(parameter, DTensor) and own else ""
+            is_other = own and at != name
+            if is_other or (len(parameters) > count and type(owner).__module__.startswith("meshweave.")):
+                put = name if is_other else f"a parameter beside {name}"
+                raise UnsupportedError(
+                    f"{put} was put there after parallelize, and is not computed: change values in place, as "
+                    "parameter.copy_(values) does under torch.no_grad(), or put it there before parallelize"
                 )
             if isinstance(parameter, DTensor):
                 if compat.local_tensor(parameter).is_meta:

@@ -96,6 +96,10 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
         self.sum_rows = Mover(sums, sums)
         be_instance_of(self, norm)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; `eps` is set by each of the names that norms have for it."""
+        super().__setattr__("eps" if name in EPSILON else name, value)
+
     def _gains(self) -> tuple[Tensor | None, Tensor | None]:
         """Return what rows are multiplied by, and what is added."""
         values = dict(zip(self.layouts, self._use(), strict=True))
