@@ -10,9 +10,10 @@ no quoted word is longer than `MAX_QUOTED` and no line longer than `MAX_LINE` ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
-from numbers import Integral
+from numbers import Integral, Real
 
 # `re` and `difflib` are imported where a message needs them: they would be most of `import meshweave`.
 MAX_QUOTED = 160
@@ -163,12 +164,26 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean '{nearest}'?)" if nearest else ""
 
 
-def require_count(value: object, what: str, kind: type[MeshweaveError]) -> None:
-    """Raise an error of class `kind` where `value` is no whole number of at least 1; `what` begins the message."""
+def require_count(value: object, what: str, kind: type[MeshweaveError]) -> int:
+    """Return a whole number of at least 1, also one of numpy, as an int.
+
+    Raises an error of class `kind` where `value` is none; `what` begins the message.
+    """
     if not isinstance(value, Integral):
         raise kind(f"{what} is {printable(repr(value))}; give a whole number")
     if value < 1:
         raise kind(f"{what} is {value}; give at least 1")
+    return int(value)
+
+
+def require_number(value: object, least: float, what: str, right: str, kind: type[MeshweaveError]) -> float:
+    """Return a finite number of at least `least`, also one of numpy, as a float.
+
+    Raises an error of class `kind` where `value` is none; the message is `what` "is" the value; "give" `right`.
+    """
+    if not isinstance(value, Real) or not least <= value < math.inf:
+        raise kind(f"{what} is {printable(str(value))}; give {right}")
+    return float(value)
 
 
 def require_known(
