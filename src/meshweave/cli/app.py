@@ -104,7 +104,8 @@ def _refuse_empty_value(args: list[str]) -> None:
     own = args[: args.index("--")] if "--" in args else args
     command = _command()
     for word in own:
-        command = getattr(command, "commands", {}).get(word, command)
+        if hasattr(command, "get_command") and not word.startswith("-"):  # also of verbs that packages add
+            command = command.get_command(None, word) or command
     takers = {name for param in command.params if not getattr(param, "is_flag", True) for name in param.opts}
     for at, word in enumerate(own):
         option, equals, value = word.partition("=")
