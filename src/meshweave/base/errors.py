@@ -164,16 +164,22 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean '{nearest}'?)" if nearest else ""
 
 
-def require_count(value: object, what: str, kind: type[MeshweaveError]) -> int:
-    """Return a whole number of at least 1, also one of numpy, as an int.
+def require_whole(value: object, what: str, kind: type[MeshweaveError]) -> int:
+    """Return a whole number, also one of numpy, whose products overflow, as an int.
 
     Raises an error of class `kind` where `value` is none; `what` begins the message.
     """
     if not isinstance(value, Integral):
         raise kind(f"{what} is {printable(repr(value))}; give a whole number")
-    if value < 1:
-        raise kind(f"{what} is {value}; give at least 1")
     return int(value)
+
+
+def require_count(value: object, what: str, kind: type[MeshweaveError]) -> int:
+    """Return what `require_whole` does. Raises an error of class `kind` where it is below 1, too."""
+    count = require_whole(value, what, kind)
+    if count < 1:
+        raise kind(f"{what} is {count}; give at least 1")
+    return count
 
 
 def require_number(value: object, least: float, what: str, right: str, kind: type[MeshweaveError]) -> float:
