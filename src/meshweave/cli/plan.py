@@ -217,6 +217,8 @@ def _plan_step(problem: StepProblem, given: PlanVerbOptions) -> None:
         refuse_given(given, ("price",), "--json", "has the plan, which has no prices")
     options = space_options(read_fixed(given.fix), problem.stack)
     memory_bytes = None if given.memory is None else read_bytes("--memory", given.memory, BARE_CHIP_BYTES)
+    if memory_bytes == 0:
+        raise DescriptionError("--memory is 0; give the bytes of a chip, such as 76GB")
     with progress_bar("planning", plain_lines=True) as progress:
         chosen = plan_step(
             problem,
