@@ -58,7 +58,7 @@ class Cluster:
         """Return the same machine with another number of chips. Raises DescriptionError if it has no such size."""
         chips = require_count(chips, f"cluster {self.name}: the number of chips", DescriptionError)
         if chips > CHIPS.most:  # first, for sizes near to it are none either
-            raise DescriptionError(f"cluster {self.name}: {CHIPS.refusal(chips)}")
+            raise DescriptionError(f"cluster {self.name}: {CHIPS.refusal(chips)}; give fewer")
         try:
             return replace(self, network=self.network.with_chips(chips))
         except DescriptionError as error:
