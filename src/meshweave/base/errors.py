@@ -187,9 +187,13 @@ def require_number(value: object, least: float, what: str, right: str, kind: typ
 
     Raises an error of class `kind` where `value` is none; the message is `what` "is" the value; "give" `right`.
     """
-    if not isinstance(value, Real) or not least <= value < math.inf:
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:  # an int beyond floats
+        number = math.inf
+    if not least <= number < math.inf:
         raise kind(f"{what} is {printable(str(value))}; give {right}")
-    return float(value)
+    return number
 
 
 def require_known(
