@@ -205,7 +205,8 @@ def _refuse_unread(what: str, options: ShowOptions) -> None:
     Shown by a product of the usual size, for of a small one any number may come to the same.
     """
     usual = replace(ShowOptions(), mesh=options.mesh, dataflow=options.dataflow)
-    for name, others in (("slices", ("1", "8")), ("block", (1, 4))):
+    tried: dict[str, tuple[Any, ...]] = {"slices": ("1", "8"), "block": (1, 4)}
+    for name, others in tried.items():
         try:
             made = [_product(what, usual), *(_product(what, replace(usual, **{name: x})) for x in others)]
         except MeshweaveError:  # it may be right with other options
