@@ -104,6 +104,7 @@ def test_errors_are_those_of_the_median_run_and_are_shown_by_algorithm():
         (["--cases", "0"], "cases must be 1 to 1000"),
         (["--mesh", "2x4"], "mesh 2x4 is not one of .*'s 4 ranks"),
         (["--cases", "2", "--trace-case", "2"], "there is no case 2; with 2 cases give 0 to 1"),
+        (["--cases", "2", "--trace-case", "1"], "writes neither --trace nor --svg"),
         (["--cluster", "tpu-v4-4x4"], "describes 16 chips, the lab has 4 ranks"),
         (["--cluster", "nowhere.toml"], "nowhere.toml"),
         (["--out", "nowhere/x.json"], "there is no directory nowhere"),

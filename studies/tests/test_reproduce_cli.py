@@ -133,8 +133,9 @@ def test_python_callers_get_what_the_command_prints(capsys: pytest.CaptureFixtur
 
 @pytest.mark.slow
 def test_every_paper_goes_into_one_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    status, out, _ = called(capsys, "reproduce", "all", "--papers", "slicing", "--out", str(tmp_path))
-    assert status == 0 and out.count("written to") == 3
+    args = "reproduce", "all", "--papers", "slicing", "--out", str(tmp_path), "--json"
+    status, out, err = called(capsys, *args)
+    assert status == 0 and err.count("written to") == len(json.loads(out)) == 3
     page = (tmp_path / "README.md").read_text()
     saved = json.loads((tmp_path / "slicing-cut.json").read_text())["rows"]
     holds = sum(row["counts"] and row["verdict"] == "holds" for row in saved)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
-from meshweave.algorithms.table import PRODUCTS_2D
+from meshweave.algorithms.table import ALGORITHMS, PRODUCTS_2D
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
@@ -217,6 +217,7 @@ def test_too_many_slices_is_a_user_error() -> None:
     ("kwargs", "message"),
     [
         ({"m": 0}, "must be positive"),
+        ({"k": 4.0}, "K is 4.0; give a whole number"),
         ({"mesh_shape": (2, 0)}, "two or three positive sizes"),
         ({"dataflow": "ws"}, "none of os, ls, rs"),
         ({"dtype": "float31"}, "did you mean 'float32'"),
@@ -226,3 +227,15 @@ def test_bad_problems_say_what_is_wrong(kwargs: dict[str, object], message: str)
     good = {"m": 4, "n": 4, "k": 4, "mesh_shape": (2, 2), "dataflow": "os", "dtype": "float32"}
     with pytest.raises(LayoutError, match=message):
         Matmul2dProblem(**{**good, **kwargs})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["collective", "universal", "megatron_sp"])
+def test_sizes_of_numpy_do_not_overflow(name: str) -> None:
+    problem = next(ALGORITHMS[name].examples())
+    sizes = {key: size for key, size in vars(problem).items() if type(size) is int and size}
+    if name != "megatron_sp":
+        sizes |= {"m": 2**16, "n": 2**16, "k": 2**16}
+    plain, of_numpy = (
+        replace(problem, **{key: kind(size) for key, size in sizes.items()}) for kind in (int, np.int32)
+    )
+    assert plain == of_numpy and all(type(getattr(of_numpy, key)) is int for key in sizes)

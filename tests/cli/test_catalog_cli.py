@@ -85,6 +85,7 @@ def test_toml_is_the_file_of_the_entry(
         (["gpt33"], "did you mean 'gpt3'"),
         (["models", "gpt33"], "did you mean 'gpt3'"),
         (["clusters", "gpt3"], "clusters of the catalog: "),
+        (["gpt3", "llama-2-7b"], "the catalog has no kind 'gpt3' (did you mean 'gpus'?)"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:

@@ -123,6 +123,7 @@ def test_show_reads_a_file_and_one_rank(capsys: pytest.CaptureFixture[str], tmp_
         (["plan", "gpt3", "--cluster", "tpu-v4-pod", "--out", "/nonexistent/plan.json"], "cannot write"),
         (["show", "meshslice", "--mesh", "2by2"], "ROWSxCOLS"),
         (["show", "meshslice", "--slices", "0"], "slices '0'"),
+        (["show", "tp1d", "--mesh", "2x2x2"], "one ring needs a mesh of two axes"),
         (["show", "meshslice", "--slices", "600"], "at most 512"),
         (["show", "meshslice", "--dataflow", "ws"], "none of os, ls, rs"),
         (["show", "meshslice", "--rank", "9"], "not 9"),

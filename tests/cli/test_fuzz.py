@@ -170,10 +170,11 @@ def test_damaged_plans(case: Case, no_processes: None) -> None:
 
 def test_damaged_programs(case: Case) -> None:
     texts = []
-    for args in (["collective"], ["meshslice", "--dataflow", "ls", "--slices", "1:2:1", "--rings", "1"]):
+    sliced = "meshslice --dataflow ls --slices 1:2:1 --block 1 --rings 1"
+    for args in (["collective"], sliced.split()):
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-            assert run_app(["show", *args, "--m", "16", "--n", "16", "--k", "16", "--block", "1"]) == 0
+            assert run_app(["show", *args, "--m", "16", "--n", "16", "--k", "16"]) == 0
         texts.append(out.getvalue())
     rng = random.Random(5)
     for number in range(scaled(500)):

@@ -63,6 +63,7 @@ def test_errors_quote_at_most_a_screen_line(capsys: pytest.CaptureFixture[str], 
         ["simulate", "--shape", "8,8,8", "--mesh", "", "--cluster", "tpu-v4-4x4"],
         ["bench", "fidelity", "--cluster", "", "--cases", "1"],
         ["tune", "layouts", "--a", ""],
+        ["tune", "schedule", "--stationary", ""],
     ],
 )
 def test_an_option_given_an_empty_word_is_not_left_out(
@@ -98,7 +99,9 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     assert run_app(["plan", "llama-2-7b", *common, *products]) == 0
     program = folder / "program.txt"
     program.write_text('program("p")\ntp = mesh((2,), ("x",))\n')
-    return {**made, "PROGRAM": str(program)}
+    schedule = folder / "schedule.csv"
+    schedule.write_text("0F0,0B0\n")
+    return {**made, "PROGRAM": str(program), "SCHEDULE": str(schedule)}
 
 
 @pytest.mark.parametrize(
@@ -110,8 +113,17 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         *("simulate PRODUCTS --set m=4", "simulate PRODUCTS --config 1"),
         *(f"simulate 1f1b --cluster dgx-h100 {each}" for each in ("--layer out", "--mesh 2x2", "--place 2")),
         *("simulate PROGRAM --cluster dgx-h100 --set m=4", "show PROGRAM --config 1", "show PROGRAM --m 3"),
+        *("show collective --slices 8", "show cannon --block 4"),
         *("show 1f1b --m 3", "show 1f1b --dataflow ls", "show meshslice --set m=64 --m 32"),
         *("verify cannon --ranks 9", "verify cannon --layer ff1", "verify PRODUCTS --set m=3"),
+        *(f"simulate {each}" for each in ("STEP --fast", "PRODUCTS --fast", "PRODUCTS --no-limits")),
+        *(f"pipeline {each}" for each in ("1f1b --delay 3", "zb-1p --delay 3", "gpipe --stash-rest 0.5")),
+        *(f"pipeline 1f1b {each}" for each in ("--activation x", "--chips-per-rank -4")),
+        *("pipeline 1f1b --json --with-transfers", "simulate 1f1b --cluster dgx-h100:4 --fast"),
+        *(f"pipeline SCHEDULE {each}" for each in ("--stages 9", "--per-rank 2", "--with-transfers")),
+        "reshard --from 2x2 --to 1x4 --cluster p3.8xlarge llama-2-7b --ranks 1",
+        "plan llama-2-7b --cluster dgx-h100:8 --batch 8 --json --price 2",
+        "tune schedule --cluster h100-node:2 --kind greedy --max-states 7",
     ],
 )
 def test_an_option_that_would_change_nothing_is_refused(

@@ -47,9 +47,8 @@ def test_a_named_schedule_is_printed_as_csv_and_read_again(
     assert (schedule.num_stages, schedule.num_micro_batches, schedule.has_communication) == (4, 6, False)
     path = tmp_path / "plan.csv"
     path.write_text(text, newline="")
-    one, other = (
-        read_json(capsys, what, "--micro-batches", "6")["schedules"][0] for what in (name, str(path))
-    )
+    asked = (name, "--micro-batches", "6"), (str(path),)
+    one, other = (read_json(capsys, *what)["schedules"][0] for what in asked)
     assert {**one, "name": ""} == {**other, "name": ""}
     assert name in run_pipeline(capsys, "no schedule")[2]
 

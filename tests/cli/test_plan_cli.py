@@ -171,6 +171,10 @@ def test_verbs_of_products_say_what_a_step_is_not(
         (["llama-2-7b", "--cluster", "dgx-h100:8"], "--batch"),
         (["llama-2-7b", "--cluster", "dgx-h100:8", "--batch", "0"], "batch"),
         (["llama-2-7b", "--cluster", "dgx-h100:13", "--batch", "8"], "give 8 or 16"),
+        (["llama-2-7b", "--cluster", "dgx-h100:99999999999", "--batch", "8"], "over the limit of 65,536"),
+        (["llama-2-7b", "--cluster", "99999999999 x H100", "--batch", "8"], "over the limit of 65,536"),
+        ([*SMALL, "--memory", "0GB"], "--memory is 0; give the bytes of a chip"),
+        ([*SMALL, "--price", "inf"], "--price is inf; give dollars"),
     ],
 )
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:

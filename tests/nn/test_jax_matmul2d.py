@@ -98,6 +98,15 @@ def test_under_a_mesh_of_explicit_axes() -> None:
         assert np.array_equal(pull(y)[0], result @ other.T)
 
 
+def test_operands_are_promoted_as_by_matmul() -> None:
+    jax = prepare_jax()
+    weak = jax.numpy.full((2, 2), 1.0)
+    y = mw.jax.matmul2d(weak.astype("bfloat16"), weak, mesh=mesh_of(jax, 1, 1))
+    assert weak.weak_type and y.dtype == "bfloat16"
+    of_numpy = np.ones((2, 2))  # 64 bits, which jax does not have here
+    assert mw.jax.matmul2d(of_numpy, of_numpy, mesh=mesh_of(jax, 1, 1)).dtype == "float32"
+
+
 def test_what_does_not_fit_is_refused() -> None:
     jax = prepare_jax()
     x, mesh = integers(jax, 1, 4, 6), mesh_of(jax, 2, 2)
@@ -105,6 +114,8 @@ def test_what_does_not_fit_is_refused() -> None:
         mw.jax.matmul2d(x, x, mesh=mesh)
     with pytest.raises(mw.errors.LayoutError, match="shapes"):
         mw.jax.matmul2d(x[0], x, mesh=mesh)
+    with pytest.raises(mw.errors.BindError, match="1000000000 slices are more than"):
+        mw.jax.matmul2d(x, x.T, mesh=mesh, slices=10**9)
     with pytest.raises(mw.errors.BindError, match="one of"):
         mw.jax.matmul2d(x > 0, x.T > 0, mesh=mesh)
     with pytest.raises(mw.errors.LayoutError, match="2 axes"):

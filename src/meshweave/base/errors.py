@@ -10,9 +10,10 @@ no quoted word is longer than `MAX_QUOTED` and no line longer than `MAX_LINE` ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
-from numbers import Integral
+from numbers import Integral, Real
 
 # `re` and `difflib` are imported where a message needs them: they would be most of `import meshweave`.
 MAX_QUOTED = 160
@@ -163,12 +164,36 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean '{nearest}'?)" if nearest else ""
 
 
-def require_count(value: object, what: str, kind: type[MeshweaveError]) -> None:
-    """Raise an error of class `kind` where `value` is no whole number of at least 1; `what` begins the message."""
+def require_whole(value: object, what: str, kind: type[MeshweaveError]) -> int:
+    """Return a whole number, also one of numpy, whose products overflow, as an int.
+
+    Raises an error of class `kind` where `value` is none; `what` begins the message.
+    """
     if not isinstance(value, Integral):
         raise kind(f"{what} is {printable(repr(value))}; give a whole number")
-    if value < 1:
-        raise kind(f"{what} is {value}; give at least 1")
+    return int(value)
+
+
+def require_count(value: object, what: str, kind: type[MeshweaveError]) -> int:
+    """Return what `require_whole` does. Raises an error of class `kind` where it is below 1, too."""
+    count = require_whole(value, what, kind)
+    if count < 1:
+        raise kind(f"{what} is {count}; give at least 1")
+    return count
+
+
+def require_number(value: object, least: float, what: str, right: str, kind: type[MeshweaveError]) -> float:
+    """Return a finite number of at least `least`, also one of numpy, as a float.
+
+    Raises an error of class `kind` where `value` is none; the message is `what` "is" the value; "give" `right`.
+    """
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:  # an int beyond floats
+        number = math.inf
+    if not least <= number < math.inf:
+        raise kind(f"{what} is {printable(str(value))}; give {right}")
+    return number
 
 
 def require_known(

@@ -61,7 +61,7 @@ MEASUREMENTS = Limit(20_000, "rows", "a file of measured kernels")
 
 EXPRESSION_DEPTH = Limit(50, "nested operations", "an expression of a program")
 DIMS = Limit(32, "dims", "a tensor, scratch buffer or mesh of a program")
-MESH_RANKS = Limit(1 << 18, "ranks in its meshes", "the text of a program, all meshes added")
+MESH_RANKS = Limit(1 << 18, "ranks in its meshes", "a mesh, and the text of a program, all meshes added")
 PIECES = Limit(
     1 << 15, "separate ranges of indices", "a dim of a tensor on one rank, in tiles or strided shards"
 )

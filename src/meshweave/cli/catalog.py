@@ -54,9 +54,10 @@ def catalog(
     if name is None and kind is not None and kind not in KINDS:  # a name alone will do
         kind, name = next(((k, kind) for k in KINDS if kind in _names(k)), (kind, None))
     if kind is not None and kind not in KINDS:
-        known = (*KINDS, *(name for k in KINDS for name in _names(k)))
+        known = KINDS if name is not None else (*KINDS, *(entry for k in KINDS for entry in _names(k)))
+        what = "kind " if name is not None else ""
         raise DescriptionError(
-            f"the catalog has no '{printable(kind)}'{did_you_mean(kind, known)}; it has {', '.join(KINDS)}"
+            f"the catalog has no {what}'{printable(kind)}'{did_you_mean(kind, known)}; it has {', '.join(KINDS)}"
         )
     kinds = KINDS if kind is None else (kind,)
     if toml:

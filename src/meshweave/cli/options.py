@@ -190,7 +190,8 @@ def read_ranks(text: str) -> tuple[int, ...]:
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if (
-        not all(part.isdecimal() and part.isascii() and len(part) < 10 for part in parts)
+        bool(text) != bool(parts)
+        or not all(part.isdecimal() and part.isascii() and len(part) < 10 for part in parts)
         or len(parts) > MAX_SHOWN_RANKS
     ):
         raise LayoutError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from meshweave.algorithms.pipeline import ENTRIES
+from meshweave.algorithms.pipeline import ENTRIES, DelayedWeights
 from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.action_times import ActionTimes, time_schedule
 from meshweave.algorithms.pipeline.actions import Schedule
@@ -23,7 +23,7 @@ from meshweave.base.limits import (
 )
 from meshweave.base.outputs import write_file
 from meshweave.cli.entries import is_file
-from meshweave.cli.option_fields import with_options
+from meshweave.cli.option_fields import refuse_given, with_options
 from meshweave.cli.options import print_json
 from meshweave.cli.pipeline_options import (
     ScheduleTextOptions,
@@ -43,6 +43,8 @@ from meshweave.cli.pipeline_tables import (
 from meshweave.describe.files import read_stdin, read_text
 
 _SEARCHED = tuple(entry.name for entry in ENTRIES if isinstance(entry, ZeroBubbleAuto))
+_OF_A_NAME = ("stages", "micro_batches", "per_rank", "delay", "stash_rest")
+"""The options of schedules given by name."""
 
 
 @with_options
@@ -66,6 +68,7 @@ def pipeline(what: What, options: ScheduleTextOptions) -> None:
     chosen = read_runtime(options.runtime)
     request, costs = _read_request(options), _Costs(options)
     names = [what] if options.beside is None else [what, options.beside]
+    _refuse_unread(names, options)
     shown = [_prepare(name, request, costs, chosen) for name in names]
     written = _csv_of(shown[0], options.with_transfers) if _is_named(what) else None
     if options.out is not None and written is None:
@@ -88,6 +91,23 @@ def pipeline(what: What, options: ScheduleTextOptions) -> None:
         for path in (options.out, options.svg, options.report):
             if path is not None:
                 typer.echo(f"written: {path}")
+
+
+def _refuse_unread(names: list[str], options: ScheduleTextOptions) -> None:
+    """Raise DescriptionError where an option is given that would change nothing of the schedules `names`."""
+    what, named = " and ".join(names), [name for name in names if _is_named(name)]
+    if not named:
+        refuse_given(options, _OF_A_NAME, what, "lists all of its actions")
+    if set(named) <= set(schedule_names()):  # of an unknown name the error lists them all
+        if DelayedWeights.name not in named:
+            refuse_given(options, ("delay",), what, f"is not {DelayedWeights.name}")
+        if not set(named) & set(_SEARCHED):
+            refuse_given(options, ("stash_rest",), what, f"is not {' or '.join(_SEARCHED)}")
+    if options.cluster is None:
+        refuse_given(options, ("activation", "chips_per_rank"), "the command", "has no --cluster")
+    has_csv = _is_named(names[0]) and (options.out is not None or not (options.json or options.beside))
+    if not has_csv:
+        refuse_given(options, ("with_transfers",), "the command", "writes no CSV")
 
 
 class _Costs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import typer
 from meshweave.algorithms.step.stacks import SAME_STACK, stack_names
 from meshweave.base.errors import DescriptionError, printable
 from meshweave.base.outputs import write_file
-from meshweave.cli.option_fields import with_options
+from meshweave.cli.option_fields import refuse_given, with_options
 from meshweave.cli.options import (
     BARE_CHIP_BYTES,
     JSON_HELP,
@@ -210,8 +211,14 @@ def _plan_step(problem: StepProblem, given: PlanVerbOptions) -> None:
     from meshweave.describe.machine.left_out import costs_left_out
     from meshweave.tune.step_search.planner import plan_step, space_options
 
+    if given.price is not None and not math.isfinite(given.price):
+        raise DescriptionError(f"--price is {given.price}; give dollars of a chip-hour, such as 2.5")
+    if given.json:
+        refuse_given(given, ("price",), "--json", "has the plan, which has no prices")
     options = space_options(read_fixed(given.fix), problem.stack)
     memory_bytes = None if given.memory is None else read_bytes("--memory", given.memory, BARE_CHIP_BYTES)
+    if memory_bytes == 0:
+        raise DescriptionError("--memory is 0; give the bytes of a chip, such as 76GB")
     with progress_bar("planning", plain_lines=True) as progress:
         chosen = plan_step(
             problem,

@@ -15,7 +15,7 @@ from meshweave.algorithms.reshard.strategies import check_known
 from meshweave.base.errors import LayoutError, UnsupportedError, printable
 from meshweave.base.limits import RESHARD_MESSAGES
 from meshweave.base.outputs import write_file
-from meshweave.cli.option_fields import with_options
+from meshweave.cli.option_fields import refuse_given, with_options
 from meshweave.cli.options import JSON_HELP, OutputOption, print_json, progress_bar, read_ranks
 from meshweave.cli.reshard_problem import MeshPositions, ReshardRequest, read_request
 from meshweave.cli.reshard_tables import print_comparison, to_json
@@ -158,6 +158,8 @@ def reshard(
     for rank in shown_ranks:
         if rank not in request.problem.ranks:
             raise LayoutError(f"rank {rank} is in neither mesh")
+    if options.svg is None and options.trace is None:
+        refuse_given(options, ("ranks",), "the command", "writes neither --svg nor --trace")
     comparison = _compare(request, *names, options)
     _write(comparison.chosen, request, shown_ranks, options)
     if options.json:

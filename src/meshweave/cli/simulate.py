@@ -190,6 +190,9 @@ def simulate(
     else:
         refuse_given(options, (*_OF_PRODUCTS, "place"), what, "is no plan")
         cases = [read_program_case(what, machine)]
+        cluster = cases[0].machine.cluster
+        if not cluster.chip.gpu:
+            refuse_given(options, ("fast",), cluster.name, "describes no GPU in detail")
         if not options.fast:
             _refuse_in_detail(cases[0])
     for case in cases:
@@ -228,6 +231,8 @@ def _plan_cases(what: str, machine: MachineOptions, options: PlannedOptions) -> 
 
     plan = read_plan(what)
     refuse_given(machine, ("settings", "config"), what, "is a plan, and no algorithm")
+    refuse_given(machine, ("limits",), what, "is a plan, which has no such limits")
+    refuse_given(options, ("fast",), what, "is a plan, which has the rates of its cluster")
     if plan.kind == "step":
         refuse_given(options, _OF_PRODUCTS, what, "is the plan of a step, and has no products")
         refuse_given(

@@ -17,6 +17,8 @@ from meshweave.lower import lower_rings
 
 Slices = int | Sequence[int]
 
+MOST_SLICES = 1 << 16
+"""The most slices that a count asks for: more is a slip of the keyboard, and takes its memory."""
 _INTEGERS = (int, np.integer)
 
 
@@ -25,6 +27,8 @@ def slice_widths(slices: Slices) -> tuple[int, ...]:
 
     Raises BindError for anything else.
     """
+    if isinstance(slices, _INTEGERS) and int(slices) > MOST_SLICES:
+        raise BindError(f"{slices} slices are more than the {MOST_SLICES} that make sense")
     if isinstance(slices, _INTEGERS) and int(slices) > 0:
         return (1,) * int(slices)
     widths = tuple(slices) if isinstance(slices, Iterable) else ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 
 import meshweave as mw
@@ -56,9 +57,41 @@ def test_a_mesh_of_one_column_is_the_number_of_its_rows() -> None:
         ({"strategy": 3}, "'3'; there are"),
         ({"schedule": 3}, "'3'; there are"),
         ({"stack": 3}, "no stack '3'"),
+        ({"stack": ["ideal"]}, "stack is"),
+        ({"batch": 8.0}, "batch is 8.0; give a whole number"),
+        ({"sequence": "512"}, "sequence is '512'; give a whole number"),
+        ({"reserve": "5%"}, "reserve is 5%; give a share"),
+        ({"attention_share": "0.5"}, "attention_share is 0.5; give a positive number"),
+        ({"imbalance": None}, "imbalance is None; give at least 0"),
+        ({"dropout": "no"}, "dropout is 'no'; give True, False or None"),
+        ({"order": 5}, "order is 5; give"),
+        ({"vp": "2"}, "virtual_stages is '2'; give a whole number"),
     ],
     ids=str,
 )
 def test_values_of_another_type_are_refused_in_words(ask: Any, given: dict[str, Any], words: str) -> None:
     with pytest.raises(MeshweaveError, match=words):
-        ask("llama-2-7b", "dgx-a100:8", batch=8, sequence=512, **given)
+        ask("llama-2-7b", "dgx-a100:8", **{"batch": 8, "sequence": 512, **given})
+
+
+@pytest.mark.parametrize("ask", [mw.step, mw.plan])
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint16])
+def test_integers_of_numpy_are_integers(ask: Any, kind: Any) -> None:
+    sizes = {"batch": 8, "sequence": 512, "tp": 2, "cp": 2, "micro_batch": 2, "zero": 1}
+    taken = ask("llama-2-7b", "dgx-a100:8", **{name: kind(size) for name, size in sizes.items()}, dp=2)
+    made = ask("llama-2-7b", "dgx-a100:8", **sizes, dp=2)
+    assert str(taken) == str(made) and repr(taken) == repr(made)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"margin": "x"}, "margin is x; give a share"),
+        ({"num_exact": 2.5}, "num_exact is 2.5; give a whole number"),
+        ({"memory_bytes": "80GB"}, "memory_bytes is 80GB; give bytes"),
+    ],
+    ids=str,
+)
+def test_options_of_a_search_are_numbers(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(MeshweaveError, match=words):
+        mw.plan("llama-2-7b", "dgx-a100:8", batch=8, sequence=512, **given)

@@ -13,7 +13,7 @@ import meshweave_lab.cli.bench_options as options
 from meshweave.base.errors import DescriptionError, LayoutError, ProgramError
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
-from meshweave.cli.option_fields import with_options
+from meshweave.cli.option_fields import refuse_given, with_options
 from meshweave.cli.options import print_json
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.report.timeline import timeline_svg, write_chrome
@@ -57,6 +57,8 @@ def fidelity(lab: options.LabFile, given: FidelityOptions) -> None:
     described_lab, shape = options.load_lab_and_full_mesh(lab, given.mesh)
     _check_cases(given.cases, given.repeat, given.timeout, given.trace_case)
     options.check_run(given.repeat, given.timeout)
+    if given.trace is None and given.svg is None:
+        refuse_given(given, ("trace_case",), "the command", "writes neither --trace nor --svg")
     described = _cluster(given.cluster, described_lab.cluster())
     report = run_fidelity(
         described_lab,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from meshweave.algorithms.block.roles import Side
-from meshweave.base.errors import LayoutError, require_known
+from meshweave.base.errors import LayoutError, require_count, require_known, require_whole
 from meshweave.base.units import DTYPES
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.architecture import Norm as NormKind
@@ -134,13 +134,17 @@ class BlockProblem:
     experts: ExpertRanks | None = None
 
     def __post_init__(self) -> None:
+        shape = tuple(
+            require_whole(size, "block: a size of mesh_shape", LayoutError) for size in self.mesh_shape
+        )
+        object.__setattr__(self, "mesh_shape", shape)
         if len(self.mesh_shape) not in (2, 3, 4, 5) or min(self.mesh_shape) < 1:
             raise LayoutError(
                 f"block: mesh_shape is {self.mesh_shape}; give 2 to 5 sizes, the last two (rows, columns)"
             )
         for name in ("batch", "sequence", "hidden", "heads", "kv_heads", "head_dim", "ffn", "layers"):
-            if getattr(self, name) < 1:
-                raise LayoutError(f"block: {name} is {getattr(self, name)}; give at least 1")
+            count = require_count(getattr(self, name), f"block: {name}", LayoutError)
+            object.__setattr__(self, name, count)
         if self.vocabulary < 0:
             raise LayoutError(f"block: vocabulary is {self.vocabulary}; give 0 for none")
         if self.heads % self.kv_heads:

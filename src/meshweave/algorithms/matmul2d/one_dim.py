@@ -32,6 +32,7 @@ from meshweave.algorithms.matmul2d.common.problem import (
 from meshweave.algorithms.matmul2d.common.ring import RingProduct
 from meshweave.algorithms.matmul2d.common.ring_algorithm import RingAlgorithm
 from meshweave.algorithms.matmul2d.common.ring_costs import iteration_counts
+from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Replicate, Shard
 from meshweave.describe.machine.cluster import Cluster
 
@@ -67,7 +68,12 @@ class _OneRing(RingAlgorithm):
             yield Matmul2dConfig((1,) * count)
 
     def ring(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> RingProduct:
-        """Return the ring of all chips, around which the operand `self.moves[problem.dataflow]` travels."""
+        """Return the ring of all chips, around which the operand `self.moves[problem.dataflow]` travels.
+
+        Raises LayoutError where the mesh has more than two axes.
+        """
+        if len(problem.mesh_shape) != 2:
+            raise LayoutError(f"one ring needs a mesh of two axes, 1 x P, not {problem.mesh_shape}")
         operand = self.moves[problem.dataflow]
         moving = MovingMatrix(operand, "col", 0, operand == "c")
         return RingProduct(problem, self.operand_placements(problem), moving, None, config.slice_count)

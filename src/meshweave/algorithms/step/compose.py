@@ -119,6 +119,8 @@ def step(
     of_problem: dict[str, Any] = {}
     degrees: dict[str, Any] = {}
     for name, value in options.items():
+        if isinstance(value, list) and name != "order":
+            raise LayoutError(f"{name} is {value}; a step has one value, of several mw.plan finds the best")
         if name in ProblemOptions.__annotations__:
             of_problem[name] = value
         else:

@@ -19,7 +19,7 @@ from meshweave.algorithms.step.software_stack import AttentionKind, LossKind, So
 from meshweave.algorithms.step.user_names import require_tensor
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.deprecated import renamed_field
-from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean, require_count
+from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean, require_count, require_number
 from meshweave.base.units import DTYPES, dtype_bytes, format_bytes
 from meshweave.cost.exchange import library_of
 from meshweave.describe.machine.cluster import Cluster
@@ -82,23 +82,19 @@ class Parallelism:
     expert_tensor: int = 1
 
     def __post_init__(self) -> None:
-        for name in [
-            "data",
-            "pipeline",
-            "context",
-            "virtual_stages",
-            "micro_batch",
-            "expert",
-            "expert_tensor",
-        ]:
-            require_count(getattr(self, name), f"parallelism: {name}", LayoutError)
-        require_tensor(self.tensor, "parallelism: tensor", LayoutError)
+        counts = ["data", "pipeline", "context", "virtual_stages", "micro_batch", "expert", "expert_tensor"]
+        for name in counts + ["zero_group"] * (self.zero_group is not None):
+            count = require_count(getattr(self, name), f"parallelism: {name}", LayoutError)
+            object.__setattr__(self, name, count)
+        tensor = require_tensor(self.tensor, "parallelism: tensor", LayoutError)
+        object.__setattr__(self, "tensor", tensor)
         if self.zero not in range(4):
             raise LayoutError(f"parallelism: zero is {self.zero}; give 0, 1, 2 or 3")
+        object.__setattr__(self, "zero", int(self.zero))
         if self.recompute not in RECOMPUTES:
             known = ", ".join(RECOMPUTES)
             raise LayoutError(f"parallelism: recompute is '{self.recompute}'; give one of {known}")
-        if self.zero_group is not None and (self.zero_group < 1 or self.replicas % self.zero_group):
+        if self.replicas % (self.zero_group or 1):
             raise LayoutError(
                 f"parallelism: zero_group is {self.zero_group}; give a divisor of the {self.replicas} ranks with "
                 "equal weights"
@@ -108,8 +104,10 @@ class Parallelism:
                 f"parallelism: expert {self.expert} x expert_tensor {self.expert_tensor} does not divide the "
                 f"{self.stage_ranks} ranks of a stage; give a divisor"
             )
-        if sorted(self.order) != sorted(DEGREES):
+        order = tuple(self.order) if isinstance(self.order, list | tuple) else ()
+        if sorted(order) != sorted(DEGREES):
             raise LayoutError(f"parallelism: order is {self.order}; give {', '.join(DEGREES)}, each once")
+        object.__setattr__(self, "order", order)
 
     @property
     def schedule_entry(self) -> PipelineAlgorithm:
@@ -231,7 +229,10 @@ class StepProblem:
     imbalance: float = 0.0
 
     def __post_init__(self) -> None:
-        self.cluster.chip.peak(Workload(self.batch, self.sequence, self.dtype).dtype)
+        workload = Workload(self.batch, self.sequence, self.dtype)
+        self.cluster.chip.peak(workload.dtype)
+        object.__setattr__(self, "batch", workload.batch)
+        object.__setattr__(self, "sequence", workload.sequence)
         for name, known in (
             ("gradient_dtype", tuple(DTYPES)),
             ("optimizer", tuple(OPTIMIZERS)),
@@ -245,13 +246,16 @@ class StepProblem:
                     f"step: unknown {name} '{word}'{did_you_mean(word, filter(None, known))}; known: "
                     f"{', '.join(filter(None, known))}"
                 )
-        if self.attention_share is not None and not self.attention_share > 0:
-            raise DescriptionError(f"step: attention_share is {self.attention_share}; give a positive number")
-        if not isinstance(self.reserve, int | float) or not 0 <= self.reserve < math.inf:
-            raise DescriptionError(f"step: reserve is {self.reserve}; give a share below 1, or bytes")
+        if self.dropout not in (None, False, True):
+            raise DescriptionError(f"step: dropout is {self.dropout!r}; give True, False or None")
+        object.__setattr__(self, "dropout", None if self.dropout is None else bool(self.dropout))
+        numbers = [("reserve", 0.0, "a share below 1, or bytes"), ("imbalance", 0.0, "at least 0")]
+        if self.attention_share is not None:
+            numbers.append(("attention_share", math.ulp(0.0), "a positive number"))
+        for name, least, right in numbers:
+            number = require_number(getattr(self, name), least, f"step: {name}", right, DescriptionError)
+            object.__setattr__(self, name, number)
         library_of(self.dispatcher)
-        if not 0 <= self.imbalance < math.inf:
-            raise DescriptionError(f"step: imbalance is {self.imbalance}; give at least 0")
         if self.precision is not None:
             precision_named(self.precision).dtype_on(self.cluster.chip)
 

@@ -90,17 +90,20 @@ class SpaceOptions:
                     )
         named = "data", "pipeline", "context", "virtual_stages", "micro_batches", "expert", "expert_tensor"
         for name in named:
-            for number in getattr(self, name) or ():
-                require_count(number, name, DescriptionError)
-        for tensor in self.tensor or ():
-            require_tensor(tensor, "tensor", DescriptionError)
+            if (numbers := getattr(self, name)) is not None:
+                counts = tuple(require_count(number, name, DescriptionError) for number in numbers)
+                object.__setattr__(self, name, counts)
+        if self.tensor is not None:
+            tensors = tuple(require_tensor(tensor, "tensor", DescriptionError) for tensor in self.tensor)
+            object.__setattr__(self, "tensor", tensors)
         for level in self.zero:
             if level not in ZERO_LEVELS:
                 raise DescriptionError(f"zero is {level}; give a level from 0 to 3")
         for order in self.orders or ():
-            if sorted(order) != sorted(DEGREES):
+            words = list(map(str, order)) if isinstance(order, list | tuple) else [str(order)]
+            if sorted(words) != sorted(DEGREES):
                 raise DescriptionError(
-                    f"order is {'-'.join(order)}; give each of {', '.join(DEGREES)} once, the innermost first"
+                    f"order is {'-'.join(words)}; give each of {', '.join(DEGREES)} once, the innermost first"
                 )
 
     @classmethod

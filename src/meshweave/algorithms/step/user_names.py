@@ -42,13 +42,13 @@ def by_field(options: Mapping[str, Any], names: Mapping[str, str] = SHORT_NAMES)
     return {field: options[name] for field, name in fields.items()}
 
 
-def require_tensor(tensor: object, what: str, kind: type[MeshweaveError]) -> None:
-    """Raise an error of class `kind` where `tensor` is neither a number of ranks nor a mesh (d1, d2) of them.
+def require_tensor(tensor: object, what: str, kind: type[MeshweaveError]) -> int | tuple[int, int]:
+    """Return a number of ranks, or a mesh (d1, d2) of them, in ints.
 
-    `what` names the value at the begin of the message.
+    Raises an error of class `kind` where `tensor` is neither; `what` names the value at the beginning of its message.
     """
     sizes = tensor if isinstance(tensor, tuple) else (tensor,)
     if len(sizes) != (2 if isinstance(tensor, tuple) else 1):
         raise kind(f"{what} is {tensor}; give a number of ranks or a mesh (d1, d2)")
-    for size in sizes:
-        require_count(size, what, kind)
+    counts = [require_count(size, what, kind) for size in sizes]
+    return counts[0] if len(counts) == 1 else (counts[0], counts[1])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from meshweave.base.errors import LayoutError, require_known
+from meshweave.base.errors import LayoutError, require_known, require_whole
 from meshweave.base.units import DTYPES
 from meshweave.describe.layout import Layout, Placement, Shard, StridedShard, Tile
 
@@ -45,6 +45,8 @@ class UniversalProblem:
     orders: tuple[tuple[int, int] | None, tuple[int, int] | None, tuple[int, int] | None] = (None, None, None)
 
     def __post_init__(self) -> None:
+        for name in ("m", "n", "k"):
+            object.__setattr__(self, name, require_whole(getattr(self, name), name.upper(), LayoutError))
         if min(self.m, self.n, self.k) < 0:
             raise LayoutError(f"M, N, K = {self.m}, {self.n}, {self.k} must not be negative")
         require_known(self.dtype, DTYPES, "unknown dtype", LayoutError)

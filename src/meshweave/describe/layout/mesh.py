@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, printable
+from meshweave.base.limits import MESH_RANKS
 
 
 @lru_cache(maxsize=64)
@@ -55,9 +56,13 @@ class Mesh:
         """Return the mesh over consecutive ranks from `first_rank`.
 
         Raises:
-            LayoutError: `shape` and `axes` do not agree, a size is below 1, or an axis name repeats.
+            LayoutError: `shape` and `axes` do not agree, a size is below 1, an axis name repeats, or there are
+                more ranks than `base.limits.MESH_RANKS`.
         """
-        return cls(name, shape, axes, _consecutive(first_rank, math.prod(shape)))
+        count = math.prod(shape)
+        if count > MESH_RANKS.most:
+            raise LayoutError(f"mesh {printable(name)}: {shape} {MESH_RANKS.refusal(count)}")
+        return cls(name, shape, axes, _consecutive(first_rank, count))
 
     def __hash__(self) -> int:
         return hash((self.name, self.shape, self.axes, self.ranks[0], self.ranks[-1]))  # not of all ranks

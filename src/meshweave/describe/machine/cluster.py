@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshweave.base.errors import DescriptionError
+from meshweave.base.errors import DescriptionError, require_count
 from meshweave.base.limits import CHIPS
 from meshweave.base.outputs import note
 from meshweave.describe.catalog import catalog_text, clusters
@@ -56,8 +56,9 @@ class Cluster:
 
     def with_chips(self, chips: int) -> Cluster:
         """Return the same machine with another number of chips. Raises DescriptionError if it has no such size."""
-        if chips < 1:
-            raise DescriptionError(f"cluster {self.name}: {chips} chips; give at least 1")
+        chips = require_count(chips, f"cluster {self.name}: the number of chips", DescriptionError)
+        if chips > CHIPS.most:  # first, for sizes near to it are none either
+            raise DescriptionError(f"cluster {self.name}: {CHIPS.refusal(chips)}; give fewer")
         try:
             return replace(self, network=self.network.with_chips(chips))
         except DescriptionError as error:
@@ -106,7 +107,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     name = str(name_or_path)
     as_is = isinstance(name_or_path, Path) or _is_there(name)
     where, chips = (name, None) if as_is else _split(name)
-    if chips is not None and not re.fullmatch(r"[0-9]{1,9}", chips):
+    if chips is not None and not re.fullmatch(r"[0-9]{1,18}", chips):
         fail(name, "", "what follows the colon is the number of chips; give a whole number such as :64")
     if not as_is and is_phrase(name):
         table, size = phrase_table(name)

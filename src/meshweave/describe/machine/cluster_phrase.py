@@ -19,7 +19,7 @@ from meshweave.describe.files import parse_table
 from meshweave.describe.like import table_like
 
 FORM = "64 x H100, 8 a host, 8 x 400Gb"
-_CHIPS = re.compile(r"(\d{1,9})\s*(?:[x×*]\s*)?(\S.*)", re.IGNORECASE)
+_CHIPS = re.compile(r"(\d{1,18})\s*(?:[x×*]\s*)?(\S.*)", re.IGNORECASE)
 _HOST = r"(?:hosts?|nodes?|servers?|machines?)"
 _OF_HOSTS = re.compile(
     rf"(\d{{1,9}})\s*(?:[x×*]\s*)?(?:{_HOST}\s*(?:of|with|[x×*])\s*|[x×*]\s*)(\d{{1,9}})(?!\d)\s*(?:[x×*]\s*)?(\S.*)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshweave.base.errors import DescriptionError, require_known
+from meshweave.base.errors import DescriptionError, require_count, require_known
 from meshweave.base.units import DTYPES
 from meshweave.describe.files import format_value
 
@@ -17,7 +17,7 @@ class Workload:
     """A global batch of `batch` sequences of `sequence` tokens each, in a dtype.
 
     Raises:
-        DescriptionError: a size is below 1 or above `MAX_SIZE`, or the dtype is unknown.
+        DescriptionError: a size is no whole number, below 1 or above `MAX_SIZE`, or the dtype is unknown.
     """
 
     batch: int
@@ -26,10 +26,10 @@ class Workload:
 
     def __post_init__(self) -> None:
         for key, size in (("batch", self.batch), ("sequence", self.sequence)):
-            if size < 1:
-                raise DescriptionError(f"workload: {key} is {size}; give at least 1")
-            if size > MAX_SIZE:
-                raise DescriptionError(f"workload: {key} is {format_value(size)}; give at most {MAX_SIZE}")
+            count = require_count(size, f"workload: {key}", DescriptionError)
+            if count > MAX_SIZE:
+                raise DescriptionError(f"workload: {key} is {format_value(count)}; give at most {MAX_SIZE}")
+            object.__setattr__(self, key, count)
         require_known(self.dtype, DTYPES, "workload: unknown dtype", DescriptionError, "known:")
 
     @property

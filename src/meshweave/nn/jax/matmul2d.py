@@ -97,7 +97,7 @@ def matmul2d(
         raise BindError(f"loops are {' or '.join(get_args(Loops))}, not {loops!r}")
     if ring_ways not in (0, 1, 2):
         raise BindError(f"a ring has 1 or 2 ways, or 0 for XLA's own collectives, not {ring_ways}")
-    dtype = jax.numpy.promote_types(x.dtype, w.dtype)
+    dtype = jax.numpy.result_type(x, w)  # of numpy arrays and weak types too, as jnp.matmul takes them
     if dtype.name not in DTYPES:
         raise BindError(f"x is {x.dtype} and w {w.dtype}; both must be one of {', '.join(DTYPES)}")
     shape: tuple[int, ...] = mesh.devices.shape

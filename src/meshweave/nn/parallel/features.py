@@ -68,8 +68,7 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 def refuse_features(module: nn.Module, layers: str, runs_own_code: bool, offered: Iterable[str] = ()) -> None:
     """Make the methods of transformers that would not work on a parallelised model raise UnsupportedError.
 
-    Copying, pickling, shared memory, DDP, adapters of PEFT, and `load_state_dict` of tensors in other placements
-    are refused, too.
+    Copying, pickling, shared memory, DDP, adapters of PEFT and tensors loaded in other placements are refused, too.
 
     Args:
         module: the model, changed in place.
@@ -135,10 +134,8 @@ class PlacedModules:
         self._unused_hooks, self._uncalled = [hooks for hooks, _ in uncalled], [path for _, path in uncalled]
 
     def check(self) -> None:
-        """Raise UnsupportedError, naming the module or parameter, where the model was changed since it was noted.
-
-        Changes are a module replaced, a hook that would not run, a parameter added, replaced, tied or removed, or
-        its `.data` assigned; a parameter on the meta device is refused, too.
+        """Raise UnsupportedError, naming the first module replaced or with hooks that would not run, or the first
+        parameter added, replaced, tied or removed since it was noted, on the meta device, or with `.data` assigned.
         """
         unused = zip(self._uncalled, self._unused_hooks, strict=True) if any(self._unused_hooks) else ()
         if name := next((path for path, hooks in unused if any(map(_is_of_user, hooks.values()))), None):

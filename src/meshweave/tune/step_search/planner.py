@@ -28,7 +28,9 @@ from meshweave.base.errors import (
     DescriptionError,
     MeshweaveError,
     UnsupportedError,
+    require_count,
     require_known,
+    require_number,
 )
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.cluster import Cluster, load_cluster
@@ -95,6 +97,9 @@ def plan(
     of_problem: dict[str, Any] = {
         name: value for name, value in options.items() if name in ProblemOptions.__annotations__
     }
+    for name, value in of_problem.items():
+        if isinstance(value, list):
+            raise DescriptionError(f"{name} is not searched; give one value")
     model = model if isinstance(model, Transformer) else load_model(model)
     stack = of_problem.setdefault("stack", default_stack(model))
     of_problem["stack"] = stack if isinstance(stack, SoftwareStack) else load_stack(stack)
@@ -133,6 +138,8 @@ def space_options(fixed: dict[str, Any], stack: SoftwareStack) -> SpaceOptions:
     chosen: dict[str, Any] = {}
     for field, value in by_field(fixed, {**SHORT_NAMES, **FIELDS_OF_SPACE}).items():
         values = tuple(value) if isinstance(value, list) else (value,)
+        if field == "virtual_stages":
+            values = tuple(require_count(each, field, DescriptionError) for each in values)
         if field == "virtual_stages" and "schedule" not in fixed and values != (1,):
             searched = (SCHEDULES[schedule] for schedule in SpaceOptions.of_stack(stack).schedules)
             fitting = (entry.name for entry in searched if any(map(entry.takes_stages, values)))
@@ -167,11 +174,14 @@ def plan_step(
         UnsupportedError: the stack does not execute the precision, or a model with experts; or nothing fits or
             can be laid out, and the message says what would.
     """
-    if not 0 <= margin < 1:
-        raise DescriptionError(
-            f"margin is {margin}; give a share of the time from 0 to below 1, such as {MARGIN}"
-        )
-    memory_bytes = problem.cluster.chip.memory_bytes if memory_bytes is None else memory_bytes
+    share = f"a share of the time from 0 to below 1, such as {MARGIN}"
+    margin = require_number(margin, 0.0, "margin", share, DescriptionError)
+    if margin >= 1:
+        raise DescriptionError(f"margin is {margin}; give {share}")
+    num_exact = require_count(num_exact, "num_exact", DescriptionError)
+    if memory_bytes is None:
+        memory_bytes = problem.cluster.chip.memory_bytes
+    memory_bytes = int(require_number(memory_bytes, 0.0, "memory_bytes", "bytes", DescriptionError))
     limit = problem.usable_bytes(memory_bytes)
     check_problem(problem)
     space = StepSpace(problem, options)

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from meshweave.base.outputs import write_file
-from meshweave.cli.options import progress_bar
-from meshweave_studies.cli.reproduce_options import split_names
+from meshweave.cli.options import print_json, progress_bar
+from meshweave_studies.cli.reproduce_options import Json, split_names
 
 
 def every_paper(
@@ -21,6 +21,7 @@ def every_paper(
     papers: Annotated[
         str | None, typer.Option(help="Only these papers, separated by commas: meshslice, atp, t3, ...")
     ] = None,
+    json: Json = False,
 ) -> None:
     """Every paper under every reading: tables and pictures, and a page that counts how the rows come out.
 
@@ -39,4 +40,6 @@ def every_paper(
         done.append((run, reproduction))
         write_directory(reproduction, out)
         write_file(out / "README.md", counts_page(done))
-        typer.echo(f"{run.name}: written to {out}")
+        typer.echo(f"{run.name}: written to {out}", err=json)
+    if json:
+        print_json([{"reading": run.reading, **reproduction.to_json()} for run, reproduction in done])

@@ -14,7 +14,7 @@ from meshweave.algorithms.universal.problem import OPERANDS
 from meshweave.base.errors import LayoutError, UnsupportedError, printable, require_known
 from meshweave.base.limits import SCHEDULED_PRODUCTS
 from meshweave.base.units import format_bytes, format_s
-from meshweave.cli.option_fields import with_options
+from meshweave.cli.option_fields import refuse_given, with_options
 from meshweave.cli.options import (
     BARE_CHIP_BYTES,
     print_json,
@@ -175,6 +175,8 @@ def schedule(options: ScheduleOptions) -> None:
         options.m, options.n, options.k, grid_a, grid_b, grid_c, read_dtype(options.dtype)
     )
     wanted = _schedule_kinds(options.kinds)
+    if "exhaustive" not in wanted:
+        refuse_given(options, ("max_states",), f"--kind {options.kinds}", "has no exhaustive search")
     with progress_bar("simulating schedules", plain_lines=True) as progress:
         config = tune_universal(
             problem,

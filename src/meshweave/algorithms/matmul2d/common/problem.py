@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from meshweave.base.errors import LayoutError, require_known
+from meshweave.base.errors import LayoutError, require_known, require_whole
 from meshweave.base.units import DTYPES, dtype_bytes
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard, chunk_bounds
 from meshweave.describe.layout.mesh import Mesh
@@ -90,6 +90,10 @@ class Matmul2dProblem:
     def __post_init__(self) -> None:
         if self.dataflow not in DATAFLOWS:
             raise LayoutError(f"dataflow '{self.dataflow}' is none of {', '.join(DATAFLOWS)}")
+        for name in ("m", "n", "k"):
+            object.__setattr__(self, name, require_whole(getattr(self, name), name.upper(), LayoutError))
+        shape = tuple(require_whole(size, "a size of the mesh", LayoutError) for size in self.mesh_shape)
+        object.__setattr__(self, "mesh_shape", shape)
         if min(self.m, self.n, self.k) < 1:
             raise LayoutError(f"M, N, K = {self.m}, {self.n}, {self.k} must be positive")
         if len(self.mesh_shape) not in (2, 3) or min(self.mesh_shape) < 1:
