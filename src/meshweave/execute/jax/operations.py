@@ -126,7 +126,7 @@ def take(x: Array, dim: int, positions: Array) -> Array:
 
 
 def put(x: Array, positions: tuple[Array | None, ...], value: Array) -> Array:
-    """Return x with `value` at indices `positions[d]` of each dim d (None: all); indices past its end are dropped."""
+    """Return x with `value` at indices `positions[d]` of each dim d (None: all); dropped where past its end."""
     index = [jnp.arange(size) if at is None else at for at, size in zip(positions, x.shape, strict=True)]
     return x.at[jnp.ix_(*index)].set(value, mode="drop")
 

@@ -39,7 +39,7 @@ class ViewUse:
     at: Mapping[Point, View]
 
     def most(self, dim: int, turn: int) -> int:
-        """Return the view's largest size along `dim`, in elements, over the ranks that run the op in turn `turn`."""
+        """Return the view's largest size along `dim`, in elements, over the ranks that run the op in `turn`."""
         return max((self.at[turn, rank].selectors[dim].size for rank in self.turns[turn].ranks), default=0)
 
     def is_even(self, dim: int) -> bool:
