@@ -80,7 +80,7 @@ class CallTable:
         self.peak_stash_bytes = max(self.peak_stash_bytes, self._stash_bytes)
 
     def bind(self, op: Call) -> Callable[..., Sequence[Any]]:
-        """Return a function that runs the call: it takes the input arrays of `op` and returns a list of outputs.
+        """Return a function that runs the call: from the input arrays of `op` to a sequence of its outputs.
 
         Raises BindError where no function is named `op.fn`. The returned function raises BindError where the
         shapes of the results are not those of `op.outs`.

@@ -68,7 +68,7 @@ def run_numpy(
     calls: Calls | None = None,
     flow: Dataflow | None = None,
 ) -> NumpyResult:
-    """Run all ranks of `program` in this process.
+    """Run all ranks of `program` in this process on numpy arrays, and return outputs, memory and trace.
 
     Args:
         inputs: global tensors by name, one for each tensor that an input buffer holds.

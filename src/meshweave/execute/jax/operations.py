@@ -103,7 +103,8 @@ def dealt(
 ) -> Array:
     """Return the indices in [start, stop) that lie in blocks [first + t stride, first + t stride + block), any t.
 
-    They are an array of `most` integers, ascending, filled at its end with `extent`, the size of the dim.
+    They are `most` integers, ascending, filled at the end with `extent`, the size of the dim: first 1, block 2,
+    stride 4, start 0, stop 8, most 5, extent 8 -> 1, 2, 5, 6, 8.
     """
 
     def below(position: int | Array) -> Array:

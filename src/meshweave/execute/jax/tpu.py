@@ -31,7 +31,7 @@ class TpuTarget:
         cluster: the name of the catalog's cluster of such chips, for the rates of links.
         kernels: the name of the catalog's matmul constants, fitted to cycles of this compiler; "" for none.
         config: further settings of the topology; `chip_config_name` chooses between cores and whole chips.
-        options: options of XLA's compiler that products are compiled with, by name.
+        options: options of XLA's compiler that matmuls are compiled with, by name.
     """
 
     name: str

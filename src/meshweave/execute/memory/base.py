@@ -53,7 +53,7 @@ class Slot:
 
 
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements of memory a strided tensor spans, gaps included: (2, 3), (4, 1) -> 7."""
+    """Return how many elements of memory a strided tensor spans: shape (2, 3), strides (4, 1) -> 7."""
     if 0 in shape:
         return 0
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
@@ -86,7 +86,7 @@ class Exposure:
         what: names the program in errors, such as "program summa".
         wanted: the slots to set aside on this rank.
         given: tensors of this rank that lie in the pool already, by the slot that each is.
-        num_flags: how many flags this rank has, each of which another rank sets.
+        num_flags: number of this rank's flags: integers that another rank sets and this rank waits for.
     """
 
     ranks: Sequence[int]
@@ -391,7 +391,7 @@ class RemoteMemory(ABC):
 
 
 def segment_size(size: int, pool_bytes: int, known: Mapping[int, Segment]) -> int:
-    """Return a segment's bytes: at least `size`, and `pool_bytes` for the first, later half of `known`'s bytes."""
+    """Return a new segment's bytes: at least `size`; the first `pool_bytes`, others half of all `known` bytes."""
     there = sum(segment.size for segment in known.values())
     return aligned(max(size, pool_bytes if not known else there // 2), 1 << 16)
 

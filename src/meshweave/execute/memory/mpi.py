@@ -61,10 +61,13 @@ class MpiMemory(RemoteMemory):
     def open(cls, context: TorchContext, pool_bytes: int) -> Self:
         """Open a pool in windows of MPI, see `open_memory`. Collective over MPI's COMM_WORLD.
 
+        Args:
+            pool_bytes: bytes that each rank sets aside at its first program; the pool grows where that is less.
+
         Raises:
             UnsupportedError: mpi4py or an MPI is missing, MPI lacks THREAD_MULTIPLE, or tensors are not on a
                 CPU.
-            BindError: torch.distributed numbers the ranks otherwise than MPI.
+            BindError: this process has another rank or number of ranks in torch.distributed than in MPI.
         """
         try:
             from mpi4py import MPI

@@ -282,7 +282,7 @@ class _SharedWindow(MappedWindow):
         return chain_actions(steps[first:] + steps[:first])
 
     def fence(self, group: int, what: str) -> Action:
-        """Return an action that waits until all ranks of the group have run it as often as this one."""
+        """Return an action that waits until all ranks of the group have run it as often as this rank."""
         return chain_actions([self.arrive(group), self.await_arrivals(group, what)])
 
     def arrive(self, group: int) -> Action:

@@ -167,7 +167,7 @@ class StreamWindow(Window):
     def await_flags(
         self, flags: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return a function of `values` that queues waits until each flag `flags[i]` here is >= `values[i]`.
+        """Return a function of `values` that queues waits until this rank's flags `flags[i]` are >= `values[i]`.
 
         `peers[i]` is the rank that sets flag `flags[i]`.
         """

@@ -85,14 +85,14 @@ def launch(
         payload: given to every rank by way of JSON.
         timeout_s: seconds from the start after which the ranks that still run are ended.
         env: environment variables on top of the inherited ones, PYTHONPATH for instance. OMP_NUM_THREADS is 1
-            and GLOO_SOCKET_IFNAME the loopback interface unless given here (the latter: or inherited).
+            unless given here, GLOO_SOCKET_IFNAME the loopback interface unless given here or inherited.
         deadline_s: seconds that a wait of a rank for another may take. By default 10 less than `timeout_s`, or
             half of it if that is more, so that ranks can find out, and say, what is wrong.
         grace_s: seconds that the others have to end by themselves once one rank has failed.
         interval_s: seconds between heartbeats, see `Liveness`.
         stale_s: seconds without a heartbeat after which a rank counts as lost.
-        places: where each rank runs, one for each if any; what a prefix starts must become the rank itself
-            (exec) and no other process of it.
+        places: where each rank runs, one for each rank or none. A `prefix` must exec the command of the rank, and
+            not start it as a child process.
         address: an address of this host that the store listens on, and by which ranks reach it. Anybody who
             reaches it can disturb the run, so take another than loopback only for ranks on other hosts.
         store: a TCPStore that this process hosts, in place of a new one at `address`; the `env` of each of

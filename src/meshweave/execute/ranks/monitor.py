@@ -183,9 +183,9 @@ def _place_of(frame: FrameType | None) -> str:
 
 
 def user_line(path: str, line: int) -> str:
-    """Return "train.py:42" for line 42 of a file at `path`.
+    """Return "train.py:42" for line 42 of the file `path`, which is a user's file.
 
-    "" for files of torch and meshweave, `threading.py`, and code that is in no file ("<string>").
+    Return "" for files of torch and meshweave, `threading.py`, and code that is in no file ("<string>").
     """
     return "" if any(part in path for part in _OF_LIBRARIES) else f"{Path(path).name}:{line}"
 

@@ -130,7 +130,7 @@ def _ordinary(tensor: Tensor) -> Tensor:
 
 
 def check_value(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise BindError where a value of buffer `name` has another shape or dtype."""
+    """Raise BindError where `value`, given for buffer `name`, is not of this local `shape` and `dtype`."""
     if tuple(value.shape) != shape or value.dtype != dtype:
         raise BindError(
             f"buffer {name} is of shape {shape} and {dtype}, "

@@ -96,7 +96,7 @@ class CallSequence(SharedCalls):
             mark_as_shared(error)
 
     def fail(self, error: BaseException | None) -> None:
-        """End the call begun last, and tell its `error`, if any, to ranks that wait in this or a later call."""
+        """End the call begun last; tell its `error`, if `news_of` it is not "", to ranks in it or a later call."""
         self.end(error)
         if (why := news_of(error)) and not self.order.verdict:
             number, kind = self.recent[-1]
@@ -297,7 +297,7 @@ class CallOrder(ContextCalls):
             raise error
 
     def explain_failure(self) -> None:
-        """Raise BindError if a wait failed since calls are out of order; compare them again first, 1 s at most."""
+        """Raise BindError if a wait failed because calls are out of order; first compare them, for 1 s at most."""
         if self._watch is not None and not self.verdict:
             self._watch.look_now(self._watched)
         self.check_verdict()
@@ -371,7 +371,7 @@ def require_process_group() -> None:
 def share_refusal(context: TorchContext, ranks: Sequence[int], title: str) -> Iterator[None]:
     """Tell the other `ranks` of an error that the block raises on this rank alone: they may wait for this rank.
 
-    Not told is an error that all ranks raise, or one of lost or late ranks. The block's error is raised on, or
+    Not told is an error that all ranks raise, or one of lost or late ranks. The block's error is re-raised, or
     BindError in place of an error of torch.distributed where calls are out of order. Calls and agreements in the
     block have `title`, or that of an outer `share_refusal`.
     """

@@ -71,7 +71,7 @@ def error_words(error: Exception) -> str:
 
 
 def is_of_distributed(error: BaseException) -> bool:
-    """Return whether an error was raised by code of torch.distributed: the innermost frame of its traceback."""
+    """Return whether the innermost frame of an error's traceback is code of torch.distributed."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -79,9 +79,10 @@ def is_of_distributed(error: BaseException) -> bool:
 
 
 def news_of(error: BaseException | None) -> str:
-    """Return as one line an error that other ranks must be told of; "" for one that they hear of anyway, or None.
+    """Return an error that other ranks must be told of as one line (`error_words`); "" for any other, or None.
 
-    These are RankLostError, DeadlineError, errors raised by torch.distributed, and KeyboardInterrupt and the like.
+    Not told are RankLostError, DeadlineError, errors raised by torch.distributed unless another error caused
+    them, and what is no Exception, such as KeyboardInterrupt.
     """
     while error is not None and is_of_distributed(error) and error.__cause__ is not None:
         error = error.__cause__  # what a stage raised, in the words of torch's pipelining

@@ -25,7 +25,8 @@ def check_graph(context: TorchContext, *, is_one_sided: bool, is_timed: bool) ->
 class CapturedRun:
     """Runs a program once as it is, since libraries set up at a first use, then captures it as a CUDA graph.
 
-    Calls must be fit for capture: torch functions on tensors of the device that do not wait for it.
+    Functions of `call` ops must be fit for capture: torch functions on tensors of the device that do not wait for
+    the device.
     """
 
     def __init__(self, execute: Execute, device: torch.device) -> None:

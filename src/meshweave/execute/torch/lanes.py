@@ -39,7 +39,7 @@ Modes = Callable[[], contextlib.AbstractContextManager[Any]]
 def cross_lane_waits(lane_of: Sequence[int], before: Sequence[Sequence[int]], num_lanes: int) -> list[Waits]:
     """Return for each op what it must wait for in other lanes: (lane index, number of ops completed there) pairs.
 
-    A pair that follows from earlier waits of the op's lane is left out.
+    A pair that other waits already imply is left out.
 
     Args:
         lane_of: the lane index of each op, in program order.
