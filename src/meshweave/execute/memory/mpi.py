@@ -62,7 +62,7 @@ class MpiMemory(RemoteMemory):
         """Open a pool in windows of MPI, see `open_memory`. Collective over MPI's COMM_WORLD.
 
         Args:
-            pool_bytes: bytes that each rank sets aside at its first program; the pool grows where that is less.
+            pool_bytes: bytes that each rank sets aside at its first program; the pool grows where it is too small.
 
         Raises:
             UnsupportedError: mpi4py or an MPI is missing, MPI lacks THREAD_MULTIPLE, or tensors are not on a

@@ -96,7 +96,7 @@ class CallSequence(SharedCalls):
             mark_as_shared(error)
 
     def fail(self, error: BaseException | None) -> None:
-        """End the call begun last; tell its `error`, if `news_of` it is not "", to ranks in it or a later call."""
+        """End the call begun last; tell ranks in it or a later call its `error`, if they must know (`news_of`)."""
         self.end(error)
         if (why := news_of(error)) and not self.order.verdict:
             number, kind = self.recent[-1]
