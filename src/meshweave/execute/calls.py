@@ -25,9 +25,9 @@ _TAKES_RANK = "takes_rank"
 
 
 def of_rank(function: FunctionT) -> FunctionT:
-    """Mark and return a function for `call` ops that takes the rank first: `function(rank, *ins, *args)`.
+    """Mark `function` as one that `call` ops give the global rank first: `function(rank, *ins, *args)`; return it.
 
-    For results that depend on the rank, such as its tokens of a batch.
+    Use it where results depend on the rank, such as the rank's tokens of a batch.
     """
     setattr(function, _TAKES_RANK, True)
     return function
@@ -42,7 +42,7 @@ _pace_call: PaceCall | None = None
 def set_call_pace(pace: PaceCall | None) -> None:
     """Wrap every `call` op of this process in `pace`, for example to make it last as long as its modelled work.
 
-    `pace(work, run)` calls `run()` and returns its result; `work` is the modelled FLOPs, bytes and sizes of the
+    `pace(work, run)` must call `run()` and return its result; `work` is the modelled FLOPs, bytes and sizes of the
     op (`ir.work.Compute`). None removes the wrapper. Calls of a `CallTable` without a program are never wrapped.
     """
     global _pace_call
@@ -52,14 +52,16 @@ def set_call_pace(pace: PaceCall | None) -> None:
 class CallTable:
     """The functions of `call` ops, and the stashes of one rank.
 
+    A stash is a dict in which the forward part of a call keeps values for its backward parts, such as activations.
+
     Args:
-        functions: by the name that an op has for its function (`fn`).
+        functions: the functions by the name in an op's `fn`.
         program: the program that the ops belong to; None: calls are never paced (`set_call_pace`).
         rank: the global rank, given to functions that are marked by `of_rank`.
 
     Attributes:
-        peak_stash_bytes: the most bytes of arrays and tensors that stashes had at once, counted after each
-            part that is not the last of its stash. Values inside lists and other containers count nothing.
+        peak_stash_bytes: the most bytes of arrays and tensors that all stashes of the rank held at once, counted
+            after each part of a call but the last. Values inside lists and other containers are not counted.
     """
 
     def __init__(self, functions: Calls, program: Program | None = None, rank: int = 0) -> None:
@@ -78,10 +80,10 @@ class CallTable:
         self.peak_stash_bytes = max(self.peak_stash_bytes, self._stash_bytes)
 
     def bind(self, op: Call) -> Callable[..., Sequence[Any]]:
-        """Return a function that runs the call: it takes the input arrays of `op` and returns its outputs.
+        """Return a function that runs the call: from the input arrays of `op` to a sequence of its outputs.
 
-        Raises BindError where no function has the name of the op. The returned function raises it where the
-        shapes of the results are not those of the op's outputs.
+        Raises BindError where no function is named `op.fn`. The returned function raises BindError where the
+        shapes of the results are not those of `op.outs`.
         """
         require_known(op.fn, self._functions, "no function is bound to call", BindError)
         function, args, expected = self._functions[op.fn], op.args, [view.shape for view in op.outs]

@@ -37,8 +37,8 @@ _REDUCTIONS: dict[str, Callable[[Array, Array], Array]] = {
 class NumpyResult:
     """The result of a run: global output tensors by name, and the final memory of each (rank, buffer, slot).
 
-    `peak_stash_bytes` is by rank the most bytes that stashes of its calls had at once (`execute.calls`);
-    ranks without calls are left out.
+    `peak_stash_bytes` gives for each rank the most bytes that the stashes of its calls held at once
+    (`execute.calls`); ranks without calls are left out.
     """
 
     outputs: dict[str, Array]
@@ -48,12 +48,12 @@ class NumpyResult:
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Return the numpy dtype in which elements of a program's `dtype` are computed; bfloat16 in float32."""
+    """Return the numpy dtype for a program's `dtype`, by name: "float16" -> float16, "bfloat16" -> float32."""
     return np.dtype("float32" if dtype == "bfloat16" else dtype)
 
 
 def poisoned(shape: tuple[int, ...], dtype: str) -> Array:
-    """Return an array that stands for unwritten memory: NaN, or the bit pattern 0101... for integers."""
+    """Return an array that stands for unwritten memory: all NaN, or all bytes 0x55 for an integer `dtype`."""
     kind = numpy_dtype(dtype)
     if kind.kind == "f":
         return np.full(shape, np.nan, kind)
@@ -68,16 +68,16 @@ def run_numpy(
     calls: Calls | None = None,
     flow: Dataflow | None = None,
 ) -> NumpyResult:
-    """Run all ranks of `program` in this process.
+    """Run all ranks of `program` in this process on numpy arrays, and return outputs, memory and trace.
 
     Args:
         inputs: global tensors by name, one for each tensor that an input buffer holds.
-        seed: of a random order of events, where lanes and edges leave a choice; None for program order.
+        seed: seed of a random legal order of the ops; None for program order where dependences allow.
         calls: the functions that `call` ops name; see `execute.calls`.
         flow: the result of `ir.analysis.dataflow.analyse(program)`, where the caller has it already.
 
     Raises:
-        BindError: inputs or calls are missing or do not fit.
+        BindError: inputs or calls are missing, or shapes or dtypes do not fit.
         ProgramError: messages or collectives do not match, the program deadlocks, or replicas of an output differ.
     """
     flow = analyse(program) if flow is None else flow
@@ -172,12 +172,12 @@ def _check_inputs(program: Program, inputs: Mapping[str, Array]) -> None:
 
 
 def local_inputs(program: Program, inputs: Mapping[str, Array], rank: int) -> dict[str, Array]:
-    """Return this rank's shards of global tensors, by the names of the input buffers that hold them.
+    """Return the shards that global rank `rank` holds of the global tensors `inputs`, by input buffer name.
 
-    Buffers on a mesh without this rank are left out. A tensor laid out as partial sums is split into terms so
-    that one left out or taken twice shows: along a mesh axis, each element is i in the term of member i > 0, and
-    what is left of it in that of member 0. Of a partial product, members other than 0 hold 1 everywhere; of
-    `max` and `min` all hold the whole.
+    Buffers on a mesh without this rank are left out. A tensor laid out as partial sums is split into terms, so
+    that a term left out or added twice shows: along a mesh axis of n ranks, index i > 0 holds i in every element,
+    and index 0 the value minus n(n-1)/2. Of a partial product, indices other than 0 hold 1 everywhere; of `max`
+    and `min` all hold the whole value.
     """
     shards: dict[str, Array] = {}
     for buffer in program.buffers:
@@ -203,12 +203,12 @@ def _term(layout: Layout, value: Array, rank: int) -> Array:
 
 
 def assemble(program: Program, memory: Mapping[tuple[int, str, int], Array]) -> dict[str, Array]:
-    """Return the global tensors that the output buffers hold, by the names of the tensors.
+    """Return the global tensors that the shards of the output buffers make up, by tensor name.
 
-    Partial sums are reduced. Elements that no rank holds are poison (`poisoned`).
+    Partial results are reduced. Elements that no rank holds have the value of `poisoned`.
 
     Args:
-        memory: the shard of each (rank, output buffer, 0); slots other than 0 are not looked at.
+        memory: the local shard for each key (rank, output buffer, 0); other slots than 0 are ignored.
 
     Raises:
         ProgramError: ranks that should hold the same elements hold unequal integers, or floats that differ by

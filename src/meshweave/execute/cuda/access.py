@@ -44,7 +44,7 @@ TILES: Key = ("tile counters", 0)  # no buffer has a name with blanks
 
 
 class TrackedAccess(OneSidedAccess):
-    """One-sided ops beside products whose kernels count their tiles; see the module docstring."""
+    """Binds one-sided ops and matmuls whose kernels count finished output tiles; see the module docstring."""
 
     def check_memory(self, memory: RemoteMemory) -> None:
         """Raise UnsupportedError where other ranks' parts of `memory` are not mapped into this process."""
@@ -59,15 +59,15 @@ class TrackedAccess(OneSidedAccess):
         return self._analysis.regions
 
     def own_slots(self, analysis: RankAnalysis) -> dict[Key, Slot]:
-        """Return {`TILES`: the slot of this rank's tile counters}.
+        """Return {`TILES`: the slot of this rank's tile counters, one int32 for each region of a product}.
 
-        They are int32, and kernels of any rank may add to them.
+        Kernels of any rank may add to the counters.
         """
         assert analysis.regions is not None
         return {TILES: Slot.of_counters(analysis.regions.num_counters)}
 
     def set_binder(self, binder: Binder) -> None:
-        """Take the binder, which makes tensors of this rank's views, and decide which regions share a kernel."""
+        """Keep `binder`, which makes tensors of this rank's views, and decide which regions share a kernel."""
         super().set_binder(binder)
         ops, rank = self._analysis.ops, self._rank
         self._tensors = {index: self._region(index) for at, index in self._regions.product_of if at == rank}
@@ -90,11 +90,12 @@ class TrackedAccess(OneSidedAccess):
         self._launches = launches(rank, self._regions, waits, lanes, alike, edges)
 
     def bind(self, index: int, bound: BoundOp, bind_local_or_matched: Callable[[BoundOp], Action]) -> Action:
-        """Return the action of op number `index` of this rank: its waits, and what runs or queues it.
+        """Return a function without arguments that runs op number `index` of this rank, after what it waits for.
 
         The first region of a kernel launches it, and the kernel's other regions do nothing.
 
         Args:
+            bound: the op, resolved for this rank.
             bind_local_or_matched: binds an op that has nothing to do with remote memory.
 
         Raises UnsupportedError where the memory or the kernels cannot run the op, BindError for a fence without

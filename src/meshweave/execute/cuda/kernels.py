@@ -148,7 +148,7 @@ def _accumulate(  # type: ignore[no-untyped-def]
 
 
 def lacks_atomic_add(dtype: torch.dtype, device: torch.device) -> str:
-    """Return why tensors of a dtype cannot be added to atomically on a device; "" where they can."""
+    """Return why kernels on `device` cannot add atomically to memory of `dtype`; "" where they can."""
     if dtype not in _ADDED:
         return f"kernels add no {dtype} to memory atomically"
     if dtype != torch.bfloat16:
@@ -160,15 +160,15 @@ def lacks_atomic_add(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def check_atomic_add(dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UnsupportedError where tensors of a dtype cannot be added to atomically on a device."""
+    """Raise UnsupportedError where kernels on `device` cannot add atomically to memory of `dtype`."""
     if reason := lacks_atomic_add(dtype, device):
         raise UnsupportedError(reason)
 
 
 def accumulate(out: Tensor, value: Tensor, num_programs: int = ADDING_PROGRAMS) -> None:
-    """Queue out += value on the current stream, each element by one atomic addition over the system.
+    """Queue out += value on the current stream, each element by one atomic addition of system scope.
 
-    Others may add to the same elements at the same time: in other kernels, streams, processes and GPUs.
+    Other kernels, streams, processes and GPUs may add to the same elements at the same time.
 
     Args:
         out, value: of one shape, up to two dims, and one dtype, of any strides.
@@ -192,12 +192,12 @@ def accumulate(out: Tensor, value: Tensor, num_programs: int = ADDING_PROGRAMS) 
 
 
 def launch_product(grid: int, *arguments: Any, **constants: Any) -> None:
-    """Queue the kernel of a tracked product, `_tracked_product`, on the current stream.
+    """Queue the kernel `_tracked_product`, a matmul that counts its output tiles, on the current stream.
 
     Args:
-        grid: the number of the kernel's programs (blocks of threads).
-        arguments: those of `_tracked_product`, in its order, up to the first `tl.constexpr`.
-        constants: its `tl.constexpr` arguments by name, `num_warps` and `num_stages`.
+        grid: the number of thread blocks to launch.
+        arguments: the arguments of `_tracked_product` before the first `tl.constexpr`, in order.
+        constants: its `tl.constexpr` arguments by name, and `num_warps` and `num_stages`.
     """
     with _one_at_a_time:
         _tracked_product[(grid,)](*arguments, **constants)

@@ -19,12 +19,12 @@ from meshweave.ir.program.views import Range
 
 @dataclass(frozen=True)
 class TrackedRegions:
-    """The regions of a program, each named by its op: (rank, index of the op on that rank).
+    """The regions of a program: parts of a matmul's output, each of one op. Its key is (rank, index of that op).
 
     Attributes:
-        counter_of: by region, (the rank in whose memory its counter is, the counter's number there).
-        product_of: by region, all regions of its product, itself included.
-        remote: by op (rank, index), the regions of other ranks that it waits for.
+        counter_of: for each region (the rank in whose memory its counter is, the counter's index there).
+        product_of: for each region all regions of the same matmul, itself included.
+        remote: for each op (rank, index) the regions of other ranks that it waits for.
         num_counters: the most counters that any rank has.
     """
 
@@ -34,11 +34,11 @@ class TrackedRegions:
     num_counters: int
 
     def local(self, rank: int, edges: Sequence[Iterable[int]], lanes: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return for each op of `rank` in order the op indices of the regions in other lanes that it waits for.
+        """Return for each op of `rank` the op indices of the regions in other lanes that it waits for.
 
         Args:
-            edges: for each op the indices of the earlier ops that it waits for.
-            lanes: the lane of each op.
+            edges: for each op of the rank the indices of the earlier ops that it waits for.
+            lanes: the lane (queue of ops that run in order, such as a stream) of each op of the rank.
         """
         return [
             tuple(
@@ -51,7 +51,7 @@ class TrackedRegions:
 
 
 def tracked_regions(program: Program) -> TrackedRegions:
-    """Return the regions of products that a program releases, over all ranks, with a counter for each."""
+    """Return the regions of all matmuls that a program releases tile by tile, on all ranks, and their counters."""
     counter_of: dict[Node, tuple[int, int]] = {}
     product_of: dict[Node, tuple[Node, ...]] = {}
     num_counters: dict[int, int] = {}
@@ -75,9 +75,9 @@ def tracked_regions(program: Program) -> TrackedRegions:
 
 
 def is_region(op: Op) -> bool:
-    """Return whether an op is a region of a released product.
+    """Return whether an op computes a region that is released tile by tile.
 
-    That is a 2-D matmul with a release whose views are plain ranges and which does not accumulate.
+    That is a 2-D matmul with a `release` that does not accumulate and whose views are plain ranges.
     """
     return (
         isinstance(op, Matmul)
@@ -114,7 +114,7 @@ class Launches:
     """The kernels of one rank: which regions each computes, by their op indices."""
 
     members: dict[int, list[int]] = field(default_factory=dict)
-    """By the first region of a kernel, all of its regions."""
+    """For the first region of each kernel, all regions of that kernel."""
     joined: set[int] = field(default_factory=set)
     """The regions that are not the first of their kernel."""
 
@@ -127,18 +127,18 @@ def launches(
     alike: Container[tuple[int, int]],
     edges: Sequence[Iterable[int]],
 ) -> Launches:
-    """Return which regions each kernel of a rank computes.
+    """Return which regions each kernel of global rank `rank` computes.
 
-    A region joins the kernel of the previous region of its product where one kernel can compute both, its lane has
-    already waited for all that the region waits for, and it waits for no region of that kernel, whose tiles are in
-    no order.
+    A region joins the kernel of the previous region of its matmul where one kernel can compute both, its lane has
+    already waited for all that the region waits for, and it waits for no region of that kernel.
 
     Args:
+        regions: the regions of the program.
         waits: for each op of the rank a set of what it waits for in other lanes and ranks; equal elements stand
             for equal waits.
-        lanes: the lane of each op.
-        alike: pairs of indices of successive regions that one kernel can compute.
-        edges: for each op the indices of the earlier ops that it waits for.
+        lanes: the lane of each op of the rank.
+        alike: pairs of op indices of successive regions that one kernel can compute.
+        edges: for each op of the rank the indices of the earlier ops that it waits for.
     """
     launches = Launches()
     seen: dict[str, set[object]] = {}

@@ -24,11 +24,12 @@ _GROUP = 8
 
 @dataclass(frozen=True)
 class Block:
-    """The largest tile that one program of the kernel computes at a time, and how Triton compiles it.
+    """The largest tile that one thread block of the matmul kernel computes at a time, and how Triton compiles it.
 
     Attributes:
-        rows, columns: of the result.
-        depth: how much of K one step of its loop takes.
+        rows, columns: size of the tile of the result, in elements.
+        depth: elements of K, the summed dim, that one step of the kernel's loop takes.
+        num_warps, num_stages: Triton's options of the same names.
     """
 
     rows: int
@@ -38,9 +39,9 @@ class Block:
     num_stages: int = 3
 
     def fitted(self, rows: int, columns: int, depth: int) -> Block:
-        """Return the block, no larger in any dim than a product of `rows` x `columns` with K = `depth` needs.
+        """Return the block cut down to what a matmul of `rows` x `columns` with K = `depth` needs.
 
-        A smaller size is the product's, rounded up to a power of two of at least 16.
+        A size that is cut down is the matmul's, rounded up to a power of two of at least 16: 100 -> 128.
         """
 
         def least(size: int, most: int) -> int:
@@ -61,8 +62,8 @@ BLOCKS = {2: Block(128, 256, 64), 4: Block(128, 128, 32)}
 def tiles_of_region(rows: int, columns: int, release: Release, block: Block) -> list[Box]:
     """Return the tiles of a region of `rows` x `columns`, in the order in which the kernel computes them.
 
-    Each is ((start, stop) of rows, (start, stop) of columns) in the region, no larger than `block`. A larger
-    tile of the release is computed as several.
+    Each is ((start, stop) of rows, (start, stop) of columns) in the region, no larger than `block`. A tile size
+    in `release` that is larger than `block` is cut into several tiles.
     """
     if release.tile:
         return [
@@ -83,11 +84,11 @@ def _blocks(rows: int, columns: int, block: Block) -> list[Box]:
 
 
 def block_of(shapes: Sequence[tuple[int, int, Release]], depth: int, element_bytes: int) -> Block:
-    """Return the block that the kernel of one product computes at a time: `BLOCKS`, fitted to its largest tile.
+    """Return the block of the kernel of one matmul: that of `BLOCKS`, cut down to the matmul's largest tile.
 
     Args:
-        shapes: (rows, columns, release) of each region of the product.
-        depth: the K of the product.
+        shapes: (rows, columns, release) of each region of the matmul's output.
+        depth: K of the matmul, in elements.
         element_bytes: the size of an operand's element, 2 or 4.
 
     Raises:
@@ -106,10 +107,10 @@ def block_of(shapes: Sequence[tuple[int, int, Release]], depth: int, element_byt
 
 
 def product_block(ops: Sequence[Matmul], element_bytes: int) -> Block:
-    """Return the block that the kernel of one product computes at a time: `BLOCKS`, fitted to its largest tile.
+    """Return the block of the kernel of one matmul: that of `BLOCKS`, cut down to the matmul's largest tile.
 
     Args:
-        ops: the product, one op for each region of its output.
+        ops: the matmul, as one op for each region of its output.
         element_bytes: the size of an operand's element, 2 or 4.
 
     Raises UnsupportedError for another size.
@@ -119,7 +120,7 @@ def product_block(ops: Sequence[Matmul], element_bytes: int) -> Block:
 
 
 def num_tiles(op: Matmul, block: Block) -> int:
-    """Return into how many tiles the kernel cuts the region that `op` computes."""
+    """Return the number of tiles that the kernel computes for the region of `op`: what its counter grows by."""
     return len(tiles_of_region(*_sizes(op), op.release or Release(), block))
 
 

@@ -48,9 +48,9 @@ class TrackedRegion:
 
 
 class TrackedProduct:
-    """One kernel that computes regions one after another; made once, run many times on the same memory.
+    """One matmul kernel that computes regions of an output one after another; made once, run on the same memory.
 
-    A call queues it on the current stream, once; each run adds to the counters of its regions.
+    Each call queues one run on the current stream; a run adds to each region's counter its number of tiles.
     """
 
     def __init__(
@@ -65,13 +65,12 @@ class TrackedProduct:
 
         Args:
             regions: in the order in which they are computed; of equal strides, dtypes, K and kind of release.
-            block: None for that of `tiling.BLOCKS`, made smaller to fit the regions and the tiles that they name.
-            num_programs: the most persistent programs, of which there are no more than tiles; None for
-                `multiprocessors`.
+            block: the largest tile computed at a time; None for `tiling.block_of` of the regions.
+            num_programs: the most thread blocks to launch, never more than tiles; None for `multiprocessors`.
             counts: whether tiles are counted, where every region has a counter.
 
-        Raises UnsupportedError for dtypes that are unequal or none of `DTYPES`, and for regions that are updates
-        of a dtype which the device cannot add atomically.
+        Raises UnsupportedError for dtypes that are unequal or none of `DTYPES`, and for regions that are added to
+        memory (`release.update`) in a dtype which the device cannot add atomically.
         """
         first = regions[0]
         _check(regions)
@@ -116,7 +115,7 @@ class TrackedProduct:
         }
 
     def __call__(self) -> None:
-        """Queue the kernel on the current stream."""
+        """Queue one run of the kernel on the current stream."""
         first = self.regions[0]
         launch_product(
             self._grid,
@@ -136,9 +135,9 @@ class TrackedProduct:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return how many programs (thread blocks) of a kernel run at a time: the GPU's multiprocessors.
+    """Return the number of multiprocessors (SMs) of a GPU, each of which runs one thread block of the kernel.
 
-    For a CPU, where kernels run in Triton's interpreter, it is a small constant.
+    For a CPU, where kernels run in Triton's interpreter, return a small constant.
     """
     if device.type != "cuda":
         return _INTERPRETER_PROGRAMS
@@ -146,7 +145,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def share_a_kernel(one: TrackedRegion, other: TrackedRegion) -> bool:
-    """Return whether one kernel can compute both regions: equal strides, dtypes, K and way of storing."""
+    """Return whether one kernel can compute both regions: equal strides, dtypes, K and `release.update`."""
     return all(
         left.stride() == right.stride() and left.dtype == right.dtype
         for left, right in ((one.a, other.a), (one.b, other.b), (one.out, other.out))

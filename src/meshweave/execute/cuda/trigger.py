@@ -22,27 +22,30 @@ _WRAP = 1 << 32
 
 
 class WordQueue(Protocol):
-    """What waits for words and writes them: the current stream of a device, or in tests the calling thread."""
+    """Queues waits for words and writes of words: on the current stream of a device, or in tests on this thread.
+
+    A word is a tensor of one int32 in memory that the device reaches.
+    """
 
     def wait(self, word: Tensor, value: int) -> None:
-        """Hold back what is queued afterwards until the int32 `word` is at least `value`."""
+        """Queue a wait until `word` is at least `value`; what is queued later starts after it."""
 
     def write(self, word: Tensor, value: int) -> None:
-        """Set the int32 `word` to `value` once all that was queued before is done."""
+        """Queue a write of `value` to `word` after all that is queued before."""
 
 
 class StreamWords:
     """Words that the current CUDA stream waits for and writes."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raise UnsupportedError where the CUDA bindings for Python are missing."""
+        """Use the current stream of CUDA `device`. Raises UnsupportedError where the CUDA bindings are missing."""
         if reason := lacks_stream_words():
             raise UnsupportedError(f"streams wait for words in memory by way of cuda-bindings: {reason}")
         self._driver, self._device = _driver(), device
         self._at_least = int(self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 
     def wait(self, word: Tensor, value: int) -> None:
-        """Queue a wait on the current stream until the int32 `word` is at least `value`.
+        """Queue a wait on the current stream until the int32 `word`, which may have wrapped, is at least `value`.
 
         Raises UnsupportedError where the driver refuses.
         """
@@ -82,16 +85,21 @@ def _driver() -> Any:
 
 
 def reached(count: int, value: int) -> bool:
-    """Return whether the int32 `count`, which may have wrapped around, is `value` or less than 2**31 past it."""
+    """Return whether `count`, a 32-bit counter that may have wrapped around, has come to `value`.
+
+    It has where it is equal or less than 2**31 past `value`, modulo 2**32.
+    """
     return (count - value) % _WRAP < _WRAP // 2
 
 
 def copy_when_whole(words: WordQueue, target: Tensor, region: Tensor, counter: Tensor, count: int) -> None:
-    """Queue a copy of `region` to `target` that starts once the int32 `counter` is at least `count`.
+    """Queue a copy of `region` to `target` on the current stream that starts once `counter` is at least `count`.
 
     Args:
-        words: queues the wait; that of the current stream, on which the copy is queued.
-        target: where it goes, such as a peer's symmetric memory; contiguous like `region`, for copy engines.
+        words: queues the wait on the same stream as the copy.
+        target: the destination, such as a peer's symmetric memory; contiguous like `region`, so that a copy
+            engine can make the copy.
+        counter: one int32 in device memory.
     """
     words.wait(counter, count)
     target.copy_(region, non_blocking=True)

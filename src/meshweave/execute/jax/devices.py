@@ -21,7 +21,7 @@ from meshweave.ir.program.ops import Over
 
 
 def quoted(names: str | Sequence[str]) -> str:
-    """Return the Python source of a name as a string, or of several as a tuple of strings."""
+    """Return Python source of a string literal, or of a tuple of them: "tp" -> '"tp"', ["tp"] -> '("tp",)'."""
     if isinstance(names, str):
         return json.dumps(names)
     return f"({', '.join(map(quoted, names))}{',' if len(names) == 1 else ''})"
@@ -29,12 +29,13 @@ def quoted(names: str | Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """The devices over which a collective runs.
+    """The groups of devices in which a collective runs.
 
     Attributes:
-        axes: the mesh axes along which members differ; none for a group of one.
-        size: the number of members.
-        groups: for groups that are no mesh axes, the device numbers of each; `axes` are then all.
+        axes: the jax mesh axes along which a group's members differ; () for groups of one device.
+        size: the number of devices in each group.
+        groups: the device numbers of each group, where the groups are not those of mesh axes; `axes` are then all
+            axes of the mesh. None where `axes` define the groups.
     """
 
     axes: tuple[str, ...]
@@ -43,7 +44,7 @@ class DeviceGroup:
 
     @property
     def text(self) -> str:
-        """Return the Python source of the axes as `jax.lax` takes them: one name, or a tuple."""
+        """Return Python source of `axes` as `jax.lax` takes them: one name, or a tuple of names."""
         return quoted(self.axes[0] if len(self.axes) == 1 else self.axes)
 
 
@@ -51,12 +52,12 @@ class DeviceMesh:
     """The jax mesh of a program: the first mesh of the program that has all ranks.
 
     Args:
-        names: one name for each of its axes; by default those of the program's mesh.
+        names: one name for each axis of the jax mesh; by default those of the program's mesh.
 
     Attributes:
-        mesh: that mesh of the program.
-        axes: the names of its axes in the jax mesh.
-        sizes: the size of each axis by that name.
+        mesh: the mesh of the program that became the jax mesh.
+        axes: the names of the axes of the jax mesh.
+        sizes: the size of each axis by its name in `axes`.
 
     Raises:
         UnsupportedError: no mesh of the program has all ranks.
@@ -79,7 +80,7 @@ class DeviceMesh:
         self._number = {rank: number for number, rank in enumerate(mesh.ranks)}
 
     def number(self, rank: int) -> int:
-        """Return the device number of a global rank: its place in the jax mesh, row-major."""
+        """Return the device number of a global rank: its row-major index in the jax mesh."""
         return self._number[rank]
 
     def coordinate(self, rank: int, axis: str) -> int:
@@ -91,16 +92,16 @@ class DeviceMesh:
         return {r: dict(zip(self.axes, self.mesh.coords(r), strict=True)) for r in self.mesh.ranks}
 
     def index_along(self, rank: int, axes: Sequence[str]) -> int:
-        """Return the index of a rank's device along axes of the jax mesh, the first of which varies slowest."""
+        """Return the row-major index of a rank's device along jax `axes`, the first of which varies slowest."""
         index = 0
         for axis in axes:
             index = index * self.sizes[axis] + self.coordinate(rank, axis)
         return index
 
     def members(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the ranks whose coordinates are those of `rank`, except along `axes`.
+        """Return the global ranks that share the coordinates of `rank` on all jax axes but `axes`.
 
-        They are in the order of their index along `axes`, the first of which varies slowest.
+        They are sorted by `index_along(rank, axes)`: the first of `axes` varies slowest.
         """
         fixed = [axis for axis in self.axes if axis not in axes]
         same = (
@@ -115,10 +116,10 @@ class DeviceMesh:
         return {}
 
     def axes_of(self, over: str) -> tuple[str, ...] | None:
-        """Return the jax axes whose groups are those of a program's mesh axis ("tp.row") or mesh ("tp").
+        """Return the jax axes that group the ranks as a program's mesh axis ("tp.row") or mesh ("tp") does.
 
-        The first varies slowest, and axes of size 1 are left out. None where no jax axes have these groups, with
-        their members in the same order.
+        The first varies slowest, and axes of size 1 are left out. Return None where no jax axes give these groups
+        with their members in the same order.
         """
         if over not in self._axes_of:
             mesh = self.program.mesh_of[over.partition(".")[0]]
@@ -138,9 +139,9 @@ class DeviceMesh:
         return None
 
     def axes_of_coordinate(self, name: str) -> tuple[str, ...] | None:
-        """Return the jax axes, slowest first, along which a device's index is a coordinate of the program.
+        """Return the jax axes, slowest first, whose row-major index on a device equals a program's coordinate.
 
-        `name` is a coordinate ("tp.row") or "rank". None where it is no index along jax axes.
+        `name` is a coordinate ("tp.row") or "rank". Return None where no jax axes give that coordinate.
         """
         if name == "rank":
             is_number = self.mesh.ranks == tuple(range(len(self.mesh.ranks)))
@@ -148,13 +149,13 @@ class DeviceMesh:
         return self.axes_of(name)
 
     def group(self, over: Over) -> DeviceGroup:
-        """Return the axes or groups of devices in which a collective of the program runs.
+        """Return the groups of devices in which a collective of the program runs.
 
         Args:
-            over: a mesh ("tp"), an axis of one ("tp.row"), or the ranks of one group. Ranks in no group are put
-                into more groups of the same size.
+            over: a mesh ("tp"), an axis of one ("tp.row"), or the global ranks of one group. Ranks that are in no
+                group are put into further groups of the same size, since jax wants every device in one.
 
-        Raises UnsupportedError where the size does not divide their number.
+        Raises UnsupportedError where that size does not divide the number of these ranks.
         """
         if isinstance(over, str):
             axes = self.axes_of(over)
@@ -165,10 +166,10 @@ class DeviceMesh:
         return self.group_of((over,))
 
     def group_of(self, groups: Sequence[tuple[int, ...]]) -> DeviceGroup:
-        """Return the axes or groups of devices of a collective that runs in `groups` of ranks, all of one size.
+        """Return the groups of devices of a collective that runs in `groups` of global ranks, all of one size.
 
-        Ranks in no group are put into more groups of this size. Raises UnsupportedError where the size does not
-        divide their number.
+        Ranks that are in no group are put into further groups of this size. Raises UnsupportedError where the
+        size does not divide the number of these ranks.
         """
         listed = list(groups)
         size = len(listed[0])

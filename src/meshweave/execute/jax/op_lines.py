@@ -20,12 +20,12 @@ _INDENT = "    "
 
 
 class OpWriter:
-    """Writes the ops of a program.
+    """Writes the ops of a program as lines of Python that jax traces, one op a line.
 
     Attributes:
-        in_order: whether the emitted code fixes an order. A collective then runs after the last product above it
-            and what its lane has moved since. A product runs after the last product above it, and after all
-            communication between that one and the product before.
+        in_order: whether the emitted code fixes an order. A collective then runs after the last matmul above it
+            and the earlier communication of its lane since. A matmul runs after the last matmul above it, and
+            after all communication between that matmul and the one before it.
         lines: the lines so far, without the indentation of the function.
         calls: the names of the functions that `call` ops so far run, as keys; each value is None.
     """
@@ -51,7 +51,7 @@ class OpWriter:
         self._later: Sequence[Statement] = ()
 
     def line(self, text: str) -> None:
-        """Append a line of source, indented for the loops that are open."""
+        """Append a line of source to `lines`, indented for the loops and conditions that are open."""
         self.lines.append(_INDENT * self._depth + text)
 
     # --- ops ------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ Axes = str | tuple[str, ...]
 
 
 def pick(table: tuple[Any, ...], at: Array) -> Array:
-    """Return an entry of a table of integers; of tables in tables, `at` is a tuple of one index per level."""
+    """Return entry `at` of a table of integers; of a nested table, `at` is a tuple of one index per level."""
     return jnp.asarray(table, jnp.int32)[at]
 
 
@@ -32,11 +32,11 @@ def product(
     transpose_b: bool = False,
     sum_batch: bool = False,
 ) -> Array:
-    """Return a (..., M, K) @ b (..., K, N), added to `onto`; float16 and bfloat16 give float32.
+    """Return a (..., M, K) @ b (..., K, N), plus `onto` if given; float16 and bfloat16 operands give float32.
 
     Args:
         transpose_a, transpose_b: the operand is stored (..., K, M) or (..., N, K).
-        sum_batch: the products of a batch are summed; the result is (M, N).
+        sum_batch: sum the matmuls of all batch indices; the result is (M, N).
     """
     a = a.swapaxes(-1, -2) if transpose_a else a
     b = b.swapaxes(-1, -2) if transpose_b else b
@@ -52,15 +52,15 @@ def product(
 
 
 def keep(x: Array, dim: int, start: int | Array, stop: int | Array) -> Array:
-    """Return x with zeros outside of [start, stop) of a dim."""
+    """Return x with zeros at all indices outside of [start, stop) along `dim`."""
     at = lax.broadcasted_iota(jnp.int32, x.shape, dim)
     return jnp.where((at >= start) & (at < stop), x, 0)
 
 
 def blocks(x: Array, dim: int, first: int | Array, block: int, stride: int) -> Array:
-    """Return the elements [first, first + block) of every period of `stride` elements of a dim, joined.
+    """Return elements [first, first + block) of each run of `stride` elements along `dim`, concatenated.
 
-    The size of the dim is a multiple of `stride`.
+    The size of `dim` is a multiple of `stride`: first 1, block 2, stride 4 of 8 elements -> 1, 2, 5, 6.
     """
     before, count, after = x.shape[:dim], x.shape[dim] // stride, x.shape[dim + 1 :]
     periods = x.reshape(*before, count, stride, *after)
@@ -72,9 +72,10 @@ def blocks(x: Array, dim: int, first: int | Array, block: int, stride: int) -> A
 
 
 def put_blocks(x: Array, dim: int, first: int | Array, block: int, stride: int, value: Array) -> Array:
-    """Return x with `value` in the elements [first, first + block) of every `stride` elements of a dim.
+    """Return x with `value` stored where `blocks` with the same arguments reads.
 
-    The size of the dim is a multiple of `stride`. `value` has `block` elements for each period there, joined.
+    These are elements [first, first + block) of each run of `stride` elements along `dim`, whose size is a
+    multiple of `stride`. `value` has the shape that `blocks` returns.
     """
     before, count, after = x.shape[:dim], x.shape[dim] // stride, x.shape[dim + 1 :]
     whole = x.reshape(*before, count, stride, *after)
@@ -83,9 +84,9 @@ def put_blocks(x: Array, dim: int, first: int | Array, block: int, stride: int, 
 
 
 def span(start: int | Array, stop: int | Array, most: int, extent: int) -> Array:
-    """Return the positions start .. stop - 1, as an array of `most` integers whose rest is `extent`.
+    """Return start, ..., stop - 1, filled with `extent` up to `most` integers: (2, 4, 3, 8) -> 2, 3, 8.
 
-    `extent` is the size of the dim; `take` reads zeros there, and `put` drops what goes there.
+    They are indices into a dim of size `extent`; at index `extent` `take` reads zeros and `put` stores nothing.
     """
     at = start + jnp.arange(most)
     return jnp.where(at < stop, at, extent)
@@ -100,9 +101,10 @@ def dealt(
     most: int,
     extent: int,
 ) -> Array:
-    """Return the positions in [start, stop) of blocks [first + t stride, first + t stride + block), any t.
+    """Return the indices in [start, stop) that lie in blocks [first + t stride, first + t stride + block), any t.
 
-    An array of `most` integers, ascending; its rest is `extent`, the size of the dim.
+    They are `most` integers, ascending, filled at the end with `extent`, the size of the dim: first 1, block 2,
+    stride 4, start 0, stop 8, most 5, extent 8 -> 1, 2, 5, 6, 8.
     """
 
     def below(position: int | Array) -> Array:
@@ -115,32 +117,32 @@ def dealt(
 
 
 def place(x: Array, value: Array, *starts: int | Array) -> Array:
-    """Return x with `value` in the box of its shape that begins at `starts`, one for each dim."""
+    """Return x with `value` stored from index `starts[d]` of each dim d on."""
     return lax.dynamic_update_slice(x, value, [jnp.asarray(start, jnp.int32) for start in starts])
 
 
 def take(x: Array, dim: int, positions: Array) -> Array:
-    """Return the elements of a dim at positions; zeros for positions past its end."""
+    """Return the elements of x at indices `positions` along `dim`; zeros for indices past its end."""
     return jnp.take(x, positions, axis=dim, mode="fill", fill_value=0)
 
 
 def put(x: Array, positions: tuple[Array | None, ...], value: Array) -> Array:
-    """Return x with `value` at the positions of each dim (None: all); what lies past the end is dropped."""
+    """Return x with `value` at indices `positions[d]` of each dim d (None: all); dropped where past its end."""
     index = [jnp.arange(size) if at is None else at for at, size in zip(positions, x.shape, strict=True)]
     return x.at[jnp.ix_(*index)].set(value, mode="drop")
 
 
 def join(x: Array, dim: int, sizes: tuple[int, ...], most: int) -> Array:
-    """Return the parts of x along a dim one after another without their padding.
+    """Return x without the padding of its parts along `dim`, where each part is padded to `most` elements.
 
-    Part p is the sizes[p] elements from p * most on.
+    Part p is the sizes[p] elements from index p * most on.
     """
     parts = [lax.slice_in_dim(x, p * most, p * most + size, axis=dim) for p, size in enumerate(sizes)]
     return jnp.concatenate(parts, axis=dim)
 
 
 def split(x: Array, dim: int, sizes: tuple[int, ...], most: int) -> Array:
-    """Return x with its parts along a dim, part p of sizes[p] elements, filled with zeros to `most` each."""
+    """Return x with each part along `dim` padded with zeros to `most` elements; part p has sizes[p] of them."""
     parts, start = [], 0
     for size in sizes:
         part = lax.slice_in_dim(x, start, start + size, axis=dim)
@@ -150,9 +152,9 @@ def split(x: Array, dim: int, sizes: tuple[int, ...], most: int) -> Array:
 
 
 def join_at(x: Array, dim: int, sizes: Array, most: int, total: int) -> Array:
-    """Return the parts of x along a dim without their padding, then zeros up to `total` elements in all.
+    """Return x without the padding of its parts along `dim`, then zeros up to `total` elements along it.
 
-    Part p is the sizes[p] elements from p * most on; sizes may differ from device to device.
+    Part p is the sizes[p] elements from index p * most on; `sizes` is traced and may differ between devices.
     """
     ends, at = jnp.cumsum(sizes), jnp.arange(total)
     part = jnp.searchsorted(ends, at, side="right")
@@ -161,9 +163,9 @@ def join_at(x: Array, dim: int, sizes: Array, most: int, total: int) -> Array:
 
 
 def split_at(x: Array, dim: int, sizes: Array, most: int) -> Array:
-    """Return x with its parts along a dim, part p of sizes[p] elements, filled with zeros to `most` each.
+    """Return x with each part along `dim` padded with zeros to `most` elements; part p has sizes[p] of them.
 
-    Sizes may differ from device to device.
+    `sizes` is traced and may differ between devices.
     """
     part, at = jnp.divmod(jnp.arange(len(sizes) * most), most)
     positions = (jnp.cumsum(sizes) - sizes)[part] + at
@@ -174,7 +176,7 @@ def split_at(x: Array, dim: int, sizes: Array, most: int) -> Array:
 
 
 def after(x: Array, *made: Array | None) -> Array:
-    """Return x, ordered after all of `made`: the compiler may not use it before they exist. None is ignored."""
+    """Return x, which the compiler may use only after all of `made` are computed. None in `made` is ignored."""
     conditions = [value for value in made if value is not None]
     if not conditions:
         return x
@@ -183,14 +185,14 @@ def after(x: Array, *made: Array | None) -> Array:
 
 
 def gather(x: Array, axes: Axes, dim: int, *, turned: bool = False) -> Array:
-    """Return the all-gather of x over `axes`: the x of all members in order along `dim`, which is not 0.
+    """Return the all-gather of x over `axes`: the x of all devices there, concatenated along `dim`, not 0.
 
     On a CPU XLA would transpose x before and the result after for any dim but 0. There the pieces are
     gathered along a new first dim and then moved.
 
     Args:
-        turned: x is a matrix, `dim` is 1, and products read the result transposed. A CPU then keeps the result
-            in memory column by column, as its fast products need; its shape is the same.
+        turned: x is a matrix, `dim` is 1, and matmuls read the result transposed. A CPU then keeps the result
+            in memory column by column, as its fast matmuls need; its shape is the same.
     """
 
     def in_front(x: Array) -> Array:
@@ -208,10 +210,10 @@ def gather(x: Array, axes: Axes, dim: int, *, turned: bool = False) -> Array:
 
 
 def sum_scatter(x: Array, axes: Axes, dim: int, count: int) -> Array:
-    """Return the reduce-scatter (sum) of x over `axes`: this member's of `count` equal parts of `dim`.
+    """Return the reduce-scatter (sum) of x over `axes`: this device's one of `count` equal parts along `dim`.
 
-    `count` is the number of members, and `dim` is not 0. On a CPU the parts are moved to the front first: XLA
-    would transpose x before and the result after.
+    `count` is the number of devices along `axes`; `dim` is not 0. On a CPU the parts are moved to the front
+    first: XLA would transpose x before and the result after.
     """
 
     def in_front(x: Array) -> Array:
@@ -226,22 +228,22 @@ def sum_scatter(x: Array, axes: Axes, dim: int, count: int) -> Array:
 
 
 def shift(x: Array, axes: Axes, count: int, by: int) -> Array:
-    """Return the x of the member `by` places before this one along an axis of `count` members, cyclically."""
+    """Return the x of the device `by` steps before this one in the ring of `count` devices along `axes`."""
     shifted: Array = lax.ppermute(x, axes, [(at, (at + by) % count) for at in range(count)])
     return shifted
 
 
 def broadcast(x: Array, axes: Axes, root: int | Array, at: Array) -> Array:
-    """Return the x of member `root` on all members; `at` is this member's index.
+    """Return the x of the device with index `root` along `axes` on all devices; `at` is this device's index.
 
-    A sum in which others add zeros.
+    It is computed as an all-reduce in which the other devices add zeros.
     """
     total: Array = lax.psum(jnp.where(at == root, x, 0), axes)
     return total
 
 
 def multiply_all(x: Array, axes: Axes) -> Array:
-    """Return the elementwise product of the x of all members."""
+    """Return the all-reduce of x by elementwise multiplication over the devices along `axes`."""
     return jnp.prod(lax.all_gather(x, axes), axis=0).astype(x.dtype)
 
 
@@ -255,11 +257,11 @@ def call_in_class(
 ) -> tuple[Array, ...]:
     """Return the results of `function` on arrays whose shapes differ between devices.
 
-    Each device cuts `ins` to its own shapes and pads the results with zeros to the largest of all classes.
+    Each device cuts `ins` to its own shapes and pads the results with zeros to the largest shape on any device.
 
     Args:
         number: the index in `classes` of this device's class; devices of a class have equal shapes.
-        classes: for each class of devices the shapes of the arguments and of the results there.
+        classes: for each class of devices (the shapes of the arguments, the shapes of the results).
     """
     most = [
         tuple(map(max, zip(*shapes, strict=True)))
@@ -279,7 +281,7 @@ def call_in_class(
 
 
 def called(function: Callable[..., Any], *args: Any) -> tuple[Array, ...]:
-    """Return the results of a function as a tuple, a single array as a tuple of one."""
+    """Return `function(*args)` as a tuple of arrays; a single array becomes a tuple of one."""
     outs = function(*args)
     return tuple(outs) if isinstance(outs, (tuple, list)) else (outs,)
 
@@ -288,17 +290,17 @@ def called(function: Callable[..., Any], *args: Any) -> tuple[Array, ...]:
 
 
 def require_x64(dtype: str) -> None:
-    """Raise ValueError where jax has no numbers of 64 bits, as `dtype` needs: it would take narrower ones."""
+    """Raise ValueError where jax_enable_x64 is off: jax would compute the 64-bit `dtype` in 32 bits."""
     if not jax.config.jax_enable_x64:
         need = "jax.config.update('jax_enable_x64', True)"
         raise ValueError(f"the program has {dtype}, for which jax needs {need}")
 
 
 def spread(x: Array, dim: int, positions: tuple[int, ...]) -> Array:
-    """Return the elements of x along a dim at `positions`, zeros for -1.
+    """Return the elements of x at indices `positions` along `dim`; zeros for index -1.
 
-    `positions` lists the elements of each shard in turn, filled with -1 to the size of the largest, so that
-    equal parts of the result are the shards.
+    `positions` lists the indices of each shard in turn, each filled with -1 to the size of the largest shard, so
+    that the result cut into equal parts gives the padded shards.
     """
     at = jnp.asarray(positions)
     return jnp.take(x, jnp.where(at < 0, x.shape[dim], at), axis=dim, mode="fill", fill_value=0)
@@ -314,15 +316,15 @@ def terms(x: Array, count: int) -> Array:
 
 
 def collect(x: Array, dim: int, positions: tuple[int, ...]) -> Array:
-    """Return the elements of x at `positions` of a dim."""
+    """Return the elements of x at indices `positions` along `dim`."""
     return jnp.take(x, jnp.asarray(positions), axis=dim)
 
 
 def fill(x: Array, dim: int, size: int) -> Array:
-    """Return x with zeros after the end of a dim, up to `size`."""
+    """Return x padded with zeros at the end of `dim` to `size` elements."""
     return jnp.pad(x, [(0, size - x.shape[d] if d == dim else 0) for d in range(x.ndim)])
 
 
 def fill_all(x: Array, shape: tuple[int, ...]) -> Array:
-    """Return x with zeros after the end of every dim, up to `shape`."""
+    """Return x padded with zeros at the end of every dim to `shape`."""
     return jnp.pad(x, [(0, size - own) for size, own in zip(shape, x.shape, strict=True)])

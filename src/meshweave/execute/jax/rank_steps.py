@@ -32,7 +32,7 @@ _NUMBERS = {
 
 
 def as_messages(program: Program) -> Program:
-    """Return the program without includes: each released tile is an op, one-sided ops are sends and recvs.
+    """Return the program with includes expanded, an op for each released tile, sends and recvs for one-sided ops.
 
     Raises:
         ProgramError: a product, add or copy reads another rank's memory in place, or an op of another kind than
@@ -47,8 +47,9 @@ def as_messages(program: Program) -> Program:
 
 
 def is_by_rank(program: Program) -> bool:
-    """Return whether a program has no template for jax: ranks have ops of their own, messages, fences or
-    releases.
+    """Return whether jax cannot run a program's text as one template for all ranks.
+
+    That is where it has blocks for listed ranks, sends, recvs, fences or released tiles.
     """
     for each in statements_of(program.body):
         if isinstance(each, On) and not isinstance(each.where, str):
@@ -63,9 +64,9 @@ class RankStep:
     """Ops of different ranks that are one line of the emitted function.
 
     Attributes:
-        ops: the op of each rank that takes part, by rank; of messages, the send of each sender.
-        receivers: of messages, the recv of each receiver, by rank; otherwise empty.
-        groups: of a collective, the ranks of each group; otherwise ().
+        ops: the op of each global rank that takes part, by rank; for messages the send of each sender.
+        receivers: for messages the recv of each receiver, by global rank; otherwise empty.
+        groups: for a collective the global ranks of each group; otherwise ().
     """
 
     ops: dict[int, Op]
@@ -74,13 +75,14 @@ class RankStep:
 
 
 def rank_steps(program: Program) -> Iterator[RankStep]:
-    """Yield the steps of a program in an order in which all that an op waits for is above it.
+    """Yield the steps of a program in an order in which each op comes after all that it waits for.
 
-    An event is an op of one rank, a message, or a collective of one group. Of the events whose predecessors are
-    done, those of the most frequent form are the next step. Fences order steps and are not yielded.
+    An event is an op of one rank, a message, or a collective of one group. Events of one form differ in numbers
+    only. Of the events whose predecessors are done, those of the most frequent form are the next step. Fences
+    order steps and are not yielded.
 
     Raises:
-        ProgramError: partners disagree, or the program deadlocks.
+        ProgramError: messages or collectives do not match between ranks, or the program deadlocks.
     """
     flow = analyse(program)
     events = untimed_order(flow)
@@ -159,10 +161,10 @@ def _form_of_value(value: Any, *, with_shapes: bool) -> Hashable:
 
 
 class RankStepWriter(StatementWriter):
-    """Writes a program that has no template, step by step."""
+    """Writes a program whose ranks have ops of their own (`is_by_rank`), one `RankStep` a line."""
 
     def steps(self) -> None:
-        """Append the lines of all steps of the program."""
+        """Append the lines of all steps of the program (`rank_steps`) to `lines`."""
         self.numbers.tables_only = True
         for step in rank_steps(self.program):
             self._groups = step.groups

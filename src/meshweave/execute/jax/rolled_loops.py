@@ -32,9 +32,9 @@ class _Saved:
 
 
 class RolledLoopWriter(StatementWriter):
-    """Writes outermost loops whose turns differ in numbers alone as `lax.fori_loop`.
+    """Writes outermost loops whose iterations differ in numbers alone as `lax.fori_loop`.
 
-    Other loops, those of fewer than `FEWEST_TURNS` turns, and all loops with `in_order` are Python loops.
+    Other loops, those of fewer than `FEWEST_TURNS` iterations, and all loops with `in_order` are Python loops.
     """
 
     def _repeat(self, block: Repeat, var: str, turns: Sequence[Turn], active: str) -> None:

@@ -18,7 +18,7 @@ from meshweave.ir.program import Program
 def load_source(
     source: str, mesh: Mesh | None, functions: Mapping[str, Callable[..., Any]] | None = None
 ) -> Any:
-    """Execute a source from `jax_source`; return its jitted function, from whole input arrays to whole outputs.
+    """Execute a source from `jax_source`; return its jitted function, from global input to global output arrays.
 
     Args:
         mesh: the devices; None where the context of each call gives a mesh.
@@ -30,7 +30,7 @@ def load_source(
 
 
 def device_mesh(program: Program, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a jax mesh with the shape and axes of that mesh of the program which has all ranks.
+    """Return a jax mesh with the shape and axes of the first mesh of the program that has all ranks.
 
     Args:
         devices: at least one for each rank, more are not used; None for `jax.devices()`.

@@ -60,18 +60,18 @@ def jax_source(
 ) -> str:
     """Return the source of a module whose `on_mesh(mesh)` returns the program as a jitted function.
 
-    That takes whole input tensors, in the order in which the program declares their buffers, and returns the
-    whole output tensor, or a tuple where there are several. For a program with calls it is `on_mesh(mesh,
-    functions)`, functions by name.
+    That function takes the global input tensors, in the order in which the program declares their buffers, and
+    returns the global output tensor, or a tuple of several. For a program with calls it is `on_mesh(mesh,
+    functions)`, with a dict of the functions by name.
 
     Args:
         axes: names of the axes of the jax mesh; by default those of the first mesh with all ranks.
-        in_order: have communication wait for the last product that stands before it in the program, and a product
-            for the product before it; `OpWriter` says it in full. XLA's scheduler may otherwise start all
+        in_order: have communication wait for the last matmul that stands before it in the program, and a matmul
+            for the matmul before it; `OpWriter` says it in full. XLA's scheduler may otherwise start all
             transfers at once, and end each right before its use.
-        loops: "rolled" writes outermost loops whose turns differ in numbers alone as `lax.fori_loop`, which
-            compiles in less time; XLA then overlaps nothing across turns. Ignored with `in_order`, and where ranks
-            have ops of their own, messages, fences or releases.
+        loops: "rolled" writes outermost loops whose iterations differ in numbers alone as `lax.fori_loop`, which
+            compiles in less time; XLA then overlaps nothing across iterations. Ignored with `in_order`, and where
+            ranks have ops of their own, messages, fences or releases.
 
     Raises:
         UnsupportedError: jax has no form for something in the program, no mesh of it has all ranks, or it has no

@@ -11,16 +11,16 @@ from meshweave.ir.program.statements import On, Repeat, Statement, When
 
 
 class StatementWriter(OpWriter):
-    """Writes the body of a program."""
+    """Writes the body of a program: ops, loops, and blocks that only some ranks run."""
 
     def body(self, body: Sequence[Statement], turns: Sequence[Turn], active: str = "") -> None:
-        """Append the lines of statements.
+        """Append the lines of the statements `body` to `lines`.
 
         Args:
-            turns: every turn of the loops around them that these lines stand for, with the ranks that run it; a
-                single turn where there is no loop.
-            active: a Python expression that holds on the devices where they take effect; "" where that is
-                all.
+            turns: every iteration of the loops around the statements, with the ranks that run it; a single turn
+                without loop indices where there is no loop.
+            active: a Python expression that is true on the devices on which the statements take effect; "" for
+                all devices.
 
         Raises:
             UnsupportedError: jax has no form for a statement.

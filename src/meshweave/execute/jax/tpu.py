@@ -19,19 +19,19 @@ from meshweave.base.errors import UnsupportedError, require_known
 
 @dataclass(frozen=True)
 class TpuTarget:
-    """A TPU that products are compiled for.
+    """A TPU that matmuls are compiled for.
 
     Attributes:
-        name: the device's name in files of products and of fitted kernels.
+        name: the device's name in files of measured matmuls and of fitted kernels.
         accelerator: the machine, as libtpu knows it (TPU_ACCELERATOR_TYPE).
-        topology: the topology that is compiled for, whose first device runs the product.
-        arrays: systolic arrays of 128 x 128 cells that run one product.
-        cycles_per_s: their clock.
-        memory_bytes_per_s: the bandwidth of the memory of the cores that run one product.
+        topology: the topology that is compiled for, such as "v5e:4x4"; its first device runs the matmul.
+        arrays: number of systolic arrays of 128 x 128 cells that run one matmul.
+        cycles_per_s: the clock of the arrays, in Hz.
+        memory_bytes_per_s: the HBM bandwidth of the cores that run one matmul, in bytes a second.
         cluster: the name of the catalog's cluster of such chips, for the rates of links.
-        kernels: the name of the catalog's constants of products, fitted to cycles of this compiler; "" for none.
+        kernels: the name of the catalog's matmul constants, fitted to cycles of this compiler; "" for none.
         config: further settings of the topology; `chip_config_name` chooses between cores and whole chips.
-        options: options of XLA's compiler that products are compiled with, by name.
+        options: options of XLA's compiler that matmuls are compiled with, by name.
     """
 
     name: str
@@ -47,7 +47,7 @@ class TpuTarget:
 
     @property
     def peak_flops_per_s(self) -> float:
-        """Return the peak FLOP/s of all arrays that run one product: two per cell and cycle."""
+        """Return the peak FLOP/s of all arrays that run one matmul: two FLOPs per cell and clock cycle."""
         return 2 * 128 * 128 * self.arrays * self.cycles_per_s
 
 
@@ -95,12 +95,12 @@ def has_tpu_compiler() -> bool:
 
 
 def compiler_versions() -> dict[str, str]:
-    """Return the versions of jax and libtpu by name. Raises PackageNotFoundError where one is missing."""
+    """Return {"jax": version, "libtpu": version}. Raises PackageNotFoundError where one is missing."""
     return {name: version(name) for name in ("jax", "libtpu")}
 
 
 def tpu_target(name: str) -> TpuTarget:
-    """Return the target of a key of `TPU_TARGETS`: "tpu-v5e". Raises UnsupportedError for another name."""
+    """Return `TPU_TARGETS[name]`, for example of "tpu-v5e". Raises UnsupportedError for an unknown name."""
     require_known(name, TPU_TARGETS, "there is no TPU", UnsupportedError, "give one of")
     return TPU_TARGETS[name]
 
@@ -114,11 +114,10 @@ def require_tpu_compiler() -> None:
 
 
 def tpu_devices(target: TpuTarget) -> tuple[Any, ...]:
-    """Return the devices of a target's topology, one per chip, by coordinates, the first varying slowest.
+    """Return the jax devices of a target's topology, one per chip, sorted by chip coordinates, the first slowest.
 
     The first call for a target sets the environment variables of this process that libtpu needs without a TPU,
-    and JAX_PLATFORMS=cpu. Call `require_tpu_compiler` before: without jax or libtpu it fails with errors of
-    theirs.
+    and JAX_PLATFORMS=cpu. Call `require_tpu_compiler` before: without jax or libtpu this raises other errors.
     """
     return _devices(target.accelerator, target.topology, tuple(target.config.items()))
 

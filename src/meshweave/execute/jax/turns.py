@@ -26,7 +26,7 @@ Point = tuple[int, int]
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the loops around a statement.
+    """One iteration of all loops around a statement, with the ranks that run the statement in it.
 
     Attributes:
         loops: the value of each loop index by name, outermost first.
@@ -38,16 +38,16 @@ class Turn:
     ranks: Mapping[int, Mapping[str, int]]
 
     def having(self, condition: Index) -> Turn:
-        """Return the turn with only the ranks on which `condition` is not 0."""
+        """Return this turn with only those of its ranks on which `condition` is not 0."""
         return Turn(self.loops, {r: env for r, env in self.ranks.items() if evaluate(condition, env)})
 
     def on(self, ranks: Sequence[int]) -> Turn:
-        """Return the turn with only the ranks that are listed."""
+        """Return this turn with only those of its ranks that are in `ranks`."""
         listed = set(ranks)
         return Turn(self.loops, {rank: env for rank, env in self.ranks.items() if rank in listed})
 
     def repeated(self, var: str, count: Index) -> Iterator[Turn]:
-        """Yield a turn for each iteration of a loop over `var` inside this one.
+        """Yield a turn for each iteration `var` = 0 .. count - 1 of a loop inside this turn.
 
         Raises UnsupportedError where the number of iterations differs between ranks.
         """
@@ -61,7 +61,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Number:
-    """The text of a number, and whether it is a traced scalar rather than a Python integer."""
+    """Python text of a number in emitted code; `traced`: it is a jax scalar there, not a Python integer."""
 
     text: str
     traced: bool
@@ -71,14 +71,14 @@ class Number:
 
 
 class NumberTexts:
-    """Write integers that may differ between devices and turns as Python text of the emitted function.
+    """Writes integers that may differ between devices and loop iterations as Python text of the emitted function.
 
     Attributes:
-        reserved: returns the name that the text uses for a loop index or coordinate: one that nothing else has.
-        coordinates: the names of coordinates that texts use, with the mesh axes that each is the index along.
+        reserved: maps a loop index or coordinate of the program to its emitted variable, a name used by no other.
+        coordinates: for each emitted variable of a coordinate that texts use, the jax axes it is the index along.
         tables_only: whether numbers are written as tables of their values, because the ops that share a text have
             no expression in common.
-        rolled: the loop whose index is a traced scalar, if one is written as `lax.fori_loop`.
+        rolled: the index of the loop that is written as `lax.fori_loop`, a traced scalar; None where none is.
     """
 
     def __init__(self, devices: DeviceMesh, reserved: Callable[[str], str]) -> None:
@@ -90,9 +90,9 @@ class NumberTexts:
         self._loops = {reserved(each.var) for each in repeats}
 
     def coordinate(self, axes: tuple[str, ...]) -> str:
-        """Return the emitted variable of a device's index along mesh axes, the first of which varies slowest.
+        """Return the emitted variable for a device's row-major index along jax `axes`, the first of them slowest.
 
-        It is added to `coordinates`.
+        Add the variable to `coordinates`.
         """
         name = re.sub(r"\W", "_", "_".join(axes))
         name = self.reserved(name if name.isidentifier() else f"at_{name}")
@@ -116,14 +116,14 @@ class NumberTexts:
         """Return Python text for an integer that may differ between ranks and turns.
 
         Args:
-            turns: the turns of the statement that uses it.
-            value: its value for (index of the turn, rank).
-            index: the program's expression for it, None where there is none.
-            static: whether it must be known while a rolled loop is traced.
+            turns: the turns of the statement that uses the integer.
+            value: returns the integer for (index into `turns`, global rank).
+            index: the program's expression for the integer, None where there is none.
+            static: whether the integer must be known while a rolled loop (`lax.fori_loop`) is traced.
 
         Raises:
-            UnsupportedError: it depends on more than loop indices and coordinates, or is static and changes
-                in a rolled loop.
+            UnsupportedError: the integer depends on more than loop indices and coordinates, or is static and
+                changes in a rolled loop.
         """
         points = [(t, rank) for t, turn in enumerate(turns) for rank in turn.ranks]
         values = {point: value(*point) for point in points}
@@ -188,9 +188,9 @@ class NumberTexts:
         return f"pick({_nested(entries, len(at))}, {at[0] if len(at) == 1 else '(' + ', '.join(at) + ')'})"
 
     def expression(self, index: Index) -> Number | None:
-        """Return `index` as Python text of loop indices and coordinates.
+        """Return the expression `index` as Python text of the emitted variables of loop indices and coordinates.
 
-        None where a coordinate is no index along jax axes, or entries of a `Select` depend on coordinates.
+        Return None where a coordinate is no index along jax axes, or entries of a `Select` depend on coordinates.
         """
         try:
             node, is_traced = self._integer(index)

@@ -19,10 +19,10 @@ Parts = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def rewritten_whole(program: Program) -> set[str]:
-    """Return the names of scratch and temporary buffers of which each rank reads just the view last written.
+    """Return the names of scratch and temporary buffers of which each rank only reads the view last written.
 
-    So a plain value can stand for each slot. All views of them begin at 0 in every dim, and none is of another
-    rank. Buffers that an op under a condition, or in a block for some ranks, reads or writes are left out.
+    A plain value can then stand for each slot of such a buffer. All views of the buffer begin at 0 in every dim;
+    none is of another rank. Buffers used in a block under a condition or for some ranks only are left out.
     """
     names = {buffer.name for buffer in program.buffers if buffer.kind in ("scratch", "temp")}
     names -= _written_by_some(program)
@@ -44,11 +44,11 @@ def rewritten_whole(program: Program) -> set[str]:
 
 
 def written_in_parts(program: Program) -> dict[str, Parts]:
-    """Return the buffers that are written in fixed parts of one dim, and read in these parts or whole.
+    """Return {name: (dim, (start, stop) of each part)} of buffers that are written in fixed parts of one dim.
 
-    By name, (the dim, the [start, stop) of each part). The parts are the same on all ranks and cover the dim.
-    Inputs, results of calls and of reductions to a root that others hold too, and buffers that an op under a
-    condition or in a block for some ranks reads or writes are left out.
+    They are read in these parts or whole. The parts are the same on all ranks and cover the dim. Left out are
+    inputs, outputs of calls, outputs of reductions to a root for which other ranks have memory too, and buffers
+    used in a block under a condition or for some ranks only.
     """
     views: dict[str, set[View]] = defaultdict(set)
     written: dict[str, set[View]] = defaultdict(set)
@@ -76,9 +76,9 @@ def written_in_parts(program: Program) -> dict[str, Parts]:
 
 
 def part_number(view: View, parts: Parts) -> int | None:
-    """Return the index of the part that a resolved view selects, of `parts`; None if it is none of them.
+    """Return the index of the part that a resolved view selects; None if the view is not exactly one part.
 
-    `parts` is (dim, (start, stop) of each part along it).
+    `parts` is (dim, (start, stop) of each part along that dim).
     """
     selector = view.selectors[parts[0]]
     numbers = {bounds: number for number, bounds in enumerate(parts[1])}

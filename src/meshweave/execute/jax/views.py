@@ -26,11 +26,12 @@ WIDER = {"bfloat16": "float32", "float16": "float32"}
 
 @dataclass(frozen=True)
 class ViewUse:
-    """One view of an op as written, and what it is for each point: (number of a turn, rank).
+    """One view of an op, and what it is in each turn (iteration of the loops around the op) on each rank.
 
     Attributes:
+        view: the view as the program writes it, with expressions of loop indices and coordinates.
         turns: the turns in which the op runs.
-        at: the resolved view of each point.
+        at: the view with numbers for each (index into `turns`, global rank).
     """
 
     view: View
@@ -38,11 +39,11 @@ class ViewUse:
     at: Mapping[Point, View]
 
     def most(self, dim: int, turn: int) -> int:
-        """Return the largest size of a dim of the view over all ranks that run the op, in turn number `turn`."""
+        """Return the view's largest size along `dim`, in elements, over the ranks that run the op in `turn`."""
         return max((self.at[turn, rank].selectors[dim].size for rank in self.turns[turn].ranks), default=0)
 
     def is_even(self, dim: int) -> bool:
-        """Return whether in each turn all ranks have views of one size along `dim`; turns may differ in it."""
+        """Return whether in each turn all ranks have views of one size along `dim`; turns may differ in size."""
         return all(
             len({self.at[t, rank].selectors[dim].size for rank in turn.ranks}) <= 1
             for t, turn in enumerate(self.turns)
@@ -53,26 +54,27 @@ class ViewUse:
         return self.at == other.at
 
     def overlaps(self, other: ViewUse) -> bool:
-        """Return whether another view may share elements with this one in some turn on some rank.
+        """Return whether the other view may share elements with this one in some turn on some rank.
 
-        True also where this one is used at a point at which the other is not.
+        Also return True where this view is used on a rank in a turn in which the other is not.
         """
         return any(at not in other.at or view.overlaps(other.at[at]) for at, view in self.at.items())
 
 
 @dataclass
 class HeldBuffer:
-    """The variable that holds a buffer.
+    """The variable of the emitted function that holds a buffer.
 
     Attributes:
-        shape: the largest of all ranks, per dim.
-        dtype: what the variable has: single precision where sums of halves are kept.
-        needs_start: whether it must have a value before the first op.
-        is_written: whether an op above has written it.
-        is_value: whether it is always read as it was last written, so that the variable is that value.
-        parts: the parts of which the variable is a list; None where it is one array.
-        is_uneven: whether ranks have unequal shapes of it.
-        pieces: the variables that hold parts just as they were written, with the view of each.
+        name: the name of the variable.
+        shape: for each dim the largest size on any rank, in elements.
+        dtype: the dtype of the variable: float32 where sums in float16 or bfloat16 are kept.
+        needs_start: whether the variable must have a value before the first op.
+        is_written: whether an op above has written the buffer.
+        is_value: whether each view read is the one last written, so that the variable is just that value.
+        parts: (dim, (start, stop) of each part) where the variable is a list of parts; None where it is one array.
+        is_uneven: whether the buffer's shape differs between ranks.
+        pieces: further variables that hold what was last written to a view, with that view.
         in_turn: whether each turn of a rolled loop has a variable of its own, in place of slots.
     """
 
@@ -91,18 +93,18 @@ class HeldBuffer:
 
 @dataclass
 class Views:
-    """Makes Python text that reads and writes a program's views; `held` has its buffers by name."""
+    """Writes Python text that reads and writes a program's views; `held` has the variables by buffer name."""
 
     program: Program
     numbers: NumberTexts
     held: dict[str, HeldBuffer] = field(default_factory=dict)
 
     def declare(self, buffer: Buffer, name: str, *, sums: bool, is_value: bool) -> None:
-        """Add a buffer of the program, held by the Python variable `name`.
+        """Add a buffer of the program to `held`, with the Python variable `name`.
 
         Args:
-            sums: whether ops add to it: what is bfloat16 or float16 is then held in float32.
-            is_value: whether it is always read as it was last written.
+            sums: whether ops add to the buffer; a bfloat16 or float16 buffer is then held in float32.
+            is_value: whether each view read is the one last written (`HeldBuffer.is_value`).
         """
         shapes = self.program.local_shapes(buffer.name)
         shape = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
@@ -112,16 +114,16 @@ class Views:
         )
 
     def forget_pieces(self) -> None:
-        """Forget the variables that hold parts of buffers: they are of one turn of a loop, and of no other."""
+        """Forget `HeldBuffer.pieces` of all buffers: such variables are of one block of statements only."""
         for held in self.held.values():
             held.pieces = {}
 
     def variable(self, access: ViewUse) -> str:
         """Return the Python text of the array that a view lies in; the view itself is still to be cut from it.
 
-        It is the variable of the view's buffer, as `x`, or of its slot where there are several, as `x[1]`.
-        Of a buffer that is a list of parts (`HeldBuffer.parts`) it is the part that the view selects, as
-        `x[2]`; where the view is none of them, the first part.
+        It is the variable of the view's buffer (`x`), or of the view's slot where there are several (`x[1]`).
+        Of a buffer that is a list of parts (`HeldBuffer.parts`) it is the part that the view selects (`x[2]`), or
+        the first part where the view is not exactly one part.
 
         Raises:
             UnsupportedError: the view is memory of another rank, its slot depends on coordinates or on the
@@ -208,9 +210,9 @@ class Views:
         return self.numbers.text(access.turns, value, index)
 
     def most(self, access: ViewUse, dim: int) -> Number:
-        """Return the text of the largest size of a dim of a view over all ranks in a turn, a Python integer.
+        """Return the text of a view's largest size along `dim` over all ranks in a turn: a Python integer.
 
-        Raises UnsupportedError where it changes in a rolled loop.
+        Raises UnsupportedError where that size changes in a rolled loop.
         """
         return self.numbers.text(access.turns, lambda t, r: access.most(dim, t), static=True)
 
@@ -229,12 +231,12 @@ class Views:
     # --- reading --------------------------------------------------------------------------------------
 
     def read(self, access: ViewUse, *, raw: bool = False, waits: str = "") -> str:
-        """Return the text of an expression for a view's elements. Where its size differs by rank, zeros fill it.
+        """Return Python text of an expression for a view's elements, padded with zeros to the largest rank's size.
 
         Args:
-            raw: leave what lies past a rank's size as it is in the array, and the dtype that of the variable.
-            waits: expressions, joined by commas, that must exist before the array is used; "" for none. The
-                slice is taken after that wait, so that XLA can fuse it with the op that reads it.
+            raw: do not zero what lies past a rank's own size, and keep the variable's dtype.
+            waits: expressions, joined by commas, that must be computed before the array is used; "" for none.
+                The slice is taken after that wait, so that XLA can fuse it with the op that reads it.
 
         Raises UnsupportedError for memory of another rank, or a slot that depends on coordinates.
         """
@@ -305,10 +307,10 @@ class Views:
         """Return lines of Python that store `value`, an expression of dtype `dtype`, in a view.
 
         Args:
-            active: a Python condition; where it does not hold on a device, that keeps its elements. "" stores
-                on all.
-            is_read_later: whether a later op reads just this view; the value then gets a variable of its own
-                too.
+            active: a Python condition; a device on which it is false keeps its old elements. "" stores on all
+                devices.
+            is_read_later: whether a later op reads exactly this view; the value is then also kept in a variable
+                of its own.
 
         Raises UnsupportedError for memory of another rank, or a slot that depends on coordinates.
         """
@@ -349,7 +351,7 @@ class Views:
         return name
 
     def free_name(self, name: str) -> str:
-        """Return `name`, with underscores after it where a buffer, loop index or coordinate has it."""
+        """Return `name`, with underscores appended until no buffer, loop index or coordinate has that name."""
         taken = {held.name for held in self.held.values()}
         while name in taken or self.numbers.has(name):
             name += "_"

@@ -18,14 +18,14 @@ KINDS = ("shared", "mpi", "symmetric", "auto")
 def open_memory(
     kind: Kind, context: TorchContext, *, pool_bytes: int = 16 << 20, ranks: Sequence[int] | None = None
 ) -> RemoteMemory:
-    """Open a pool of memory whose parts on other ranks each rank can read and write.
+    """Open a pool of memory: each rank owns a part, and can read and write the parts of the other ranks.
 
     Collective among all ranks of the context, or `ranks`.
 
     Args:
         kind: "shared", between processes of one Linux host; "mpi", windows of an MPI that started the ranks
             (needs the extra `mpi`); "symmetric", CUDA symmetric memory; "auto", what fits the context:
-            symmetric on CUDA, MPI for ranks that only an MPI launcher started, else shared.
+            symmetric on CUDA, MPI for ranks of an MPI launcher without a process group, else shared.
         pool_bytes: bytes that each rank sets aside at its first program; the pool grows where they are too
             few.
         ranks: those that open "shared" memory; None for all ranks of the context. The other kinds ignore it:

@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Slot:
-    """The shape, strides (in elements) and dtype of a buffer slot; with `starts_at_zero` it is zeroed first."""
+    """Shape, strides (in elements) and dtype of one copy of a buffer; `starts_at_zero`: zeroed when set aside."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -43,17 +43,17 @@ class Slot:
 
     @classmethod
     def of_counters(cls, count: int, dtype: torch.dtype = torch.int32) -> Self:
-        """Return the slot of `count` counters that start at zero, of shape (count,); (1,) where `count` is 0."""
+        """Return a slot of `count` counters that start at zero, of shape (count,), or (1,) where `count` is 0."""
         return cls((max(count, 1),), (1,), dtype, starts_at_zero=True)
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes from the first element to the end of the last."""
+        """Return the slot's size in bytes, with the gaps that its strides leave between elements."""
         return extent(self.shape, self.strides) * int(self.dtype.itemsize)
 
 
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements a strided tensor spans, first to last inclusive; no stride is negative."""
+    """Return how many elements of memory a strided tensor spans: shape (2, 3), strides (4, 1) -> 7."""
     if 0 in shape:
         return 0
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
@@ -62,7 +62,7 @@ def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 @dataclass(frozen=True)
 class RemoteSlot:
     """A buffer slot that begins `offset` bytes into segment `number` of rank `rank`. `tensor` is that memory
-    where this process maps it; otherwise a tensor of its shape and strides on the device "meta".
+    where this process maps it; otherwise a tensor of the slot's shape and strides on the device "meta".
     """
 
     rank: int
@@ -71,7 +71,7 @@ class RemoteSlot:
     tensor: Tensor
 
     def bytes_of(self, piece: Tensor) -> tuple[int, int]:
-        """Return (start, stop) of `piece`, a part of `tensor`, in bytes from the start of the segment."""
+        """Return (start, stop), the bytes of the segment that `piece` spans; `piece` is a view of `tensor`."""
         skipped = piece.storage_offset() - self.tensor.storage_offset()
         start = self.offset + skipped * piece.dtype.itemsize
         return start, start + extent(piece.shape, piece.stride()) * piece.dtype.itemsize
@@ -79,14 +79,14 @@ class RemoteSlot:
 
 @dataclass(frozen=True)
 class Exposure:
-    """What a program on `ranks` asks of a memory on each of them. A slot goes by (buffer, index of the slot).
+    """What a program on `ranks` asks of this rank's memory. A slot's key is (buffer name, index of the slot).
 
     Attributes:
         groups: sets of ranks that meet in fences, the same list on every rank; the first is all `ranks`.
         what: names the program in errors, such as "program summa".
         wanted: the slots to set aside on this rank.
         given: tensors of this rank that lie in the pool already, by the slot that each is.
-        num_flags: how many flags this rank has, each of which another rank sets.
+        num_flags: number of this rank's flags: integers that another rank sets and this rank waits for.
     """
 
     ranks: Sequence[int]
@@ -99,7 +99,7 @@ class Exposure:
 
 @dataclass(frozen=True)
 class ExposedSlots:
-    """A window's slots: `own` of `rank`, this one, `remote` of all ranks. `groups` are the ranks of fences."""
+    """Slots by key: `own` are this rank's (`rank`), `remote` every rank's. `groups`: the ranks of each fence."""
 
     rank: int
     groups: tuple[tuple[int, ...], ...]
@@ -109,26 +109,26 @@ class ExposedSlots:
 
 @dataclass(frozen=True)
 class Window(ExposedSlots, ABC):
-    """One program's part of the memory. Methods but `settle` and `flag_at` return callables that do the work.
+    """One program's part of the memory. Methods but `settle` and `flag_at` return functions that do the work.
 
-    A `piece` is a part of the tensor of `remote`, a slot of some rank. `group` is an index into `groups`. `what`
-    completes "waiting for ..." in the RankLostError or DeadlineError of a wait that fails.
+    An action is a function without arguments. `piece` is a view of `remote.tensor`, a slot of some rank. `group`
+    indexes `groups`. `what` completes "waiting for ..." in a failing wait's RankLostError or DeadlineError.
     """
 
     @abstractmethod
     def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
-        """Return an action that copies `piece` of a rank's memory into `into`, of equal shape."""
+        """Return an action that copies `piece` of another rank into the local tensor `into`, of equal shape."""
 
     @abstractmethod
     def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
-        """Return an action that copies `value`, of equal shape, into `piece` of a rank's memory."""
+        """Return an action that copies the local tensor `value` into `piece` of another rank, of equal shape."""
 
     @abstractmethod
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
-        """Return an action that combines `value` into `piece` by `op`, each element atomically.
+        """Return an action that does `piece = op(piece, value)`, atomically for each element.
 
-        `op` is "sum", "prod", "max" or "min"; UnsupportedError where the memory cannot. An owner updates its
-        own memory so too, where others may update it meanwhile.
+        `op` is "sum", "prod", "max" or "min". A rank needs it for its own memory too, where others may update
+        that at the same time. Raises UnsupportedError where the memory cannot do it.
         """
 
     @abstractmethod
@@ -136,25 +136,25 @@ class Window(ExposedSlots, ABC):
         """Return an action that waits until all ranks of the group run it and their accesses are done."""
 
     def arrive(self, group: int) -> Action:
-        """Return an action, the first half of a fence: it tells the group that this rank is there; no wait."""
+        """Return an action, the first half of a fence: it tells the group that this rank is there; never waits."""
         return _nothing
 
     def await_arrivals(self, group: int, what: str) -> Action:
         """Return an action, the second half of a fence: it waits until all ranks of the group have arrived.
 
-        Where a memory has no halves, this is the whole fence, and `arrive` does nothing.
+        Where a memory cannot split fences, this is the whole fence, and `arrive` does nothing.
         """
         return self.fence(group, what)
 
     @abstractmethod
     def notify(self, rank: int, flag: int) -> Callable[[int], object]:
-        """Return a function that sets flag number `flag` of `rank` to its argument, after this thread's puts."""
+        """Return a function of `value` that sets flag `flag` of `rank` to it, after this thread's earlier puts."""
 
     @abstractmethod
     def await_flags(
         self, flags: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return a function of `values` that waits until this rank's flag `flags[i]` is at least `values[i]`.
+        """Return a function of `values` that waits until every flag `flags[i]` of this rank is >= `values[i]`.
 
         `peers[i]` is the rank that sets flag `flags[i]`.
         """
@@ -164,19 +164,19 @@ class Window(ExposedSlots, ABC):
     ) -> Callable[[Sequence[int]], object]:
         """Return a function of `values` that waits until element `places[i]` of slot `key` is >= `values[i]`.
 
-        The slot is this rank's, of int32 counters; rank `peers[i]` counts `places[i]` up by atomic additions in
+        The slot holds this rank's int32 counters. Rank `peers[i]` increases element `places[i]` by atomic adds in
         device memory, see `execute.cuda`. Raises UnsupportedError where the memory has no such counters.
         """
         raise UnsupportedError("tiles are counted in memory that ranks map: shared or symmetric")
 
     def settle(self) -> None:
-        """Wait until the waits queued on device streams are over; does nothing where the host does all waiting.
+        """Block the host until all waits queued on device streams are over; no-op where none are queued there.
 
         Raises RankLostError or DeadlineError where ranks died or are late.
         """
 
     def flag_at(self, flag: int) -> int:
-        """Return the index of flag number `flag` in a rank's `SIGNALS`, behind the counters of the groups."""
+        """Return the index of flag number `flag` in a rank's slot `SIGNALS`, after one counter per fence group."""
         return len(self.groups) + flag
 
 
@@ -188,8 +188,8 @@ def _nothing() -> None:
 class RemoteMemory(ABC):
     """A pool of memory that other ranks reach, made by `open_memory`; see the module docstring.
 
-    `segments` are this rank's, by number. `is_aliased`: other ranks' memory appears as tensors, which a product
-    can read. A program's tensors return to the pool when the last of them is gone.
+    `segments` are this rank's, by number. `is_aliased`: this process maps other ranks' memory as tensors, which
+    kernels can read. A program's memory returns to the pool when no tensor refers to it any more.
     """
 
     kind: ClassVar[str] = ""
@@ -203,7 +203,7 @@ class RemoteMemory(ABC):
     is_closed: bool = False
 
     def talk(self, ranks: Sequence[int], words: str, what: str) -> dict[int, str]:
-        """Give text `words` to `ranks`, and return what each of them gave, by rank. Collective among them.
+        """All-gather texts: send `words` to `ranks`, return {rank: its text}, own included. Collective in `ranks`.
 
         `what` completes "waiting for ..." in errors. Raises BindError where ranks are in different calls,
         RankLostError or DeadlineError where one died or is late.
@@ -211,7 +211,7 @@ class RemoteMemory(ABC):
         return exchange(self.context, ranks, words, what)
 
     def together(self, ranks: Sequence[int], what: str, work: Callable[[], _T]) -> tuple[_T, dict[int, Any]]:
-        """Run `work` on all of `ranks`; return (its result here, all ranks' results by rank, as JSON has them).
+        """Run `work` on all of `ranks`; return (result here, {rank: its result after a round trip as JSON}).
 
         `what` completes "waiting for ..." in errors. Raises BindError where calls differ or `work` raises
         MeshweaveError or OSError on any rank; RankLostError or DeadlineError where a rank died or is late.
@@ -233,7 +233,7 @@ class RemoteMemory(ABC):
         return mine, {rank: answer["is"] for rank, answer in said.items()}
 
     def expose(self, exposure: Exposure) -> Window:
-        """Set a program's slots aside, map other ranks' slots, and return its window. Collective among its ranks.
+        """Set a program's slots aside, map other ranks' slots, return its window. Collective in exposure.ranks.
 
         Raises:
             BindError: the memory is closed, some rank has too little, or cannot reach another's.
@@ -298,7 +298,7 @@ class RemoteMemory(ABC):
     ) -> tuple[Segment, int]:
         """Take `size` bytes of this rank's pool; return (segment, byte offset). If a rank has no room, all grow.
 
-        Collective among `ranks`. `grow(n)` makes and adds a segment of n bytes on all of them. `what` names the
+        Collective among `ranks`. `grow(n)` adds a segment of n bytes, called on all of them. `what` names the
         program in errors. Raises BindError where calls differ, RankLostError or DeadlineError for late ranks.
         """
         size = aligned(size)
@@ -348,7 +348,7 @@ class RemoteMemory(ABC):
         return None
 
     def add_segment(self, size: int, ranks: Sequence[int]) -> Segment:
-        """Add to `segments` one of `size` bytes that `ranks` reach, and return it. Allocates nothing."""
+        """Record a new segment of `size` bytes that `ranks` reach, and return it. Allocates no memory."""
         segment = self.segments[len(self.segments)] = Segment(len(self.segments), size, frozenset(ranks))
         return segment
 
@@ -358,7 +358,7 @@ class RemoteMemory(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the pool: programs in it run no more. Memory in use is freed later; collective for MPI alone."""
+        """Close the pool: programs in it can run no more. Tensors in use stay valid; collective for MPI only."""
 
     @abstractmethod
     def _room(self, size: int, ranks: Sequence[int], what: str) -> tuple[Segment, int]:
@@ -391,7 +391,7 @@ class RemoteMemory(ABC):
 
 
 def segment_size(size: int, pool_bytes: int, known: Mapping[int, Segment]) -> int:
-    """Return a new segment's bytes: at least `size`, and `pool_bytes` if it is first, else half of `known`."""
+    """Return a new segment's bytes: at least `size`; the first `pool_bytes`, others half of all `known` bytes."""
     there = sum(segment.size for segment in known.values())
     return aligned(max(size, pool_bytes if not known else there // 2), 1 << 16)
 

@@ -37,7 +37,7 @@ Step = Callable[[Given], object]
 
 
 class InPlaceProgram:
-    """A program with one output, bound to a rank and to scratch, not to inputs and outputs.
+    """A program with one output, bound to a rank and to its intermediate buffers, not to inputs and outputs.
 
     Calling it with the local tensors of all input buffers, in the order in which the program declares them, runs
     it and returns the local tensor of the output buffer in new memory.
@@ -46,11 +46,11 @@ class InPlaceProgram:
     def __init__(
         self, program: Program, rank: int, context: TorchContext, memory: RemoteMemory | None = None
     ) -> None:
-        """Bind the part of global rank `rank`. Collective among the program's ranks where it has remote views.
+        """Bind what global rank `rank` runs. Collective among the program's ranks where it has remote views.
 
         Args:
-            memory: where the scratch lies that other ranks read; aliased. None for a program without remote
-                views.
+            memory: an aliased memory for the intermediate buffers that other ranks read. None for a program
+                without remote views.
 
         Raises:
             BindError: the memory is closed, or cannot be had on some rank.

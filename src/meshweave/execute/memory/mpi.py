@@ -61,10 +61,13 @@ class MpiMemory(RemoteMemory):
     def open(cls, context: TorchContext, pool_bytes: int) -> Self:
         """Open a pool in windows of MPI, see `open_memory`. Collective over MPI's COMM_WORLD.
 
+        Args:
+            pool_bytes: bytes that each rank sets aside at its first program; the pool grows where it is too small.
+
         Raises:
             UnsupportedError: mpi4py or an MPI is missing, MPI lacks THREAD_MULTIPLE, or tensors are not on a
                 CPU.
-            BindError: torch.distributed numbers the ranks otherwise than MPI.
+            BindError: this process has another rank or number of ranks in torch.distributed than in MPI.
         """
         try:
             from mpi4py import MPI
@@ -89,7 +92,9 @@ class MpiMemory(RemoteMemory):
         return cls(context, rank, size, pool_bytes, mpi=MPI, comm=world.Dup())
 
     def talk(self, ranks: Sequence[int], words: str, what: str) -> dict[int, str]:
-        """Give text `words` to `ranks` by MPI, and return what each gave, by rank. Collective among them.
+        """All-gather texts by MPI: send `words` to `ranks`, return {rank: its text}. Collective among `ranks`.
+
+        `what` completes "waiting for ..." in errors.
 
         Raises:
             BindError: MPI has no such rank, or a rank talks with other ranks than this one does.
@@ -127,8 +132,8 @@ class MpiMemory(RemoteMemory):
     def close(self) -> None:
         """Close the pool: its programs run no more. Collective among the ranks that have made a window together.
 
-        A window is freed where no rank has a tensor in it any more; another stays until the process ends. After
-        a failed run nothing is freed, and no rank waits for others.
+        An MPI window in which some rank still has a tensor stays until the process ends; the rest are freed.
+        After a failed run nothing is freed, and no rank waits for others.
         """
         if self.is_closed:
             return
@@ -180,17 +185,17 @@ class MpiMemory(RemoteMemory):
     # -- for windows -----------------------------------------------------------------------------------------
 
     def reach(self, remote: RemoteSlot) -> tuple[Any, int]:
-        """Return the MPI window that has the segment of `remote`, and its rank's number in that window."""
+        """Return (the MPI window that holds the segment of `remote`, that rank's number in the window's group)."""
         return self._reached[remote.rank, remote.number]
 
-    def layout(self, tensor: Tensor, number: str) -> Any:
+    def layout(self, tensor: Tensor, element: str) -> Any:
         """Return the committed MPI datatype with the shape and strides of a tensor; equal ones are made once.
 
-        `number` names MPI's type of one element, such as "FLOAT".
+        `element` names MPI's type of one element, such as "FLOAT".
         """
-        key = number, tuple(tensor.shape), tuple(tensor.stride())
+        key = element, tuple(tensor.shape), tuple(tensor.stride())
         if key not in self._types:
-            datatype, itemsize = getattr(self.mpi, number), tensor.dtype.itemsize
+            datatype, itemsize = getattr(self.mpi, element), tensor.dtype.itemsize
             for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
                 datatype = datatype.Create_hvector(size, 1, stride * itemsize)
             if not tensor.ndim:
@@ -198,17 +203,17 @@ class MpiMemory(RemoteMemory):
             self._types[key] = datatype.Commit()
         return self._types[key]
 
-    def origin(self, tensor: Tensor, number: str) -> list[Any]:
-        """Return [memory, 1, datatype]: a tensor of this process as the local buffer of a transfer of mpi4py.
+    def origin(self, tensor: Tensor, element: str) -> list[Any]:
+        """Return [memory, 1, datatype], by which mpi4py reads or writes a local tensor in a transfer.
 
-        `number` names MPI's type of one element, such as "FLOAT".
+        `element` names MPI's type of one element, such as "FLOAT".
         """
         num_bytes = extent(tensor.shape, tensor.stride()) * tensor.dtype.itemsize
         memory = self.mpi.buffer.fromaddress(tensor.data_ptr(), num_bytes)
-        return [memory, 1, self.layout(tensor, number)]
+        return [memory, 1, self.layout(tensor, element)]
 
     def finish(self, request: Any, what: str, peer: int) -> None:
-        """Wait until `request`, MPI's of a transfer from or to rank `peer`, is done.
+        """Poll until `request`, the MPI request of a transfer from or to rank `peer`, is done.
 
         `what` completes "waiting for ..." in errors. Raises RankLostError or DeadlineError where the peer died
         or time is up.
@@ -220,9 +225,9 @@ class MpiMemory(RemoteMemory):
                     time.sleep(2e-5)
 
     def flush(self, wins: Sequence[Any], what: str) -> None:
-        """Wait until all this process's accesses in the MPI windows `wins` are done at their targets.
+        """Wait until all accesses of this process through the MPI windows `wins` are done at their targets.
 
-        Aborts the whole MPI job, with a line that names `what`, where that takes longer than the deadline.
+        Aborts the whole MPI job, with a line on stderr that names `what`, after the context's `deadline_s`.
         """
         deadline_s = self.context.deadline_s
 

@@ -17,15 +17,16 @@ ALIGN = 256
 
 
 def aligned(size: int, to: int = ALIGN) -> int:
-    """Return `size` rounded up to a multiple of `to`."""
+    """Return `size` bytes rounded up to a multiple of `to` bytes: 257 -> 512."""
     return -(-size // to) * to
 
 
 @dataclass
 class Segment:
-    """A stretch of a rank's memory that all of `ranks` can reach; `number` counts that rank's segments.
+    """`size` contiguous bytes of one rank's memory that all of `ranks` can reach; the owner's segment `number`.
 
-    `free` lists (offset, size) of free blocks in bytes, ascending; `returned` those not yet merged into it.
+    `free` lists the free blocks as (offset, size) in bytes, ascending by offset; `returned` holds freed blocks
+    that are not yet merged into `free`.
     """
 
     number: int
@@ -38,9 +39,9 @@ class Segment:
         self.free = [(0, self.size)]
 
     def take(self, size: int) -> int | None:
-        """Take a block of `size` bytes, a multiple of ALIGN; return its offset.
+        """Take a block of `size` bytes, a multiple of ALIGN; return its byte offset in the segment.
 
-        None where no free block is so large.
+        Return None where no free block is so large.
         """
         while self.returned:
             self._merge(*self.returned.popleft())
@@ -51,9 +52,9 @@ class Segment:
         return None
 
     def give_back(self, offset: int, size: int) -> None:
-        """Note that the block of `size` bytes at `offset` is free again; the next `take` merges it.
+        """Note that the block of `size` bytes at byte `offset` is free again; the next `take` merges it.
 
-        May be called at any moment, even by a garbage collector within `take`.
+        It may be called at any moment, even by a garbage collector within `take`.
         """
         self.returned.append((offset, size))
 
@@ -69,10 +70,10 @@ class Segment:
 
 
 def block_of(memory: Any, segment: Segment, offset: int, size: int) -> Tensor:
-    """Return `size` bytes of `segment` from `offset` on as a uint8 tensor that aliases `memory`.
+    """Return `size` bytes of `segment` from byte `offset` on as a uint8 tensor that aliases `memory`.
 
-    `memory` is a writable buffer with all bytes of the segment. The block returns to the segment once no
-    tensor refers to it.
+    `memory` is a writable buffer with all bytes of the segment. The block, which was taken before, returns to
+    the segment once no tensor refers to it.
     """
     block = (ctypes.c_ubyte * size).from_buffer(memory, offset)
     weakref.finalize(block, segment.give_back, offset, size)  # the last tensor's storage refers to it
@@ -80,9 +81,9 @@ def block_of(memory: Any, segment: Segment, offset: int, size: int) -> Tensor:
 
 
 def take(segments: Iterable[Segment], size: int, ranks: Iterable[int]) -> tuple[Segment, int] | None:
-    """Take `size` bytes in the first segment with room that all of `ranks` reach; return (segment, offset).
+    """Take `size` bytes in the first segment with room that all of `ranks` reach; return (segment, byte offset).
 
-    None where there is none. `size` is a multiple of ALIGN.
+    Return None where no segment has room. `size` is a multiple of ALIGN.
     """
     for segment in segments:
         if segment.ranks.issuperset(ranks) and (offset := segment.take(size)) is not None:

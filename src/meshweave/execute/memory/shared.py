@@ -55,7 +55,7 @@ _LOOK_S = 0.02  # between two looks at whether a process still runs
 
 
 def why_unavailable() -> str:
-    """Return why this process cannot share memory with others of its host; "" where it can."""
+    """Return why this process cannot share memory with other processes of its host; "" where it can."""
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
         return f"needs Linux (memfd), this is {sys.platform}"
     if not hasattr(fcntl, "F_OFD_SETLK"):
@@ -183,11 +183,11 @@ class SharedMemory(RemoteMemory):
     def wait_until(
         self, ready: Callable[[], bool], what: str, peers: Sequence[int], missing: Callable[[], Sequence[int]]
     ) -> None:
-        """Poll until `ready` returns True, in a wait for the ranks `peers`.
+        """Poll until `ready` returns True, which the ranks `peers` bring about.
 
         Args:
             what: completes "waiting for ..." in errors.
-            missing: returns which of `peers` have not come yet.
+            missing: returns those of `peers` that are still waited for.
 
         Raises RankLostError or DeadlineError where a missing rank died or time is up, BindError where calls
         are out of order, UnsupportedError where another lane of this process has failed.
@@ -214,10 +214,10 @@ class SharedMemory(RemoteMemory):
 
     @contextlib.contextmanager
     def locked(self, rank: int, number: int, start: int, stop: int) -> Any:
-        """Hold a lock on bytes [start, stop) of a rank's segment, which one thread of all ranks has at a time.
+        """Hold a lock on bytes [start, stop) of a segment of `rank`: one thread of all ranks has it at a time.
 
         Args:
-            number: the number of the segment.
+            number: which of the rank's segments.
 
         Raises DeadlineError or RankLostError where the lock is not to be had in time.
         """
@@ -282,7 +282,7 @@ class _SharedWindow(MappedWindow):
         return chain_actions(steps[first:] + steps[:first])
 
     def fence(self, group: int, what: str) -> Action:
-        """Return an action that waits until all ranks of the group have run it as often as this one."""
+        """Return an action that waits until all ranks of the group have run it as often as this rank."""
         return chain_actions([self.arrive(group), self.await_arrivals(group, what)])
 
     def arrive(self, group: int) -> Action:
@@ -396,5 +396,5 @@ def _map(fd: int, size: int) -> _Mapping:
 
 
 def host_identity() -> list[str]:
-    """Return [boot id, host name] of this machine; the boot id tells it from any other."""
+    """Return [boot id, host name] of this machine; no two running machines have the same boot id."""
     return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), socket.gethostname()]

@@ -33,7 +33,7 @@ _LOOK_S = 0.05  # between two looks at what is still waited for
 def with_words(exposure: Exposure) -> Exposure:
     """Return `exposure` with the slot `WORDS` added: the int32 words that streams write and wait for.
 
-    There is one for each rank of each fence group, then one for each flag.
+    The slot has one word for each rank of each fence group, then one for each flag.
     """
     num_words = sum(len(group) for group in exposure.groups) + exposure.num_flags
     return replace(exposure, wanted={**exposure.wanted, WORDS: Slot.of_counters(num_words)})
@@ -41,7 +41,7 @@ def with_words(exposure: Exposure) -> Exposure:
 
 @dataclass(frozen=True)
 class StreamWait:
-    """A wait that a stream was given: until `word`, which rank `writer` writes, is at least `value`.
+    """A wait queued on a stream: until `word`, an int32 that rank `writer` writes, is at least `value`.
 
     `what` completes "waits for ..." in errors.
     """
@@ -53,30 +53,33 @@ class StreamWait:
 
 
 class Queue(Protocol):
-    """What a window needs of a device: CUDA's streams, or in tests the calling thread."""
+    """What a window needs of a device: CUDA's streams, or in tests the calling thread.
+
+    `words` queues writes and waits of int32 words on the device.
+    """
 
     words: WordQueue
 
     def done(self) -> Callable[[], bool]:
-        """Return a function that tells whether all that was queued before this call is done."""
+        """Return a function that returns whether all that was queued before this call of `done` is done."""
 
     def read(self, words: Sequence[Tensor]) -> list[int]:
         """Return the values of `words`, int32 tensors of one element, without waiting for what is queued."""
 
     def free(self, waits: Sequence[StreamWait]) -> None:
-        """Write to the word of each wait the value it waits for, at once, so that streams end after an error."""
+        """Write to the word of each wait the value it waits for, at once: it ends the waits after an error."""
 
 
 class DeviceQueue:
-    """The current stream of a CUDA device, and a stream of its own for what must not wait behind others."""
+    """The current stream of a CUDA device, and a side stream for what must not wait behind queued work."""
 
     def __init__(self, device: torch.device, words: WordQueue) -> None:
-        """Make the stream beside the others, of high priority, which shares no queue of the device with them."""
+        """Make the side stream on `device`, of high priority; `words` queues writes and waits of int32 words."""
         self.words, self._device = words, device
         self._beside = torch.cuda.Stream(device, priority=-1)
 
     def done(self) -> Callable[[], bool]:
-        """Return a function that tells whether all that was queued on the current stream until now is done."""
+        """Return a function that returns whether what the current stream was given before this call is done."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return lambda: bool(event.query())
@@ -87,9 +90,9 @@ class DeviceQueue:
             return [int(word) for word in words]
 
     def free(self, waits: Sequence[StreamWait]) -> None:
-        """Write to the word of each wait the value it waits for, on the stream beside the others.
+        """Write to the word of each wait the value it waits for, on the side stream.
 
-        So the waits of a stream end that no rank will end any more, after an error.
+        After an error this ends the waits of other streams whose writer will never come.
         """
         with torch.cuda.stream(self._beside):
             for wait in waits:
@@ -100,7 +103,8 @@ class DeviceQueue:
 class StreamWindow(Window):
     """A window whose waits, flags and sums are queued on the current CUDA stream; see the module docstring.
 
-    `other_updates` accumulates what no kernel here can: other ops than "sum", more than two dims, other dtypes.
+    "Queue" means queue on that stream, without blocking the host. `other_updates` accumulates what no kernel here
+    can: other ops than "sum", more than two dims, dtypes without atomic additions.
     """
 
     context: TorchContext
@@ -115,18 +119,18 @@ class StreamWindow(Window):
         object.__setattr__(self, "_meetings", [0] * len(self.groups))
 
     def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
-        """Return an action that queues a copy of `piece` of a rank's memory into `into`, of equal shape."""
+        """Return an action that queues a copy of `piece` of another rank into `into`, of equal shape."""
         return partial(into.copy_, piece, non_blocking=True)
 
     def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
-        """Return an action that queues a copy of `value`, of equal shape, into `piece` of a rank's memory."""
+        """Return an action that queues a copy of `value` into `piece` of another rank, of equal shape."""
         return partial(piece.copy_, value, non_blocking=True)
 
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
-        """Return an action that combines `value` into `piece` by `op`, each element atomically.
+        """Return an action that does `piece = op(piece, value)`, atomically for each element.
 
-        Sums of up to two dims and a dtype with atomic additions are queued on the stream; `other_updates` makes
-        all others. Raises UnsupportedError where it cannot.
+        `op` is "sum", "prod", "max" or "min". A sum of at most two dims and of a dtype with atomic additions is
+        queued on the stream; `other_updates` does the rest. Raises UnsupportedError where that cannot.
         """
         from meshweave.execute.cuda.kernels import accumulate, lacks_atomic_add
 
@@ -157,13 +161,13 @@ class StreamWindow(Window):
         return run
 
     def notify(self, rank: int, flag: int) -> Callable[[int], object]:
-        """Return a function that queues a write of its argument to flag number `flag` of `rank`."""
+        """Return a function of `value` that queues a write of `value` to flag number `flag` of `rank`."""
         return partial(self.queue.words.write, self._word(rank, self.flag_at(flag)))
 
     def await_flags(
         self, flags: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return a function of `values` that queues waits until own flag `flags[i]` is at least `values[i]`.
+        """Return a function of `values` that queues waits until this rank's flags `flags[i]` are >= `values[i]`.
 
         `peers[i]` is the rank that sets flag `flags[i]`.
         """
@@ -172,9 +176,9 @@ class StreamWindow(Window):
     def await_counts(
         self, key: Key, places: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return a function of `values` that queues waits until element `places[i]` is at least `values[i]`.
+        """Return a function of `values` that queues waits until each element `places[i]` is >= `values[i]`.
 
-        Elements are of this rank's slot `key` of int32 counters; rank `peers[i]` counts element `places[i]` up.
+        The elements are int32 counters in this rank's slot `key`; rank `peers[i]` increases element `places[i]`.
         """
         words = [self.own[key][place] for place in places]
 
@@ -185,14 +189,14 @@ class StreamWindow(Window):
         return run
 
     def flag_at(self, flag: int) -> int:
-        """Return the index of flag number `flag` in a rank's `WORDS`, behind those of the fence groups."""
+        """Return the index of flag number `flag` in a rank's slot `WORDS`, after the words of the fence groups."""
         return sum(len(group) for group in self.groups) + flag
 
     def settle(self) -> None:
-        """Wait until all that was queued on the current stream before this call is done.
+        """Block the host until all that was queued on the current stream before this call is done.
 
-        Raises RankLostError or DeadlineError where other ranks died or time is up; it says which wait was not
-        over.
+        Raises RankLostError or DeadlineError where other ranks died or time is up; the error names the first
+        wait that was not over.
         """
         done = self.queue.done()
         if not done():

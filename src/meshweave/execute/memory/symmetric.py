@@ -41,8 +41,8 @@ _BEYOND = 1 << 40  # where the locks of device memory begin in a file of the hos
 class SymmetricMemory(RemoteMemory):
     """A pool of CUDA symmetric memory; see the module docstring.
 
-    A program's memory returns to the pool with the bound program, not with the last tensor: copy results that
-    are to outlive it.
+    A program's memory returns to the pool once the bound program is gone, even if tensors in it are still used:
+    copy results that are to outlive the program.
     """
 
     kind: ClassVar[str] = "symmetric"
@@ -62,8 +62,8 @@ class SymmetricMemory(RemoteMemory):
         """Open a pool of CUDA symmetric memory. Collective over all ranks of the context.
 
         Args:
-            pool_bytes: what each rank sets aside at its first program, and not here; the pool grows where it is
-                too little.
+            pool_bytes: bytes that each rank sets aside at its first program, not in this call; the pool grows
+                where they are too few.
 
         Raises:
             UnsupportedError: the context's tensors are not on CUDA, there is no device or no process group,
@@ -90,9 +90,9 @@ class SymmetricMemory(RemoteMemory):
         return cls(context, host.rank, host.num_ranks, pool_bytes, host=host, queue=queue)
 
     def expose(self, exposure: Exposure) -> Window:
-        """Set a program's slots aside and return its window. Collective among its ranks.
+        """Set a program's slots aside, map other ranks' slots, return its window. Collective in exposure.ranks.
 
-        Its fences and flags are counters in host memory, or words in device memory where streams wait for them.
+        The window's fences and flags are counters in host memory; where streams can wait, words in device memory.
 
         Raises:
             BindError: the memory is closed, some rank has too little, or cannot reach another's.
@@ -172,11 +172,11 @@ class SymmetricMemory(RemoteMemory):
         return window
 
     def finish_writes(self) -> None:
-        """Wait until all that is queued on the device is done."""
+        """Block the host until all that is queued on the context's CUDA device is done."""
         torch.cuda.synchronize(self.context.device)
 
     def wait_for_stream(self) -> None:
-        """Wait until all that is queued on the current stream is done."""
+        """Block the host until all that is queued on the device's current stream is done."""
         torch.cuda.current_stream(self.context.device).synchronize()
 
 

@@ -35,16 +35,16 @@ _UNHEARD_S = 1.0  # for a look at who has not spoken
 def exchange(
     context: TorchContext, ranks: Sequence[int], words: str, what: str, *, topic: str = ""
 ) -> dict[int, str]:
-    """Return the `words` of each of `ranks` by rank, in ascending order. Collective among them.
+    """All-gather texts through the store: return {rank: its text} in ascending order. Collective among `ranks`.
 
     Args:
-        words: what this rank says.
+        words: this rank's text.
         what: completes "waiting for ..." in errors.
-        topic: what the exchange is about; must be equal on all ranks.
+        topic: the kind of exchange; must be equal on all ranks.
 
     Raises:
         BindError: there is no process group; another rank is in another call, has raised an error in place
-            of this one, or waits for other ranks than this one does.
+            of this call, or waits for other ranks than this one does.
         RankLostError, DeadlineError: another rank died, or did not come in time.
         UnsupportedError: an earlier call in this context was out of order, or an earlier run in it failed.
     """
@@ -173,10 +173,12 @@ def waiting(
 ) -> Iterator[Callable[[], None]]:
     """Guard a wait that polls: yield a function to call at each poll; it raises once a peer ended or time is up.
 
+    Time is up after the deadline of `context`.
+
     Args:
         what: completes "waiting for ..." in errors.
         peers: the ranks waited for.
-        unheard: returns the ranks that have not come yet; only their ends matter, and errors name them.
+        unheard: returns the peers still waited for: only the end of one of these is an error. Errors name them.
 
     Raises:
         RankLostError, DeadlineError: a peer ended; time is up.
@@ -201,14 +203,14 @@ def waiting(
 
 
 def agree(context: TorchContext, program: Program, *, talk: Talk | None = None) -> None:
-    """Make sure that all ranks of `program` are about to run the very same one. Collective among them.
+    """Check that all ranks of `program` hold the same program text. Collective among the program's ranks.
 
     Args:
-        talk: how they tell each other, where not through the store of the process group (`exchange`).
+        talk: exchanges texts among ranks; None to use the store of the process group (`exchange`).
 
     Raises:
-        BindError: their programs differ, and it names the ranks; or a rank is in another call, or has
-            raised an error in place of this one; or there is no process group and no `talk`.
+        BindError: the ranks' programs differ (the error names the ranks); a rank is in another call, or has
+            raised an error in place of this call; or there is no process group and no `talk`.
         RankLostError, DeadlineError: another rank died, or did not come in time.
     """
     digest = _digest(program)
@@ -231,12 +233,12 @@ def agree(context: TorchContext, program: Program, *, talk: Talk | None = None) 
 
 
 def agree_once(context: TorchContext, program: Program) -> None:
-    """Run `agree` for a program unless one of the same text was agreed on in this context before.
+    """Run `agree` for a program unless its ranks have agreed on a program of the same text before.
 
-    Collective at the first. It does nothing for a program of one rank, or without a process group.
+    Collective among the program's ranks the first time. No-op for one rank, or without a process group.
 
     Raises:
-        BindError: ranks are about to run different programs; it names them.
+        BindError: ranks are about to run different programs; the error names them.
         RankLostError, DeadlineError: another rank died, or did not come in time.
     """
     if not context.is_distributed or len(program.ranks) == 1:

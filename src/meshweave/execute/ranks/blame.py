@@ -34,12 +34,12 @@ class Beat:
     heard: str = "-"
 
     def encode(self) -> str:
-        """Return the heartbeat as text for the store."""
+        """Return the heartbeat as text for the store: "<count> <state> <heard> <detail>"."""
         return f"{self.count} {self.state} {self.heard} {self.detail}"
 
     @classmethod
     def decode(cls, value: str) -> Beat:
-        """Return the heartbeat of which `encode` returned `value`."""
+        """Return the heartbeat that `encode` turned into `value`."""
         count, state, heard, detail = value.split(" ", 3)
         return cls(int(count), cast(State, state), detail, heard)
 
@@ -49,13 +49,13 @@ NO_RANK = -1
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What all ranks must know even where the store ends: it is one value of the store, which every rank reads.
+    """What all ranks must know even after the store is gone. It is one value of the store, which every rank reads.
 
     Attributes:
         lost: the ranks that some rank has given up.
         store_rank: the rank whose process hosts the store; NO_RANK where none of them does; None where no rank has
             said.
-        farewell: the state and detail of the `Beat` with which that rank leaves, as one text; "" while it stays.
+        farewell: why `store_rank` leaves, as "<state> <detail>" of its last `Beat`; "" while it stays.
     """
 
     lost: frozenset[int] = frozenset()
@@ -63,23 +63,23 @@ class News:
     farewell: str = ""
 
     def merge(self, other: News) -> News:
-        """Return both news as one: all lost ranks, and each other field from whichever has it, this one first."""
+        """Return the union of the lost ranks, with `store_rank` and `farewell` of self, or of `other` if unset."""
         store_rank = other.store_rank if self.store_rank is None else self.store_rank
         return News(self.lost | other.lost, store_rank, self.farewell or other.farewell)
 
     def encode(self) -> str:
-        """Return the news as text for the store, JSON."""
+        """Return the news as JSON text for the store: [lost ranks ascending, store_rank, farewell]."""
         return json.dumps([sorted(self.lost), self.store_rank, self.farewell])
 
     @classmethod
     def decode(cls, value: str) -> News:
-        """Return the news of which `encode` returned `value`."""
+        """Return the news that `encode` turned into `value`."""
         lost, store_rank, farewell = json.loads(value)
         return cls(frozenset(lost), store_rank, farewell)
 
     @property
     def digest(self) -> str:
-        """Return 12 hexadecimal digits that stand for these news in a heartbeat."""
+        """Return the first 12 hexadecimal digits of the SHA-256 of these news: the `heard` of a `Beat`."""
         return hashlib.sha256(self.encode().encode()).hexdigest()[:12]
 
 
@@ -89,8 +89,8 @@ class HeartbeatWatch:
     Attributes:
         stale_s: seconds without a new heartbeat after which a rank is silent.
         beats: the last heartbeat of each other rank; None where there was none.
-        num_rounds: number of readings.
-        stopped_before: the ranks that a signal had ended by the first reading.
+        num_rounds: number of readings, which are calls of `feed`.
+        stopped_before: the ranks that were in state "stopped" (ended by a signal) at the first reading.
     """
 
     def __init__(self, others: Iterable[int], *, interval_s: float, stale_s: float) -> None:
@@ -111,12 +111,12 @@ class HeartbeatWatch:
     ) -> None:
         """Record one reading of all other ranks' heartbeats, `elapsed_s` seconds after the last one.
 
-        This process may have been paused itself, so a gap counts as two heartbeat intervals at most, or a
-        third of `stale_s` where that is more: readings are slow on a loaded machine.
+        A reading adds `elapsed_s` to the silence of a rank without a new heartbeat, but at most two heartbeat
+        intervals, or a third of `stale_s` where that is more: this process may have been paused itself.
 
         Args:
             beats: the last heartbeat of each rank, None where it has none.
-            unreadable: ranks whose heartbeat another program has overwritten, which are not silent for that.
+            unreadable: ranks whose value in the store is no heartbeat of this run; adds nothing to their silence.
             ended: ranks whose processes had ended before the reading, so that their last heartbeat is final.
         """
         self._ended = frozenset(ended)
@@ -139,9 +139,9 @@ class HeartbeatWatch:
 
     @property
     def silent(self) -> list[int]:
-        """The ranks that said no farewell, but whose process ended or that have been silent for `stale_s` seconds.
+        """Return the ranks that gave no reason to leave, but sent nothing new for `stale_s` seconds or have ended.
 
-        A rank that has never beaten is one of these after that time.
+        A rank that has never sent a heartbeat is one of these after `stale_s` seconds.
         """
         return [rank for rank in self.beats if self._is_silent(rank) and not self._has_left(rank)]
 
@@ -160,7 +160,10 @@ class HeartbeatWatch:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether it is still unknown of some rank whether it is alive, has left or is silent."""
+        """Return whether it is still open for some rank if it is alive, has left or is silent.
+
+        A rank counts as alive after two more heartbeats since the first reading, the last one recent.
+        """
         return self.num_rounds == 0 or any(
             not (self._has_left(rank) or self._is_silent(rank) or self._is_well(rank)) for rank in self.beats
         )
@@ -181,9 +184,9 @@ class BlamedRanks:
     """The ranks to blame for a failed wait.
 
     Attributes:
-        missing: the ranks to blame, none if all may still work.
-        reason: what they did, in words.
-        given_up: words for a rank that ran into its own deadline first; "" if there is none.
+        missing: the ranks to blame; empty if all may still work.
+        reason: what the missing ranks did, in words.
+        given_up: a sentence on a rank that ran into its own deadline first; "" if there is none.
         has_left: whether `missing` are blamed for leaving alone, perhaps because of others: they were `stopped`
             after this rank had begun to listen, or are `done` (5 and 6 in `blame`). True also where `blame` has
             found neither a rank nor who gave up.
@@ -204,7 +207,7 @@ def ranks_text(ranks: Collection[int]) -> str:
 
 
 def given_up_text(rank: int) -> str:
-    """Return the sentence that tells `rank`, this one, that the other ranks have given it up."""
+    """Return the sentence of an error on `rank` itself that says that the other ranks have given it up."""
     return f"the other ranks gave rank {rank} (this one) up: it did not answer"
 
 
@@ -213,9 +216,9 @@ def blame(
 ) -> BlamedRanks:
     """Return which ranks `rank` blames for its failed wait.
 
-    A rank that the others have given up blames itself, with others that were: whatever it sees is what became
-    of that. Otherwise the first of these that is not empty is blamed. A rank is not blamed for leaving because
-    of others (`lost`).
+    A rank that others have accused blames all accused ranks, itself included. Otherwise the first of these sets
+    that is not empty is blamed, by heartbeat state. A rank in state "lost", which left because of others, is
+    not blamed for that.
 
     1. the silent, failed and accused ranks
     2. those of `peers` that are `done`

@@ -16,10 +16,11 @@ _FIRST_LOOK_S, _LOOK_S = 0.3, 0.2  # at whether the processes of ranks that are 
 
 
 class FailureExplainer(Protocol):
-    """Who says why a wait has failed (`Liveness`).
+    """What explains why a wait has failed; `Liveness` is the implementation.
 
     Attributes:
-        waits: the guards of the waits that this process is in, by identity.
+        heart: the heartbeat of this process.
+        waits: the guards of the waits that this process is in now, by `id(guard)`.
     """
 
     heart: Heart
@@ -28,10 +29,11 @@ class FailureExplainer(Protocol):
     def explain(self, wait: Guard, overdue: bool, peers: Iterable[int] | None) -> MeshweaveError | None:
         """Return the error to raise for a failed wait: RankLostError for ranks to blame, else DeadlineError.
 
-        None where the wait broke off with no rank to blame or late, or where this rank has left the others.
+        Return None where the wait broke off before its deadline and no rank is to blame or gave up first, or
+        where this rank has left the others.
 
         Args:
-            overdue: whether the wait reached its deadline, instead of breaking off.
+            overdue: whether the wait reached its deadline, instead of breaking off with an error.
             peers: the ranks waited for; None if unknown.
         """
 
@@ -52,23 +54,23 @@ class Guard:
 
     @property
     def waited_s(self) -> float:
-        """Seconds since the wait began."""
+        """Return the seconds since the wait began."""
         return time.monotonic() - self._start
 
     @property
     def timeout(self) -> timedelta:
-        """The rest of the deadline, for calls such as `work.wait(guard.timeout)`; at least 1 ms."""
+        """Return the time left until the deadline, for calls such as `work.wait(guard.timeout)`; at least 1 ms."""
         # gloo takes a timeout of zero to mean its default.
         return timedelta(seconds=max(self.deadline_s - self.waited_s, 0.001))
 
     def check_peers(self, unheard: Callable[[], Sequence[int]]) -> None:
-        """Raise RanksEndedError where the process of a peer that has not come has ended; the guard turns it
-        into RankLostError.
+        """Raise RanksEndedError where the process of a peer still waited for has ended.
 
-        For waits that poll, at each look. Only processes on this host are seen, on Linux.
+        The guard turns that error into RankLostError. Call it at each poll of a wait; it looks every 0.2 s at
+        most. Only processes on this host are seen, on Linux.
 
         Args:
-            unheard: returns the ranks that have not come; called where a peer's process has ended. Where it
+            unheard: returns the ranks still waited for; called only once a peer's process has ended. Where it
                 raises RuntimeError or OSError, as the store does, nothing is raised.
         """
         if self._peers is None or (now := time.monotonic()) < self._next_look:

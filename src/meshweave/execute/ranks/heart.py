@@ -34,26 +34,26 @@ class Store(Protocol):
         """Write the value of a key."""
 
     def get(self, key: str, /) -> bytes:
-        """Return the value of a key; wait until it has one."""
+        """Return the value of `key`; block until the key has one."""
 
     def check(self, keys: list[str], /) -> bool:
         """Return whether all keys have values."""
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Return the values of several keys."""
+        """Return the values of `keys`, in their order; block until all have one."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Write `desired` if the value is `expected`, "" meaning none; return the value afterwards."""
+        """Write `desired` if the value of `key` is `expected` ("": no value yet); return the value afterwards."""
 
 
 @dataclass
 class Pause:
-    """A stop of a process, by a signal or of the whole machine.
+    """A time in which this process was suspended, by a signal or with the whole machine.
 
     Attributes:
-        resumed_at: when the process went on (monotonic seconds); 0 where it has never been stopped.
-        length_s: how long it was stopped, in seconds.
-        counts: by other rank, the number of its heartbeat at the first reading afterwards; None before that.
+        resumed_at: when the process went on (monotonic seconds); 0 where it has never been suspended.
+        length_s: how long it was suspended, in seconds.
+        counts: the number of each other rank's heartbeat at the first reading afterwards; None before that.
     """
 
     resumed_at: float
@@ -62,22 +62,24 @@ class Pause:
 
 
 class Heart:
-    """The beating thread of a rank and what it has heard. `round` guards all that changes.
+    """The thread of a rank that writes its heartbeat and reads the others'. Hold `round` to read or change state.
+
+    A beat is one round of the thread: write the own heartbeat, merge the news, read watched ranks' heartbeats.
 
     Args:
-        others: the other ranks that beat in `store`.
+        others: the other ranks that send heartbeats through `store`.
         stale_s: seconds without an answer of the store, or a new heartbeat of a rank, that are too long.
         news: what this rank knows at the start.
         is_wanted: asked before each beat; once it returns False, the beat is the last, with the state "done".
 
     Attributes:
         interval_s: seconds between beats.
-        round: notified after each beat.
+        round: a condition, notified after each beat.
         news: what this rank knows, merged with what it has read in the store.
-        store_gone: whether the store has ended, or this heart has stopped without being told to.
-        paused_s: how long this process was stopped before the round that is under way, in seconds; else 0.
-        num_rounds: how often it has beaten.
-        last_pause: the last stop of this process.
+        store_gone: whether the store has ended, or the thread has stopped without being told to.
+        paused_s: how long this process was suspended before the beat that is under way, in seconds; else 0.
+        num_rounds: number of beats so far.
+        last_pause: the last suspension of this process.
     """
 
     def __init__(
@@ -114,9 +116,9 @@ class Heart:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[HeartbeatWatch]:
-        """Yield a watch of all other ranks, which every beat feeds until the block ends.
+        """Yield a watch of all other ranks' heartbeats, which every beat updates until the block ends.
 
-        The block runs with `round` held, and a beat needs it: `wait_for_beat` lets go of it meanwhile.
+        The block runs with `round` held, without which no beat can end: `wait_for_beat` releases it meanwhile.
         """
         with self.round:
             watch = self.add_watch(self._others, self._stale_s)
@@ -126,9 +128,9 @@ class Heart:
                 self._watches.remove(watch)
 
     def add_watch(self, ranks: Iterable[int], stale_s: float) -> HeartbeatWatch:
-        """Return a watch of `ranks` that every beat feeds from now on.
+        """Return a watch of the heartbeats of `ranks` that every beat updates from now on.
 
-        In it a rank is silent after `stale_s` seconds.
+        In it a rank counts as silent after `stale_s` seconds without a new heartbeat.
         """
         watch = HeartbeatWatch(ranks, interval_s=self.interval_s, stale_s=stale_s)
         self._watches.append(watch)
@@ -136,15 +138,15 @@ class Heart:
         return watch
 
     def next_ranks(self, count: int) -> tuple[int, ...]:
-        """Return the `count` ranks that come after this one, in ascending order, then on from the lowest rank.
+        """Return the next `count` ranks after this one in a ring of all ranks; fewer where there are fewer others.
 
-        Fewer where there are not so many others.
+        For example rank 2 of 0..3 and a count of 2 -> (3, 0).
         """
         later = [rank for rank in self._others if rank > self._rank]
         return (*later, *self._others[: len(self._others) - len(later)])[:count]
 
     def wait_for_beat(self) -> None:
-        """Wait for the end of the next beat, `interval_s` seconds at most. The caller holds `round`."""
+        """Wait for the end of the next beat, `interval_s` seconds at most. The caller must hold `round`."""
         self.round.wait(self.interval_s)
 
     def ended(self, ranks: Iterable[int]) -> list[int]:
@@ -158,31 +160,31 @@ class Heart:
         return self._peers.ended(ranks)
 
     def has_beaten_since_pause(self, rank: int) -> bool:
-        """Return whether `rank` has surely written a heartbeat since this process last went on after a stop.
+        """Return whether `rank` has surely written a heartbeat since this process was last suspended and went on.
 
-        One more heartbeat does not count: it may have been under way all the time.
+        It takes two heartbeats after the first reading: one may have been written before and arrive late.
         """
         first, beat = (self.last_pause.counts or {}).get(rank), self._last_beats.get(rank)
         return first is not None and beat is not None and beat.count >= first + 2
 
     @property
     def is_beating(self) -> bool:
-        """Return whether the thread runs, has its store, and ended a round in the last `stale_s` seconds.
+        """Return whether the thread runs, has its store, and ended a beat in the last `stale_s` seconds.
 
-        Before the first round ends, the time counts from the start of the thread.
+        Before the first beat ends, the time counts from the start of the thread.
         """
         is_stuck = time.monotonic() - self._last_round > self._stale_s
         return not (self.store_gone or is_stuck) and self._thread.is_alive()
 
     @property
     def has_left(self) -> bool:
-        """Return whether this rank's state is no more "alive"; the store may not have the new state yet."""
+        """Return whether this rank's state is other than "alive"; the store may not have the new state yet."""
         return self._state != "alive"
 
     def announce(self, state: State, detail: str, news: News, limit_s: float) -> bool:
-        """Put this rank's state and news into the store, and wait for that for `limit_s` seconds at most.
+        """Write this rank's state and `news` into the store; return whether the news were new to this rank.
 
-        The first state other than "alive" stays. Returns whether the news were new to this rank.
+        It waits `limit_s` seconds at most until they are stored. Once the state is not "alive", it stays.
         """
         with self.round:
             if self._state == "alive":
@@ -198,7 +200,7 @@ class Heart:
         return is_new
 
     def stop(self, limit_s: float) -> None:
-        """Beat once more and end the thread; wait `limit_s` seconds for that, longer where the store is slow."""
+        """Beat once more and end the thread; wait for it `limit_s` seconds, 5 more if the store is just slow."""
         self._closing = True
         self._wake.set()
         join_talker(self._thread, limit_s, lambda: self._answered_at)
@@ -307,14 +309,17 @@ def _merge_news(store: Store, ours: News) -> News:
 
 
 def innermost_store(store: Any) -> Any:
-    """Return the store that is inside of PrefixStores, or the one given."""
+    """Return the store inside of all PrefixStores around it; `store` itself where it is not wrapped."""
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return store
 
 
 def hosts_store(store: Any) -> bool:
-    """Return whether this process hosts `store`, a TCPStore or PrefixStores around one; False off Linux."""
+    """Return whether this process is the server of `store`, a TCPStore, bare or in PrefixStores.
+
+    Always False where the system is not Linux.
+    """
     port = getattr(innermost_store(store), "port", None)
     if port is None or not sys.platform.startswith("linux"):
         return False

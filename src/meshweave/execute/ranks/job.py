@@ -33,8 +33,9 @@ class RankContext:
 
 @dataclass(frozen=True)
 class LaunchJob:
-    """What every rank is told, as `job.json` in the folder shared with the parent: arguments of `launch`.
+    """The arguments of `launch` that every rank reads, stored as `job.json` in the folder shared with the parent.
 
+    `target` is the function ("package.module:function"), `payload` its argument; the times are in seconds.
     `parent_pid` is the process that called `launch`, which no rank outlives.
     """
 
@@ -61,13 +62,15 @@ class LaunchJob:
 
 @dataclass(frozen=True)
 class Report:
-    """The error or signal that ended a rank, as `report-<rank>.json`.
+    """The error or signal that ended a rank, stored as `report-<rank>.json`.
 
     Attributes:
         kind: the name of the error's class, or STOPPED.
+        message: the error or the signal's report, in one line.
         ours: whether the error is a MeshweaveError or the report of a signal, which need no traceback.
-        missing: the ranks that a RankLostError names, or that a signal's report does.
-        is_echo: whether the cause is what another rank has raised, see `BindError`.
+        missing: the lost ranks that the error or the signal's report names.
+        traceback: the traceback of the error as text; "" for a signal.
+        is_echo: whether the error only repeats one that another rank has raised, see `BindError`.
     """
 
     kind: str
@@ -88,22 +91,22 @@ class Report:
 
 
 def result_path(folder: Path, rank: int) -> Path:
-    """Return the file in which a rank leaves what its function returned."""
+    """Return the file `result-<rank>.json` in `folder`, into which a rank writes what its function returned."""
     return folder / f"result-{rank}.json"
 
 
 def report_path(folder: Path, rank: int) -> Path:
-    """Return the file in which a rank leaves its `Report`."""
+    """Return the file `report-<rank>.json` in `folder`, into which a rank writes its `Report`."""
     return folder / f"report-{rank}.json"
 
 
 def stacks_path(folder: Path, rank: int) -> Path:
-    """Return the file into which a rank that a fault ends, such as SIGSEGV, writes where its threads were."""
+    """Return the file in `folder` into which a rank writes its threads' stacks when a fault (SIGSEGV) ends it."""
     return folder / f"stacks-{rank}.txt"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON, all of it or nothing: the writer may be killed at any moment."""
+    """Write `value` as JSON to `path` atomically: a writer that is killed leaves no half-written file there."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(value))
     part.replace(path)

@@ -26,16 +26,16 @@ _TRANSPORT = ("gloo", "pair closure", "closed by peer", "connection reset", "bro
 
 
 def is_transport(error: BaseException) -> bool:
-    """Return whether an error looks like one of gloo's or of the store's, mostly plain RuntimeErrors."""
+    """Return whether an error looks like one of gloo or of the store, by its class name ("Dist...") or message."""
     words = str(error).lower()
     return type(error).__name__.startswith("Dist") or any(each in words for each in _TRANSPORT)
 
 
 def install_last_words(current: Callable[[], Liveness | None]) -> None:
-    """Let this process print which ranks are to blame where an uncaught error or SIGTERM ends it.
+    """Make this process print which ranks are to blame where an uncaught error or SIGTERM ends it.
 
-    `current` returns the `Liveness` of this process, or None. Installed once for a process, on SIGTERM only from
-    the main thread. A handler of SIGTERM that is there stays, and so does one that is set later.
+    `current` returns the `Liveness` of this process, or None. A second call does nothing. SIGTERM is handled only
+    if this is called in the main thread and SIGTERM has no handler yet; a handler that is set later replaces it.
     """
     global _is_installed
     if _is_installed:

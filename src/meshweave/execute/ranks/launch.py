@@ -30,7 +30,7 @@ _POLL_S = 0.02
 
 
 class RankError(RuntimeError):
-    """An error for an exception on a rank that is not a MeshweaveError, with the traceback of that rank."""
+    """An exception on `rank` that is not a MeshweaveError; `remote_traceback` is its traceback there, as text."""
 
     def __init__(self, message: str, rank: int, remote_traceback: str) -> None:
         super().__init__(message)
@@ -46,8 +46,8 @@ class RankPlace:
         prefix: a command, such as `taskset -c 3`, to which the command of the rank is appended.
         env: environment variables on top of those of `launch`.
         network_namespace: the name of a network namespace that the rank runs in, as `ip netns` lists it.
-        fork_startup: functions, as "module:function", that a forked rank calls at its start: they do what the
-            environment makes a new interpreter do (a `sitecustomize`).
+        fork_startup: functions, as "module:function", that a rank calls at its start where a `RankStarter` forks
+            it: they do what a `sitecustomize` does in a new interpreter.
     """
 
     prefix: tuple[str, ...] = ()
@@ -83,16 +83,16 @@ def launch(
             `RankContext` and the payload, and returns something that JSON can carry.
         num_ranks: number of processes.
         payload: given to every rank by way of JSON.
-        timeout_s: seconds from the start after which whatever still runs is ended.
+        timeout_s: seconds from the start after which the ranks that still run are ended.
         env: environment variables on top of the inherited ones, PYTHONPATH for instance. OMP_NUM_THREADS is 1
-            and GLOO_SOCKET_IFNAME the loopback interface unless given here (the latter: or inherited).
+            unless given here, GLOO_SOCKET_IFNAME the loopback interface unless given here or inherited.
         deadline_s: seconds that a wait of a rank for another may take. By default 10 less than `timeout_s`, or
             half of it if that is more, so that ranks can find out, and say, what is wrong.
         grace_s: seconds that the others have to end by themselves once one rank has failed.
         interval_s: seconds between heartbeats, see `Liveness`.
         stale_s: seconds without a heartbeat after which a rank counts as lost.
-        places: where each rank runs, one for each if any; what a prefix starts must become the rank itself
-            (exec) and no other process of it.
+        places: where each rank runs, one for each rank or none. A `prefix` must exec the command of the rank, and
+            not start it as a child process.
         address: an address of this host that the store listens on, and by which ranks reach it. Anybody who
             reaches it can disturb the run, so take another than loopback only for ranks on other hosts.
         store: a TCPStore that this process hosts, in place of a new one at `address`; the `env` of each of
@@ -144,7 +144,7 @@ def _environment(rank: int, num_ranks: int, port: int, env: Mapping[str, str]) -
 
 
 def host_store(address: str = "127.0.0.1", port: int = 0) -> Any:
-    """Return a new TCPStore of this process that listens on one address alone; `port` 0 takes a free one.
+    """Return a new TCPStore that this process serves on one address alone; `port` 0 takes a free port.
 
     A TCPStore that opens its socket itself listens on all interfaces, whatever host it is given (torch 2.9 and
     2.13), so it is handed one that is bound already.
@@ -187,15 +187,19 @@ class _Process(Protocol):
 
 
 class RankStarter(Protocol):
-    """What starts ranks otherwise than as new interpreters; the lab forks them from processes with torch."""
+    """Starts ranks in another manner than as new interpreters, such as forks of a process that imported torch."""
 
     def can_start(self, environment: Mapping[str, str]) -> bool:
-        """Return whether it starts a rank with these environment variables."""
+        """Return whether this starter can start a rank with these environment variables."""
 
     def start(
         self, rank: int, folder: Path, environment: dict[str, str], place: RankPlace, *, is_ours: bool
     ) -> _Process:
-        """Start a rank and return it; `folder` has the job, `is_ours` says that its target is of meshweave."""
+        """Start rank `rank` and return its process.
+
+        `folder` has the `LaunchJob`, `environment` are all its environment variables, `place` says where it runs,
+        and `is_ours` whether the job's target is a function of meshweave.
+        """
 
 
 rank_starter: RankStarter | None = None

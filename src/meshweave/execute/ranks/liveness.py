@@ -50,7 +50,7 @@ from meshweave.execute.ranks.signals import SignalReport, write_stderr
 
 
 class Liveness:
-    """This rank's heartbeat, and what it can find out about the others'.
+    """This rank's heartbeat, and what it can tell from the heartbeats of the other ranks.
 
     Args:
         store: the store all ranks share. A connection of its own is cloned from it, so that a blocking `get`
@@ -65,7 +65,7 @@ class Liveness:
         store_rank: the rank whose process hosts the store, where it is one of the ranks. A rank whose own process
             does finds that out (on Linux), and the others learn it from that rank.
         likely_store_rank: the rank that is taken to host the store where no rank has said that it does.
-        is_wanted: asked with each heartbeat; once it returns False, this rank leaves as one that is done.
+        is_wanted: called with each heartbeat; once it returns False, this rank leaves in the state "done".
 
     Also a context manager: leaving it closes it, with the error if there is one.
     """
@@ -136,10 +136,10 @@ class Liveness:
         return Guard(self, what, self.deadline_s if deadline_s is None else deadline_s, peers)
 
     def missing(self) -> tuple[int, ...]:
-        """Return the ranks that are lost or failed, after listening for up to about `stale_s` seconds.
+        """Return the ranks that are lost or failed, after reading heartbeats for up to about `stale_s` seconds.
 
-        Where there is none, the ranks that a signal stopped. A rank that has finished is not missing, unless it
-        hosted the store and that is gone. Not collective. An empty result takes two beats of each rank.
+        Where there is none, return the ranks that a signal stopped. A finished rank is not missing, unless it
+        hosted the store and the store is gone. Not collective. If all are well it takes two heartbeats of each.
 
         Raises:
             RankLostError: the store is gone, and nobody knows which rank hosts it.
@@ -150,22 +150,22 @@ class Liveness:
         return finding.missing
 
     def watch_peers(self, deadline_s: float, end_waits: Callable[[], None]) -> None:
-        """Let this process's waits end, from now on, where ranks have ended or been silent for about
+        """Start a thread that ends this process's waits once ranks have ended, or been silent for about
         `deadline_s` seconds.
 
         Args:
             end_waits: closes the connections of this process; ignored after the first call. The module `monitor`
-                says when it is called, and what comes then.
+                says when it is called, and what happens next.
         """
         if self._monitor is None:
             self._monitor = PeerMonitor(self, self._stale_s, end_waits, self.end_process)
         self._monitor.expect_within(deadline_s)
 
     def find_lost(self, store_hangs: bool = False) -> RankLostError | None:
-        """Find out which ranks are lost and tell the others; return an error that names those.
+        """Find out which ranks are lost and tell the others; return an error that names the lost ranks.
 
-        None if no rank is to blame, or only for leaving: those that a signal has stopped since this call began,
-        and a finished one whose process hosted the store.
+        Return None if no rank is to blame, or only ranks that a signal has stopped since this call began, or a
+        finished rank whose process hosted the store.
 
         Args:
             store_hangs: whether the store does not answer, so that listening for heartbeats is of no use.
@@ -179,12 +179,12 @@ class Liveness:
         return lost
 
     def check_lost(self) -> None:
-        """Raise RankLostError where `find_lost` has found lost ranks; it says what this process waits for."""
+        """Raise RankLostError if `find_lost` returned one before; the message says what this process waits for."""
         if self._verdict is not None:
             raise RankLostError(f"{self._verdict.reason}{self._while_waiting}", self._verdict.missing)
 
     def waits_since(self, seconds: float) -> bool:
-        """Return whether some guarded wait of this process has lasted `seconds` or longer."""
+        """Return whether some guarded wait of this process is under way for `seconds` or longer."""
         return any(wait.waited_s >= seconds for wait in list(self.waits.values()))
 
     def install_signal_report(
@@ -192,13 +192,13 @@ class Liveness:
         signum: signal.Signals = signal.SIGTERM,
         write: Callable[[str, tuple[int, ...]], None] | None = None,
     ) -> None:
-        """On `signum`, say in one line which ranks are missing, then let the signal do what it did before.
+        """Make `signum` report in one line which ranks are missing, then do what the signal did before.
 
         Launchers end the survivors when one rank dies, often before these have found out why. The report
         comes out even if the main thread is stuck in a C++ wait (one that released the GIL). It delays the
-        signal by three beats if all ranks answer, by `stale_s` if one is missing. `write` takes the line and
-        the ranks that are missing; by default the line goes to stderr. `close`, from the main thread too,
-        restores the previous handler.
+        signal by three heartbeats if all ranks answer, by `stale_s` if one is missing. `write` takes the line
+        and the ranks that are missing; by default the line goes to stderr. `close`, if called in the main
+        thread too, restores the previous handler.
 
         Raises:
             UnsupportedError: not the main thread, or the present handler was not installed from Python.
@@ -214,12 +214,12 @@ class Liveness:
 
     @property
     def is_closed(self) -> bool:
-        """Whether this rank has told the others that it leaves, or its store has ended."""
+        """Return whether this rank has told the others that it leaves, or its store has ended."""
         return self._closed or self.heart.store_gone
 
     @property
     def can_explain(self) -> bool:
-        """Whether this rank may still find out why a wait failed, even where the store has ended."""
+        """Return whether this rank may still find out why a wait failed, even where the store has ended."""
         return not self._closed and self._is_wanted()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -273,7 +273,7 @@ class Liveness:
         where `can_explain` is False.
 
         Args:
-            overdue: whether the wait reached its deadline, instead of breaking off.
+            overdue: whether the wait reached its deadline, instead of breaking off with an error.
             peers: the ranks waited for; None if unknown.
         """
         if not self.can_explain:
@@ -302,8 +302,8 @@ class Liveness:
     def signal_line(self, signum: signal.Signals, ignored: bool) -> tuple[str, tuple[int, ...]]:
         """Return (the line to report on `signum`, the lost ranks), after listening for up to about 2 `stale_s`.
 
-        Then tells the others of the lost ranks (up to 1.5 `stale_s` more), or that this rank was stopped, unless
-        it has `ignored` the signal and goes on. Ranks that leave are named in the line, and are not lost.
+        It also tells the other ranks which are lost (up to 1.5 `stale_s` seconds more); if none is, that this rank
+        was stopped, unless `ignored`: the process ignores the signal. Ranks that left are only named in the line.
         """
         waiting = self._while_waiting
         finding = self._look(patient=False, overdue=True, peers=None)

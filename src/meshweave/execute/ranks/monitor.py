@@ -46,15 +46,15 @@ class MonitoredRank(Protocol):
         """Return whether this rank may still find out why a wait failed."""
 
     def find_lost(self, store_hangs: bool = False) -> RankLostError | None:
-        """Find out which ranks are lost and tell the others; return an error that names those.
+        """Find out which ranks are lost and tell the others; return an error that names the lost ranks.
 
-        None if no rank is to blame, or only for leaving: those that a signal has stopped since this call began,
-        and a finished one whose process hosted the store. `store_hangs` says that the store does not answer, so
-        that listening for heartbeats is of no use.
+        Return None if no rank is to blame, or only ranks that a signal has stopped since this call began, or a
+        finished rank whose process hosted the store. `store_hangs`: the store does not answer, so do not listen
+        for heartbeats.
         """
 
     def waits_since(self, seconds: float) -> bool:
-        """Return whether some guarded wait of this process has lasted `seconds` or longer."""
+        """Return whether some guarded wait of this process is under way for `seconds` or longer."""
 
 
 class PeerMonitor:
@@ -64,10 +64,10 @@ class PeerMonitor:
     and no rank is found lost. Once ranks are lost it runs until the process ends.
 
     Args:
-        listens_s: how long it takes to listen to all others where one is silent; a part of the time that
-            `expect_within` gives.
+        listens_s: seconds that it takes to listen to the heartbeats of all other ranks where one is silent; a part
+            of the time that `expect_within` gives.
         end_waits: closes the connections of this process, so that waits over them fail.
-        end_process: is given the error that names the lost ranks; does not return. None for `end_with_line`.
+        end_process: ends this process; takes the error that names the lost ranks. None for `end_with_line`.
     """
 
     def __init__(
@@ -88,8 +88,9 @@ class PeerMonitor:
     def expect_within(self, deadline_s: float) -> None:
         """Count ranks as lost about `deadline_s` seconds after their last heartbeat.
 
-        The last `listens_s` of these are spent on listening to all ranks. That begins after three heartbeat
-        intervals at least, so short deadlines count as longer. The shortest deadline so far holds.
+        Of these, the last `listens_s` seconds are spent on listening to all ranks, which begins after three
+        heartbeat intervals at the earliest, so short deadlines count as longer. The shortest deadline given so
+        far holds.
         """
         self._limit_s = min(self._limit_s, max(deadline_s, self._listens_s))
         least_s = 3 * self._liveness.heart.interval_s
@@ -182,9 +183,9 @@ def _place_of(frame: FrameType | None) -> str:
 
 
 def user_line(path: str, line: int) -> str:
-    """Return "train.py:42" for line 42 of a file at `path`.
+    """Return "train.py:42" for line 42 of the file `path`, which is a user's file.
 
-    "" for files of torch and meshweave, `threading.py`, and code that is in no file ("<string>").
+    Return "" for files of torch and meshweave, `threading.py`, and code that is in no file ("<string>").
     """
     return "" if any(part in path for part in _OF_LIBRARIES) else f"{Path(path).name}:{line}"
 

@@ -58,8 +58,8 @@ def call_within(
     """Return what `function` returns, or raise what it raises, if it ends in `timeout_s` seconds.
 
     Args:
-        function: runs in another thread, which is left behind if it does not end in time.
-        meanwhile: called every 50 ms while this thread waits; what it raises ends the wait.
+        function: runs in another thread, which goes on alone if the function does not end in time.
+        meanwhile: called every 50 ms while this thread waits; an error that it raises ends the wait.
 
     Raises:
         TimeoutError: the function did not end in time.
@@ -89,14 +89,14 @@ def call_within(
 
 
 def join_talker(thread: threading.Thread, least_s: float, answered_at: Callable[[], float]) -> None:
-    """Wait until a thread that talks to a store ends: `least_s` seconds, 5 more if the store answered lately.
+    """Wait until `thread`, which uses a store, ends: at most `least_s` seconds, 5 more if the store is alive.
 
-    A thread that comes back from C++ as the interpreter ends aborts the process. One whose store hangs does not
-    come back.
+    Waiting matters at the end of the interpreter: a thread that returns from C++ then aborts the process. A thread
+    whose store hangs never returns.
 
     Args:
-        answered_at: returns when the store last answered, in seconds of the monotonic clock; less than 3 s
-            ago is lately.
+        answered_at: returns when the store last answered, in seconds of the monotonic clock; a store that
+            answered less than 3 s ago is alive.
     """
     thread.join(least_s)
     if thread.is_alive() and time.monotonic() - answered_at() < _HANGING_S:

@@ -16,7 +16,7 @@ from meshweave.execute.ranks.blame import ranks_text
 
 
 class RanksEndedError(RuntimeError):
-    """Ends a wait for ranks whose processes run no more. The guard of the wait explains it."""
+    """Ends a wait for `ranks` whose processes run no more. The `Guard` of the wait turns it into RankLostError."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = tuple(sorted(ranks))
@@ -24,7 +24,7 @@ class RanksEndedError(RuntimeError):
 
 
 def own_process() -> str:
-    """Return text by which ranks on the same host can look this process up; "" without /proc."""
+    """Return text that identifies this process to ranks on the same host; "" where there is no /proc."""
     try:
         return f"{_host()} {Owner.current()}"
     except OSError:  # no /proc
@@ -32,7 +32,7 @@ def own_process() -> str:
 
 
 class PeerProcesses:
-    """The processes of other ranks, by rank, as far as they are on this host."""
+    """Which processes on this host are which ranks, to ask the kernel whether they still run."""
 
     def __init__(self) -> None:
         self._here: dict[int, Owner] = {}
@@ -43,9 +43,9 @@ class PeerProcesses:
         return sorted(set(ranks) - self._known)
 
     def add(self, rank: int, words: str) -> None:
-        """Note which process a rank is, given what `own_process` returned there.
+        """Record which process `rank` is; `words` is what `own_process` returned on that rank.
 
-        One on another host, or of an unreadable text, is never among those that `ended` returns.
+        A rank on another host, or with an unreadable text, is never among those that `ended` returns.
         """
         host, _, process = words.partition(" ")
         try:

@@ -49,7 +49,7 @@ class SignalReport:
     def uninstall(self) -> None:
         """Restore the previous handler; end the thread, unless other code has set a wakeup descriptor since.
 
-        Off the main thread it does nothing.
+        In any thread but the main one it does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread may: stay, and keep the descriptors that are still written to
@@ -111,7 +111,7 @@ def _die_by(signum: int) -> None:
 def write_stderr(line: str, missing: tuple[int, ...] = ()) -> None:
     """Write a line to stderr, even where another thread holds the lock of `sys.stderr`; nothing for "".
 
-    `missing`, the ranks that the line names, is not used.
+    `missing` is ignored: it is there for callers that pass the line and the ranks that the line names.
     """
     if line:
         os.write(2, f"{line}\n".encode())  # not sys.stderr: the main thread may hold its lock

@@ -28,15 +28,15 @@ def new_token() -> str:
 
 
 def sign(key: str, text: str) -> str:
-    """Return the value to store under `key`: `text` behind its signature, or alone where this run has no token."""
+    """Return the value to store under `key`: "<signature> <text>", or `text` alone where the run has no token."""
     token = os.environ.get(TOKEN_VARIABLE)
     return f"{_signature(token, key, text)} {text}" if token else text
 
 
 def verify(key: str, value: bytes) -> str | None:
-    """Return the text of a value stored under `key`; None where its signature is not of this run.
+    """Return the text in a `value` that `sign` made for `key`; None where this run's token did not sign it.
 
-    Without a token it is the value itself.
+    Where this run has no token, return the whole value as text.
     """
     text = value.decode(errors="replace")
     token = os.environ.get(TOKEN_VARIABLE)

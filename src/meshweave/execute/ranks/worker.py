@@ -37,9 +37,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let this process end, without cleanup, when its parent `parent_pid` ends; end now where it has already.
+    """Make this process end, without cleanup, when its parent `parent_pid` ends; at once if it already has.
 
-    On Linux the kernel kills it as soon as the thread of the parent that started it ends.
+    On Linux the kernel kills this process as soon as the parent's thread that started it ends.
     """
     if sys.platform == "linux":
         # The kernel sends it when the *thread* that started us ends: `launch` waits in that thread. It is
@@ -59,7 +59,7 @@ def _watch_parent(parent_pid: int) -> None:
 
 
 def main() -> None:
-    """Run one rank of the job in the folder that the command line names; the rank is RANK in the environment."""
+    """Run one rank of the `LaunchJob` in folder `sys.argv[1]`; the environment variable RANK is the rank."""
     atexit.register(_leave)  # the first to be registered is called last
     folder = Path(sys.argv[1])
     run_rank(folder, int(os.environ["RANK"]), LaunchJob.read(folder).parent_pid)
@@ -77,9 +77,9 @@ def _leave() -> None:
 
 
 def run_rank(folder: Path, rank: int, parent_pid: int) -> None:
-    """Run the job of `folder` as rank `rank` and write its result there.
+    """Run the `LaunchJob` in `folder` as rank `rank` and write the result to `result-<rank>.json` there.
 
-    An error is written as a report, and ends the process.
+    An error is written to `report-<rank>.json`, and ends the process with exit status 1.
 
     Args:
         parent_pid: the process that started this one, which this one must not outlive.

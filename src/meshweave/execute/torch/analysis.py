@@ -23,13 +23,16 @@ from meshweave.ir.program import BoundOp, Buffer, Program
 
 @dataclass(frozen=True)
 class RankAnalysis:
-    """One rank's part of a program, as all parts of `bind` read it.
+    """What `bind` derives from a program for one rank; each fact is derived once.
+
+    Ops go by their index in `ops`. A lane is a queue of ops that run in program order.
 
     Attributes:
+        rank: the global rank.
         has_memory: whether `bind` was given a remote memory.
         shares_groups: whether lanes may share process groups.
         in_arrival_order: whether updates of the same elements may be made in the order in which they arrive.
-        tracks: whether released products run as kernels that count their tiles.
+        tracks: whether matmuls that are released tile by tile run as kernels that count their tiles.
     """
 
     program: Program
@@ -41,23 +44,23 @@ class RankAnalysis:
 
     @cached_property
     def ops(self) -> tuple[BoundOp, ...]:
-        """The ops of this rank in program order, with loops unrolled and expressions evaluated to integers."""
+        """Return this rank's ops in program order, with loops unrolled and expressions evaluated to integers."""
         return tuple(self.program.ops_on_rank(self.rank))
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
-        """The buffers that this rank has, by name."""
+        """Return the buffers that this rank has, by name."""
         program = self.program
         return {b.name: b for b in program.buffers if self.rank in program.mesh_of[b.mesh]}
 
     @cached_property
     def exposed(self) -> frozenset[str]:
-        """The names of buffers that some rank reads or writes in another rank's memory."""
+        """Return the names of the buffers that some rank reads or writes in another rank's memory."""
         return exposed_buffers(self.program)
 
     @property
     def is_one_sided(self) -> bool:
-        """Whether there is a remote memory and ops that use it, so that it carries them and the fences."""
+        """Return whether there is a remote memory and ops that use it; fences then go through it, too."""
         return self.has_memory and bool(self.exposed)
 
     # -- order among this rank's ops -------------------------------------------------------------------------
@@ -68,10 +71,10 @@ class RankAnalysis:
 
     @cached_property
     def edges(self) -> tuple[tuple[int, ...], ...]:
-        """For each op of this rank, by its index, the indices of the earlier ops that it must wait for.
+        """Return for each op of this rank the indices of the earlier ops that it must wait for.
 
-        Where `regions` is not None, released products in other lanes are left out: the op waits for their
-        counters instead (`awaited_regions`).
+        Where `regions` is not None, matmuls in other lanes that count their tiles are left out: the op waits for
+        their counters instead (`awaited_regions`).
         """
         if self.regions is None:
             return self._all_edges
@@ -86,14 +89,14 @@ class RankAnalysis:
 
     @cached_property
     def write_edges(self) -> tuple[tuple[int, ...], ...]:
-        """For each op the indices of the earlier ops that must end before its results may be written."""
+        """Return for each op the indices of the earlier ops that must end before its results may be written."""
         return write_edges(self._conflicts)
 
     # -- products that count their tiles ---------------------------------------------------------------------
 
     @cached_property
     def regions(self) -> TrackedRegions | None:
-        """The regions of released products that run as kernels; None without `tracks` or one-sided access."""
+        """Return the output regions of matmuls that count their tiles; None without `tracks` or `is_one_sided`."""
         return tracked_regions(self.program) if self.tracks and self.is_one_sided else None
 
     @cached_property
@@ -103,7 +106,7 @@ class RankAnalysis:
 
     @cached_property
     def awaited_regions(self) -> list[tuple[Node, ...]]:
-        """For each op the released products, as (rank, op index), whose counters of tiles it waits for.
+        """Return for each op the matmuls, as (rank, op index), for whose tile counters it waits.
 
         They are in other lanes of this rank and on other ranks. `regions` must not be None.
         """
@@ -117,30 +120,33 @@ class RankAnalysis:
 
     @cached_property
     def matched_program(self) -> Program:
-        """The program for which process groups are formed: less its fences where a remote memory has them."""
+        """Return the program for which process groups are formed: without fences where `is_one_sided`."""
         return without_fences(self.program) if self.is_one_sided else self.program
 
     @cached_property
     def channels(self) -> dict[str, int]:
-        """The channel number of each communicating lane, by lane; lanes of a channel share their process
-        groups.
+        """Return the channel number of each communicating lane, by lane name; lanes of one channel share their
+        process groups (`assign_channels`).
         """
         return assign_channels(self.matched_program, shared=self.shares_groups)
 
     @cached_property
     def wire_orders(self) -> dict[WireKey, Order]:
-        """The memory order in which tensors are sent, by (lane, kind of op, number of dims)."""
+        """Return the order of dims, outermost first, in which tensors are sent; see the function `wire_orders`."""
         return wire_orders(self.matched_program)
 
     # -- one-sided access ------------------------------------------------------------------------------------
 
     @cached_property
     def fence_groups(self) -> list[tuple[int, ...]]:
-        """All ranks, then each other set of ranks that meets in a fence."""
+        """Return all ranks of the program, then each other set of ranks of a fence, each ascending."""
         return fence_groups(self.program)
 
     @cached_property
     def completion_counters(self) -> CompletionCounters:
-        """The counters by which ops wait for released writes and updates elsewhere, but for tracked products."""
+        """Return the counters by which ops of different ranks wait for released writes and for updates.
+
+        The matmuls of `regions`, which count their tiles themselves, are left out.
+        """
         counted = () if self.regions is None else self.regions.counter_of
         return completion_counters(self.program, in_arrival_order=self.in_arrival_order, but=counted)

@@ -25,22 +25,22 @@ class BoundViews(Protocol):
 
     @property
     def staging(self) -> Staging:
-        """Return the memory for operands and results that no tensor aliases."""
+        """Return the memory for copies of views that are not one tensor of the strides or dtype needed."""
 
     def view(self, view: View) -> StridedView:
-        """Return a view, of which all numbers are plain integers, as tensors that alias its buffer slot."""
+        """Return a resolved view (integers, no expressions) as tensors that alias its buffer slot."""
 
     def overlap(self, out: View, src: View) -> bool:
-        """Return whether an op would write `out` while it reads `src`, in buffers of one memory, too."""
+        """Return whether the two views may share elements, also where their buffers were given one memory."""
 
 
 def product_dtype(out: StridedView, a: StridedView, b: StridedView) -> torch.dtype:
-    """Return the dtype in which a product is computed: of `out`, or a wider one where that lacks their values."""
+    """Return the dtype in which a matmul is computed: what torch promotes the dtypes of `a`, `b` and `out` to."""
     return torch.promote_types(torch.promote_types(a.dtype, b.dtype), out.dtype)
 
 
 def bind_batched(binder: BoundViews, op: Matmul) -> Action:
-    """Return the action of a product whose operands, one or both, have batch dims."""
+    """Return the action of a matmul of which one operand or both have batch dims."""
     dims = len(op.out.selectors)
     shape = product_shape(op.a.shape, op.b.shape, op.transpose_a, op.transpose_b, dims)
     assert isinstance(shape, ProductShape), shape

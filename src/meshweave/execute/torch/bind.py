@@ -47,8 +47,8 @@ from meshweave.trace import Span, Trace
 class BoundProgram:
     """A program bound to the memory of one rank; made by `bind`.
 
-    `inputs` and `outputs` are the tensors of input and output buffers, by name, `scratch` the first slots
-    of scratch. All runs use them: read results before the next one. New input may be written into `inputs`.
+    `inputs` and `outputs` are the local tensors of input and output buffers, by name, `scratch` slot 0 of each
+    scratch buffer. All runs use these: read results before the next run. New input may be written into `inputs`.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class BoundProgram:
 
     @property
     def peak_stash_bytes(self) -> int:
-        """Return the most bytes that the stashes of this rank's calls had at once, over all runs so far."""
+        """Return the most bytes that this rank's stashes (`execute.calls`) held at once, over all runs so far."""
         return self._calls.peak_stash_bytes
 
     @property
     def next_run(self) -> int:
-        """Return an integer < 65,521 that marks the next run: equal on ranks in step, on others hardly ever.
+        """Return a hash below 65,521 of the next run: equal on ranks that run it, most likely unequal on others.
 
         Callers put it into data that ranks exchange, to notice ranks in different runs. It is made of the number
         of the program and that of its ranks' next call; 0 for a program that does not communicate.
@@ -106,8 +106,8 @@ class BoundProgram:
             inputs: new values by buffer name, copied into the bound tensors first.
 
         Returns:
-            The spans of this rank if bound with `trace`, else None. Their times are those of CLOCK_MONOTONIC,
-            which the processes of a host share.
+            The start and end of each op of this rank if bound with `trace`, else None. Times are CLOCK_MONOTONIC
+            in picoseconds; processes of a host share that clock.
 
         Raises:
             BindError: an input never got a value, or a new value does not fit, here or on another rank; other
@@ -146,14 +146,14 @@ class BoundProgram:
         return self._trace(spans) if self._is_traced else None
 
     def end_begun(self) -> None:
-        """Wait for the run that `begin` left open in this context (it may use `inputs`) and raise its error."""
+        """Wait for a run that `begin` left open, of any program in this context, and raise its error if any."""
         if self._call is not None:
             self._call.sequence.order.finish_open()
 
     def begin(self, take: Callable[[], None]) -> Callable[[], None]:
-        """Begin a run on what `inputs` hold, and return what ends it; all ranks of the program call both.
+        """Begin a run on what `inputs` hold, and return a function that ends it; all ranks must call both.
 
-        Where this rank has one lane, on a CPU, with one collective of torch's, no messages (nor for `meets`)
+        Where this rank has one lane, on a CPU, with one torch collective, no messages (not those of `meets`)
         and no timing, its transfer overlaps with what the caller does until the returned function is called or
         the context's next call begins. Any other program has run, and `take` was called, when this returns.
 
@@ -259,7 +259,7 @@ def bind(
         context: by default that of the tensors' device in the default process group.
         tensors: by buffer name, local shards of input buffers and, if wanted, memory for output buffers. They
             are aliased, not copied. Inputs left out get their value in the first `run`. Outputs left out are
-            allocated. A tensor with the memory order of the buffer's `order` needs least staging.
+            allocated. A tensor whose dims lie in memory in the buffer's `order` needs the fewest copies.
         calls: the functions that `call` ops name; see `execute.calls`. Their results are copied to `outs`.
         order: op indices, for mode "linear", the same sequence of communication on all ranks. None is the order
             of `lower.linearise`; with `memory` program order, which fences make the same.
@@ -269,18 +269,18 @@ def bind(
             out of it afterwards.
         update_order: in which order several ranks update the same elements of `memory`: "fixed", so that every run
             gives the same bits, or "arrival", which waits less.
-        num_threads: the threads that each product runs on, None for those that torch has. Ranks that compute the
-            same product get the same bits for certain only on as many threads.
-        products: "tracked" runs the regions of each released product of a program with `memory` in one Triton
+        num_threads: CPU threads of each matmul, None for as many as torch uses. Ranks that compute the same
+            matmul get the same bits for certain only with the same number of threads.
+        products: "tracked" runs the regions of each released matmul of a program with `memory` in one Triton
             kernel that counts its tiles, and updates by atomic additions in order of arrival; see `execute.cuda`.
-            "library" runs each product as a call of torch.
-        graph: capture what a run issues into a CUDA graph at the second run, and replay it since. Not for programs
-            with one-sided ops or `trace`; `calls` must be fit for capture.
-        meets: whether ranks exchange a message, each with each, before the first of torch's own collectives in a
-            run, since collectives of two programs may match. False where the caller notices that from the data.
-        agreed: the program that ranks agree on in place of this one, which follows from it and from values
-            that they share, as counts are (`execute.torch.counted`). Ignored where `memory` is used.
-        twin: the same program, bound on other memory in the same context; None for a program of its own. The two
+            "library" runs each matmul as a call of torch.
+        graph: capture what a run issues into a CUDA graph at the second run, and replay it from then on. Not for
+            programs with one-sided ops or `trace`; `calls` must be fit for capture.
+        meets: whether ranks exchange a message, each with each, before the first torch collective in a run, since
+            collectives of two programs may match by mistake. False where the caller notices that from the data.
+        agreed: the program that ranks compare in place of this one, which follows from `agreed` and from values
+            that ranks share, such as counts (`execute.torch.counted`). Ignored where `memory` is used.
+        twin: the same program, bound on other memory in the same context; None where there is none. The two
             count as one program: in each run a rank may run either. Only for mode "threads" and programs that
             send no messages, not even those of `meets`.
 

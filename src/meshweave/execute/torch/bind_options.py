@@ -25,9 +25,10 @@ def check_update_order(update_order: UpdateOrder) -> None:
 
 
 def checked_products(products: Products, memory: RemoteMemory | None) -> bool:
-    """Return whether `products` is "tracked": whether kernels of released products count their tiles.
+    """Return whether `products` is "tracked": whether kernels of released matmuls count their tiles.
 
-    Raises BindError for an unknown word, or "tracked" without memory; UnsupportedError for it without Triton.
+    Raises BindError for an unknown word, or "tracked" without `memory`; UnsupportedError for "tracked" where
+    Triton is not installed.
     """
     if products not in get_args(Products):
         raise BindError(f"products is {products!r}; it must be 'library' or 'tracked'")
@@ -43,11 +44,11 @@ def checked_products(products: Products, memory: RemoteMemory | None) -> bool:
 def checked_mode(
     program: Program, rank: int, context: TorchContext, mode: Mode | None, order: Sequence[int] | None
 ) -> Mode:
-    """Return the mode to bind for; where `mode` is None "linear" for a context on CUDA, else "threads".
+    """Return the mode to bind for: `mode`, or where it is None "linear" for a context on CUDA, else "threads".
 
-    Raises BindError where the program has no such rank, the context is of another, "threads" is asked for off
-    the CPU, or `order` for another mode than "linear"; UnsupportedError after a failed run in the context;
-    RankLostError where ranks are known to be lost.
+    Raises BindError where the program has no such rank, this process is another rank, `mode` is "threads" for a
+    device other than a CPU, or `order` is given for another mode than "linear"; UnsupportedError after a failed
+    run in the context; RankLostError where ranks are known to be lost.
     """
     context.lane_threads.check()
     if rank not in program.ranks:
@@ -65,7 +66,7 @@ def checked_mode(
 def check_serial(program: Program) -> None:
     """Raise BindError for a program that deadlocks where each lane runs one op at a time, in program order.
 
-    `bind` runs lanes so, whatever width or order they declare.
+    `bind` runs lanes that way, whatever width or order they declare.
     """
     serial = tuple(Lane(lane.name) for lane in program.lanes)
     if serial == program.lanes:

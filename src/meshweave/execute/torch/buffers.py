@@ -16,7 +16,7 @@ from meshweave.ir.program.ops import READ
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """Return the torch dtype that a program calls `dtype`."""
+    """Return the torch dtype for a program's name of it: "bfloat16" -> torch.bfloat16."""
     resolved = getattr(torch, dtype)
     assert isinstance(resolved, torch.dtype)
     return resolved
@@ -27,10 +27,10 @@ class RankBuffers:
     """The memory of a rank's buffers.
 
     Attributes:
-        slots: the tensor of each (buffer, slot).
-        given: by buffer, tensors of the caller that are copied to and from their slot, because that is in remote
-            memory.
-        unset: names of inputs that have no value yet.
+        slots: the local tensor of each (buffer name, slot).
+        given: by buffer name, tensors of the caller that each run copies to or from their slot, because the slot
+            is in remote memory.
+        unset: names of input buffers that have no value yet.
     """
 
     slots: dict[tuple[str, int], Tensor]
@@ -41,8 +41,8 @@ class RankBuffers:
 def check_tensors(analysis: RankAnalysis, tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Raise BindError where `tensors`, by buffer name, do not fit the input and output buffers of this rank.
 
-    Compared are names, shapes, dtypes and the type of the device, not its index. An output that is written
-    shares memory with no other one, and with an input only if all ops that use the input are done before the
+    Compared are names, shapes, dtypes and the type of `device`, not its index. An output that is written must not
+    share memory with another output, and with an input only if all ops that use the input are done before the
     first op that writes the output, or are that op.
     """
     program, rank = analysis.program, analysis.rank
@@ -97,11 +97,12 @@ def allocate(
 ) -> RankBuffers:
     """Return the buffers of a rank; those without a tensor from the caller are allocated on `device`.
 
-    A tensor from the caller is slot 0 of its buffer, or `given` where that slot is exposed and lies elsewhere.
+    A tensor from the caller becomes slot 0 of its buffer, or `given` where that slot is in `exposed` and is other
+    memory.
 
     Args:
-        tensors: the caller's, by buffer name.
-        exposed: slots that other ranks read or write, by (buffer, slot), which are allocated already.
+        tensors: the caller's tensors, by buffer name.
+        exposed: slots that other ranks read or write, by (buffer name, slot), which are allocated already.
     """
     slots = dict(exposed)
     given: dict[str, Tensor] = {}
@@ -129,7 +130,7 @@ def _ordinary(tensor: Tensor) -> Tensor:
 
 
 def check_value(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise BindError where a value of buffer `name` has another shape or dtype."""
+    """Raise BindError where `value`, given for buffer `name`, is not of this local `shape` and `dtype`."""
     if tuple(value.shape) != shape or value.dtype != dtype:
         raise BindError(
             f"buffer {name} is of shape {shape} and {dtype}, "

@@ -44,8 +44,9 @@ class CachedProgram(Generic[ValueT]):
     """What a `ProgramCache` keeps of one program.
 
     Attributes:
+        key: what the program is kept under.
         value: what was given to `ProgramCache.put`, such as a bound program.
-        num_bytes: its size on the rank where it is largest.
+        num_bytes: the program's size in bytes on the rank where it is largest.
     """
 
     __slots__ = ("_recency", "_ties", "key", "num_bytes", "value")
@@ -62,18 +63,18 @@ class CachedProgram(Generic[ValueT]):
         self._ties: list[tuple[MutableMapping[Any, Any], Any]] = []
 
     def touch(self) -> ValueT:
-        """Return the value, and make it the most recently used. All ranks of the program call it together."""
+        """Mark this program as the most recently used; return `value`. All its ranks must call it together."""
         if self.key in self._recency:
             self._recency.move_to_end(self.key)
         return self.value
 
     def tie(self, mapping: MutableMapping[Any, Any], key: Any) -> None:
-        """Let the entry `key` of `mapping` be removed when this program is dropped."""
+        """Have `mapping[key]` removed when this program is dropped."""
         if (mapping, key) not in self._ties:
             self._ties.append((mapping, key))
 
     def drop(self) -> None:
-        """Remove from their mappings all entries that `tie` named, which are of no use without this program."""
+        """Remove all entries that `tie` named from their mappings; they are of no use without this program."""
         for mapping, key in self._ties:
             mapping.pop(key, None)
         self._ties.clear()
@@ -83,7 +84,7 @@ class ProgramCache:
     """The programs that a context keeps; see the module docstring.
 
     Args:
-        limit_bytes: for each set of ranks. The program in use stays even if it alone is larger.
+        limit_bytes: the most bytes to keep for each set of ranks. The newest program stays even if it is larger.
     """
 
     def __init__(self, limit_bytes: int = DEFAULT_CACHE_BYTES) -> None:
@@ -96,8 +97,8 @@ class ProgramCache:
         self._has_warned = False
 
     def num_bytes(self, ranks: Sequence[int]) -> int:
-        """Return the bytes of all programs kept for this set of ranks, each at its size on the rank where it
-        is largest.
+        """Return the bytes of all programs kept for this set of ranks, each counted at its size on the rank where
+        it is largest.
         """
         return self._bytes.get(tuple(ranks), 0)
 
@@ -105,9 +106,9 @@ class ProgramCache:
         return sum(map(len, self._programs.values()))
 
     def get(self, ranks: Sequence[int], key: Hashable) -> CachedProgram[Any] | None:
-        """Return the program kept under `key`, and make it the most recently used; None if there is none.
+        """Return the program kept for `ranks` under `key` and mark it most recently used; None if there is none.
 
-        All of `ranks` call it together.
+        All of `ranks` must call it together.
         """
         recency = self._programs.get(tuple(ranks))
         program = None if recency is None else recency.get(key)
@@ -118,12 +119,13 @@ class ProgramCache:
     def put(
         self, ranks: Sequence[int], key: Hashable, value: ValueT, num_bytes: int
     ) -> CachedProgram[ValueT]:
-        """Keep a program under `key`, and drop the least recently used of the same ranks down to the limit.
+        """Keep a program under `key`, drop the least recently used of the same ranks down to the limit, return it.
 
-        All of `ranks` call it together. The new one stays even if it alone is larger.
+        All of `ranks` must call it together. The new program stays even if it alone is over the limit.
 
         Args:
-            num_bytes: its size on the rank where it is largest, equal on all.
+            value: what to keep, such as a bound program.
+            num_bytes: the program's size in bytes on the rank where it is largest; equal on all ranks.
         """
         recency = self._programs.setdefault(tuple(ranks), OrderedDict())
         previous = recency.get(key)
@@ -148,7 +150,7 @@ class ProgramCache:
         return program
 
     def clear(self) -> None:
-        """Drop all programs."""
+        """Drop all programs of all sets of ranks."""
         for recency in self._programs.values():
             for program in recency.values():
                 program.drop()
@@ -182,9 +184,10 @@ def _malloc_trim() -> Callable[[int], object]:
 
 
 def program_bytes(program: Program) -> int:
-    """Return about how many bytes a bound program takes on the rank where it takes most, alike on all ranks.
+    """Estimate the bytes of a bound program on the rank where it takes most; the result is equal on all ranks.
 
-    Counted are all its buffers, once more for staging, and its description.
+    It is twice the bytes of the largest shard of each buffer, for the buffers and for staging, plus
+    `description_bytes`.
     """
     total = 0
     for buffer in program.buffers:
@@ -195,6 +198,6 @@ def program_bytes(program: Program) -> int:
 
 
 def description_bytes(program: Program) -> int:
-    """Return about how many bytes Python's objects for a program take on the rank with most ops as written."""
+    """Estimate the bytes of Python's objects for a program on the rank with most ops, loops not unrolled."""
     num_ops = Counter(rank for _, ranks in program.ops_with_ranks() for rank in ranks)
     return BYTES_PER_PROGRAM + BYTES_PER_OP * max(num_ops.values(), default=0)

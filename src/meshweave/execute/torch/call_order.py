@@ -55,10 +55,10 @@ class CallSequence(SharedCalls):
     """The calls of one context among one set of ranks.
 
     Attributes:
-        num_bound: how many programs were bound so far.
-        digests: of the programs that these ranks have agreed on.
+        num_bound: number of programs bound so far.
+        digests: SHA-256 of the texts of the programs that these ranks have agreed on.
         last_key: the key in the store of the last message of this rank to the others; "" before the first.
-        session: how many contexts of this process have had calls among these ranks, this one included.
+        session: number of contexts of this process that have had calls among these ranks, this one included.
     """
 
     def __init__(self, order: CallOrder, ranks: tuple[int, ...]) -> None:
@@ -70,13 +70,13 @@ class CallSequence(SharedCalls):
         self.session = sessions[ranks] = sessions.get(ranks, 0) + 1
 
     def begin(self, kind: CallKind) -> int:
-        """Begin a call and return its number.
+        """Begin a call and return its number, from 1. It first ends the call that was left open, if any.
 
         Raises:
             BindError: the process group of the context is gone.
             UnsupportedError: an earlier call in the context was out of order.
 
-        Raises also what the call that was left open raises, which is ended first.
+        Raises also what the call that was left open raises.
         """
         order = self.order
         if order.open is not None:
@@ -90,13 +90,13 @@ class CallSequence(SharedCalls):
         return count
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the call begun last; mark the `error` that it raised, so that no other rank is told of it again."""
+        """End the call begun last; mark its `error`, if any, so that `share_refusal` does not tell it again."""
         self.order.current = None
         if error is not None:
             mark_as_shared(error)
 
     def fail(self, error: BaseException | None) -> None:
-        """End the call begun last, and tell its `error` (`news_of`) to ranks that wait in it or a later one."""
+        """End the call begun last; tell ranks in it or a later call its `error`, if they must know (`news_of`)."""
         self.end(error)
         if (why := news_of(error)) and not self.order.verdict:
             number, kind = self.recent[-1]
@@ -108,9 +108,9 @@ class CallSequence(SharedCalls):
     def agreement(self, what: str) -> Iterator[int]:
         """Begin a call in which ranks exchange messages, yield its number, and end it with the block.
 
-        `what` names the call in errors where the context's order has no title. Raises BindError where the
-        process group is gone, UnsupportedError once calls were out of order, and what the open call raises,
-        which ends first.
+        `what` names the call in errors where the context's `CallOrder` has no title. Raises BindError where the
+        process group is gone, UnsupportedError once calls were out of order, and what the call that was left
+        open raises, which ends first.
         """
         number = self.begin(CallKind(TALK, self.order.title or what))
         try:
@@ -122,7 +122,7 @@ class CallSequence(SharedCalls):
 
     @contextlib.contextmanager
     def resume(self) -> Iterator[None]:
-        """Resume the call begun last, of which the block waits for the rest, and end it with the block."""
+        """Resume the call begun last, which was left open: the block waits for its rest, and ends it."""
         self.order.current = self
         self.order.serial += 1
         try:
@@ -133,17 +133,17 @@ class CallSequence(SharedCalls):
         self.end()
 
     def bind(self, title: str) -> BoundCall:
-        """Return the numbered call of a program that all ranks bind now; `title` is what it does, in words."""
+        """Return the numbered call of a program that all ranks bind now; `title` names the program in errors."""
         self.num_bound += 1
         return BoundCall(self, self.num_bound, title)
 
     def refuse(self, title: str, error: Exception) -> None:
-        """Count a call in whose place this rank raises `error`, and tell the others, which may wait for it.
+        """Count a call in whose place this rank raises `error`, and tell the other ranks, which may wait in it.
 
-        `title` names it in their errors. Does nothing once calls are out of order or the process group is gone.
+        `title` names the call in their errors. No-op once calls are out of order or the process group is gone.
 
         Raises:
-            BindError: `error` is of torch.distributed, and another rank refuses this call too, or is in another.
+            BindError: torch.distributed raised `error`, and another rank refuses this call too, or is in another.
         """
         order = self.order
         is_of_torch = is_of_distributed(error)
@@ -164,7 +164,7 @@ class CallSequence(SharedCalls):
             store.set(self.words_key(number, order.rank), json.dumps({"refuses": why, "title": title}))
 
     def words_key(self, number: int, rank: int) -> str:
-        """Return the key in the store of the message of `rank` in call `number`."""
+        """Return the store's key for the message of global rank `rank` in call `number`."""
         return f"{self.folder}/{number}/{rank}"
 
     @property
@@ -179,10 +179,10 @@ _sessions = CountsPerWorld()
 
 
 class OpenCall:
-    """A call that overlaps with what follows it; whoever needs its answer waits for it.
+    """A call whose transfer is under way while the caller does other things, until `end`.
 
     Args:
-        finish: waits for the answer, and takes it.
+        finish: waits for the transfer, and takes its result.
     """
 
     def __init__(self, order: CallOrder, finish: Callable[[], None]) -> None:
@@ -192,9 +192,9 @@ class OpenCall:
         self._error: BaseException | None = None
 
     def end(self) -> None:
-        """Wait for the answer at the first call. Raises what that raised, at each call.
+        """Run `finish` the first time. Raises the error of `finish`, if any, every time.
 
-        Called from within its own wait, which begins calls itself, it returns at once.
+        Called from within `finish`, which may begin calls itself, it returns at once.
         """
         with self._lock:
             if not self._has_begun:
@@ -227,7 +227,7 @@ class BoundCall:
         self.sequence.fail(error)
 
     def refuse(self, error: Exception) -> None:
-        """Tell the other ranks that this one does not run the program, for `error`."""
+        """Tell the other ranks that this rank does not run the program, because of `error`."""
         self.sequence.refuse(self._kind.title, error)
 
 
@@ -236,8 +236,8 @@ class CallOrder(ContextCalls):
 
     Attributes:
         title: what the calls under way belong to, in words; "" outside of `titled`.
-        open: the call that overlaps with what follows it; None where there is none. The next call waits for it
-            first.
+        open: the call that was begun and not yet waited for; None where there is none. The next call waits for
+            the open one first.
     """
 
     def __init__(self, context: TorchContext) -> None:
@@ -251,9 +251,9 @@ class CallOrder(ContextCalls):
         self._watch: CallWatch | None = None
 
     def sequence(self, ranks: Sequence[int]) -> CallSequence:
-        """Return the calls among `ranks`, in any order, of which this rank is one; the first time makes them.
+        """Return the sequence of calls among `ranks` (in any order, this rank included), made the first time.
 
-        Raises then BindError where the process group is gone, UnsupportedError once calls were out of order.
+        Making it raises BindError where the process group is gone, UnsupportedError once calls were out of order.
         """
         ranks = tuple(sorted(ranks))
         sequence = self.sequences.get(ranks)
@@ -265,15 +265,15 @@ class CallOrder(ContextCalls):
         return sequence
 
     def leave_open(self, finish: Callable[[], None]) -> OpenCall:
-        """Have the next call of this context run `finish` first, in the place of what was open before.
+        """Have the next call of this context run `finish` first; this replaces any call that was left open.
 
-        Return the open call, whose `end` runs it earlier.
+        Return the open call, whose `end` runs `finish` earlier.
         """
         self.open = OpenCall(self, finish)
         return self.open
 
     def finish_open(self) -> None:
-        """Wait for the answer to the call that was left open, if there is one."""
+        """End the call that was left open, if there is one; raises its error."""
         if (call := self.open) is not None:  # which a thread that writes logs may end meanwhile
             call.end()
 
@@ -290,25 +290,25 @@ class CallOrder(ContextCalls):
             )
 
     def check_verdict(self) -> None:
-        """Raise BindError, an echo, where the call under way is out of order, or another rank failed in it."""
+        """Raise BindError (`is_echo` True) where the call under way is out of order or failed on another rank."""
         if self.verdict:
             error = BindError(self.verdict)
             error.is_echo = True
             raise error
 
     def explain_failure(self) -> None:
-        """Raise BindError if a wait failed because calls are out of order; looks again first, 1 s at most."""
+        """Raise BindError if a wait failed because calls are out of order; first compare them, for 1 s at most."""
         if self._watch is not None and not self.verdict:
             self._watch.look_now(self._watched)
         self.check_verdict()
 
     def publish(self, store: Any) -> None:
-        """Write the record of this rank's calls into `store`."""
+        """Write the record of this rank's calls into `store`, for other ranks to compare."""
         self._watched.publish(store)
 
     @contextlib.contextmanager
     def titled(self, title: str) -> Iterator[None]:
-        """Let errors name agreements that begin and programs that are bound in the block by this title."""
+        """Use `title` in errors for all agreements that begin and programs that are bound in the block."""
         before, self.title = self.title, title
         try:
             yield
@@ -336,7 +336,7 @@ class _CallOrders(dict[str, CallOrder]):
 
 
 def call_order(context: TorchContext) -> CallOrder:
-    """Return the one order of calls of a context; the first call makes it."""
+    """Return the one `CallOrder` of a context; the first call makes it."""
     orders = context.cache(_CallOrders)
     order = orders.get("")
     if order is None:
@@ -345,10 +345,10 @@ def call_order(context: TorchContext) -> CallOrder:
 
 
 def bound_call(context: TorchContext, ranks: Sequence[int], name: str) -> BoundCall | None:
-    """Return the call of a program that all of `ranks` bind now; None where no other rank runs it.
+    """Return the call of a program that all of `ranks` bind now; None where no other rank runs the program.
 
     Args:
-        name: the call's title where the context's order has none.
+        name: the call's title where the context's `CallOrder` has none.
 
     Raises BindError where the process group is gone, UnsupportedError where an earlier call was out of order.
     """
@@ -369,11 +369,11 @@ def require_process_group() -> None:
 
 @contextlib.contextmanager
 def share_refusal(context: TorchContext, ranks: Sequence[int], title: str) -> Iterator[None]:
-    """Tell the other `ranks` of an error that the block raises on this rank alone: they may wait for this one.
+    """Tell the other `ranks` of an error that the block raises on this rank alone: they may wait for this rank.
 
-    Others are not told of one that all raise, or that is of ranks lost or late. The error itself comes out, or
-    BindError for one of torch.distributed where calls are out of order. Calls and agreements in the block have
-    `title`, or that of a block of this kind around it.
+    Not told is an error that all ranks raise, or one of lost or late ranks. The block's error is re-raised, or
+    BindError in place of an error of torch.distributed where calls are out of order. Calls and agreements in the
+    block have `title`, or that of an outer `share_refusal`.
     """
     if not context.is_distributed or len(ranks) == 1 or context.rank not in ranks:
         yield
@@ -391,9 +391,9 @@ def share_refusal(context: TorchContext, ranks: Sequence[int], title: str) -> It
 
 
 def wire_tag(number: int, tag: int) -> int:
-    """Return the tag of a message of the program that was bound as `number`.
+    """Return the torch.distributed tag for the message `tag` of the program that was bound as `number`.
 
-    Tags of one program stay different from each other, and from those of the 32,767 programs bound before it where
-    they are below 65,536.
+    It is (number * 65,536 + tag) mod 2**31: tags below 65,536 differ from those of the 32,767 programs bound
+    before.
     """
     return (number * TAGS_PER_PROGRAM + tag) % _NUM_TAGS

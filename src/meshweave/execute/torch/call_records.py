@@ -17,12 +17,12 @@ _NUM_REMEMBERED = 32
 
 @dataclass(frozen=True)
 class CallKind:
-    """What a call does.
+    """What a call (something that ranks do together, such as a run of a program) does.
 
     Attributes:
         key: equal on all ranks that do the same; different for any two bound programs.
-        title: what it does, in words.
-        refusal: the error for which a rank did not take part, or that ended its part; "" if it did take part.
+        title: what the call does, in words.
+        refusal: the error for which this rank did not take part, or that ended its part; "" if it took part.
     """
 
     key: str
@@ -36,7 +36,7 @@ class SharedCalls:
     Attributes:
         count: the calls begun so far; equal on all ranks between calls.
         recent: (number, kind) of the last 32 calls begun, the latest last; numbers start at 1.
-        tokens: by rank, the token that names its record in the store, as far as that is known.
+        tokens: for each rank, as far as known, the token that names the record of its calls in the store.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -51,10 +51,10 @@ class ContextCalls:
 
     Attributes:
         token: names the record of this context in the store.
-        sequences: the calls among each set of ranks.
-        current: the calls among the ranks of the one that is under way; None between calls.
-        serial: the calls begun so far, of all sequences.
-        verdict: why calls are out of order; "" as long as they are not.
+        sequences: the calls among each set of ranks, by these ranks in ascending order.
+        current: the sequence to which the call under way belongs; None between calls.
+        serial: number of calls begun so far in all sequences.
+        verdict: why calls of ranks are out of order, in words; "" as long as they are in order.
     """
 
     def __init__(self, rank: int, token: str) -> None:
@@ -66,12 +66,12 @@ class ContextCalls:
 
 
 def error_words(error: Exception) -> str:
-    """Return an error on one line, with its type."""
+    """Return an error as one line, "<class name>: <message>"."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def is_of_distributed(error: BaseException) -> bool:
-    """Return whether torch.distributed itself has raised an error."""
+    """Return whether the innermost frame of an error's traceback is code of torch.distributed."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -79,9 +79,10 @@ def is_of_distributed(error: BaseException) -> bool:
 
 
 def news_of(error: BaseException | None) -> str:
-    """Return in words the error that ended a program on this rank alone, "" for one that others hear of anyway.
+    """Return an error that other ranks must be told of as one line (`error_words`); "" for any other, or None.
 
-    Of ranks that are lost or late liveness tells, and what torch.distributed raises has its cause elsewhere.
+    Not told are RankLostError, DeadlineError, errors raised by torch.distributed unless another error caused
+    them, and what is no Exception, such as KeyboardInterrupt.
     """
     while error is not None and is_of_distributed(error) and error.__cause__ is not None:
         error = error.__cause__  # what a stage raised, in the words of torch's pipelining
@@ -94,7 +95,7 @@ _SHARED = "is_known_to_other_ranks"
 
 
 def mark_as_shared(error: BaseException) -> None:
-    """Mark an error that `share_refusal` need not report: other ranks raise it too, or none waits for this one."""
+    """Mark an error that `share_refusal` need not tell: other ranks raise it too, or none waits for this rank."""
     with contextlib.suppress(AttributeError):
         setattr(error, _SHARED, True)
 

@@ -43,7 +43,7 @@ Record = Mapping[str, Any]
 
 
 def record_key(token: str) -> str:
-    """Return the store's key for the record of the rank's context that `token` names."""
+    """Return the store's key for the record of calls of the context that `token` names."""
     return f"meshweave/calls/{token}"
 
 
@@ -61,7 +61,7 @@ class CallWatch:
 
     @classmethod
     def of_world(cls, world: Any) -> CallWatch:
-        """Return the watch of `world`, the present default process group; closes that of an earlier one."""
+        """Return the watch of `world`, the present default process group; close that of an earlier group."""
         global _watch
         if _watch is None or _watch._world() is not world:
             _close()
@@ -88,8 +88,8 @@ class CallWatch:
         self._wake.set()
 
     def look_now(self, watched: WatchedCalls) -> None:
-        """Let the thread compare the call of a context with other ranks' now; wait for that for a second at
-        most.
+        """Have the thread compare the call under way in a context with other ranks' at once; wait 1 s at most
+        for that.
         """
         done = threading.Event()
         with self._lock:
@@ -100,9 +100,9 @@ class CallWatch:
         done.wait(_REPLY_S)
 
     def close(self) -> None:
-        """Tell the thread to end, and wait for that: up to 1 s, or 6 s where the store has answered lately.
+        """Tell the thread to end, and wait for it: up to 1 s, or 6 s where the store has answered lately.
 
-        A thread that hangs in a call of the store is left behind.
+        A thread that hangs in a call of the store goes on alone.
         """
         self._is_closed = True
         self._wake.set()
@@ -178,7 +178,7 @@ class WatchedCalls:
         self._circle: tuple[_Seen, ...] = ()
 
     def record(self) -> Record:
-        """Return the record of this rank's calls to put into the store; its "beat" counts how many were made."""
+        """Return the record of this rank's calls to put into the store; "beat" numbers the records made."""
         order = self._order
         current = order.current
         self._beat += 1
@@ -320,9 +320,9 @@ class WatchedCalls:
 
 
 def out_of_order(parties: Mapping[tuple[str, str], list[int]], number: int) -> str:
-    """Return the sentence of an error that ranks did different things in call `number`.
+    """Return the sentence of an error that says which ranks did what in call `number`.
 
-    `parties` is {(key, title) of a `CallKind`: the global ranks that did it in this call}.
+    `parties` is {(key, title) of a `CallKind`: the global ranks that did this in the call}.
     """
     titles = [title for _, title in parties]
     sides: list[str] = []

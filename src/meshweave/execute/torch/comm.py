@@ -36,7 +36,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 
 
 def bind_communication(wire: Wire, bound: BoundOp) -> Action:
-    """Return the action of a communication op on this rank.
+    """Return a function without arguments that runs a communication op on this rank, and waits for it on a CPU.
 
     Raises:
         UnsupportedError: the op is one-sided, or has a reduction other than sum, prod, max and min.

@@ -65,7 +65,7 @@ _SPEC = "torch.distributed.tensor._dtensor_spec"
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """Return this rank's part of a DTensor outside autograd: the same memory, after a wait if it is in transfer.
+    """Return this rank's local tensor of a DTensor, detached: the same memory, after a wait if it is in transfer.
 
     Relies on `DTensor._local_tensor` and `_functional_collectives.AsyncCollectiveTensor` (torch 2.9 and 2.13).
     The public `to_local` costs an autograd node. Raises UnsupportedError where either is gone.
@@ -113,7 +113,7 @@ def add_each(sums: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
 
 
 def views_of(flat: Tensor, alike: Sequence[Tensor]) -> list[Tensor]:
-    """Return consecutive views of the 1-D tensor `flat`, with the shapes of the tensors `alike`.
+    """Return consecutive views of the 1-D tensor `flat`, view i with the shape of `alike[i]`.
 
     Relies on `torch._utils._unflatten_dense_tensors` (torch 2.9 and 2.13). Raises UnsupportedError where it is
     gone.
@@ -142,13 +142,13 @@ def make_spec(
     """Return the DTensorSpec of a row-major tensor of global `shape`.
 
     Args:
-        shard_order: in which order mesh dims shard a tensor dim, where not from left to right.
+        shard_order: the order in which mesh dims shard each tensor dim; None for from left to right.
 
     Relies on `_dtensor_spec.DTensorSpec(mesh, placements, tensor_meta=, shard_order=)`, `TensorMeta(shape, stride,
     dtype)` (torch 2.9 and 2.13) and `ShardOrderEntry(tensor_dim, mesh_dims)` (2.13; 2.9 knows no order).
 
     Raises:
-        UnsupportedError: one of them is gone, or this torch has no `shard_order` and it was asked for.
+        UnsupportedError: a name is gone, or `shard_order` was given and this torch has none.
     """
     strides = torch.empty(tuple(shape), device="meta").stride()
     meta = _private(_SPEC, "TensorMeta")(torch.Size(shape), strides, dtype)
@@ -163,10 +163,10 @@ def make_spec(
 
 
 def from_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Return the DTensor of this rank's part `local`, laid out as `spec` says; nothing is checked or sent.
+    """Return the DTensor with this rank's local tensor `local` and layout `spec`; nothing is checked or sent.
 
-    It shares the memory of `local` and requires no gradient: autograd does not go on to `local`, as it does with
-    `DTensor.from_local`, which knows no shard order. Relies on `DTensor.__new__(DTensor, local, spec,
+    It shares the memory of `local` and requires no gradient; autograd does not reach `local`, as it does with
+    `DTensor.from_local`, which takes no shard order. Relies on `DTensor.__new__(DTensor, local, spec,
     requires_grad=)` (torch 2.9 and 2.13). `DTensor.__init__` does nothing, and takes as long again.
 
     Raises:
@@ -203,7 +203,7 @@ def plain_functions() -> contextlib.AbstractContextManager[None]:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Return whether a tensor has no data, because torch only traces what is computed (fake or functional).
+    """Return whether a tensor has no data because torch only traces the computation (fake or functional tensor).
 
     Relies on `torch._subclasses.fake_tensor.FakeTensor` and `functional_tensor.FunctionalTensor` (torch 2.9 and
     2.13). Raises UnsupportedError where either is gone.
@@ -239,9 +239,9 @@ def is_in_backward() -> bool:
 
 
 def bare_step(kind: type) -> Callable[..., Any]:
-    """Return the function `step(self, closure)` of an optimizer class without torch's wrapper, which runs hooks.
+    """Return the function `step(self, closure)` of the optimizer class `kind` without the wrapper that runs hooks.
 
-    Relies on `Optimizer.profile_hook_step`, which marks what it returns as `hooked` and keeps what it wraps
+    Relies on `Optimizer.profile_hook_step`, which marks the wrapper as `hooked` and keeps the wrapped function
     (torch 2.9 and 2.13).
     """
     step: Callable[..., Any] = vars(kind).get("step") or getattr(kind, "step")  # noqa: B009
@@ -249,7 +249,7 @@ def bare_step(kind: type) -> Callable[..., Any]:
 
 
 def other_step_hooks(optimizer: Any) -> bool:
-    """Return whether a step of `optimizer` runs hooks that are not meshweave's own hooks of all optimizers.
+    """Return whether a step of `optimizer` runs any hook but the global optimizer hooks that meshweave sets.
 
     Relies on `Optimizer._optimizer_step_pre_hooks` and `_optimizer_step_post_hooks`, and, for all optimizers,
     `torch.optim.optimizer._global_optimizer_pre_hooks` and `_global_optimizer_post_hooks` (torch 2.9 and 2.13).
@@ -262,10 +262,10 @@ def other_step_hooks(optimizer: Any) -> bool:
 
 
 def keep_in_order(op: Any) -> None:
-    """Let all calls of ops that were given to this function stay in the order of the program in compiled graphs.
+    """Make compilers keep the program order among calls of `op` and of other ops given to this function.
 
-    Without it a compiler sorts calls that do not depend on each other, and ranks with shards of different sizes
-    sort differently. Graphs of AOTAutograd then have tokens from each to the next; see `keep_in_inductor`, too.
+    Without it a compiler may reorder calls that do not depend on each other, differently on ranks with shards of
+    other sizes. Graphs of AOTAutograd then have a token from each call to the next; see `keep_in_inductor`, too.
 
     Relies on `_register_effectful_op` and `_EffectType` of `torch._higher_order_ops.effects` (torch 2.9 and
     2.13). Raises UnsupportedError where either is gone.
@@ -277,10 +277,10 @@ _EFFECTS = "torch._higher_order_ops.effects"
 
 
 def keep_in_inductor(op: Any) -> None:
-    """Let inductor keep the order of an op of `keep_in_order`; to be called where such an op is traced.
+    """Make inductor keep the order of an op that was given to `keep_in_order`; call it where the op is traced.
 
-    Inductor of torch 2.13 puts the dependency of an op on the one before under the name of its buffer, and looks
-    it up by the name of its operation, so that it sorts them all the same. Does nothing where inductor is not in
+    Inductor of torch 2.13 puts the dependency of an op on the op before under the name of its buffer, and looks
+    it up by the name of its operation, so that it reorders them all the same. No-op where inductor is not in
     use. Relies on `lowerings` and `fallback_handler` of `torch._inductor.lowering`, on
     `torch._inductor.virtualized.V` and on `effectful_ops`, `operations`, `additional_star_deps` of its graph
     (torch 2.13; 2.9 does not look at the last, and keeps the order).
@@ -304,7 +304,7 @@ def keep_in_inductor(op: Any) -> None:
 
 
 def shard_order(spec: DTensorSpec) -> ShardOrder | None:
-    """Return the order in which mesh dims shard each tensor dim; None where this torch has only left to right.
+    """Return the order in which mesh dims shard each tensor dim; None where this torch knows no such order.
 
     Relies on `DTensorSpec.shard_order` (torch 2.13; None in 2.9).
     """
@@ -322,13 +322,13 @@ def explicit_shard_order(spec: DTensorSpec) -> ShardOrder | None:
 
 
 def decoded_shard_order(spec: DTensorSpec) -> ShardOrder | None:
-    """Return the shard order that torch reads into the strided shards of `spec`; None where it reads none.
+    """Return the shard order that torch derives from the strided shards of `spec`; None where it derives none.
 
     Relies on `DTensorSpec._maybe_convert_StridedShard_to_shard_order` and `use_strided_shard_as_shard_order`
-    (torch 2.13). A torch without the latter reads none.
+    (torch 2.13). A torch without the latter derives none.
 
     Raises:
-        UnsupportedError: torch reads them, and the function that does is gone.
+        UnsupportedError: torch derives an order from `spec`, and the function that does so is gone.
     """
     if not getattr(spec, "use_strided_shard_as_shard_order", False):
         return None
@@ -340,7 +340,7 @@ def decoded_shard_order(spec: DTensorSpec) -> ShardOrder | None:
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Return the placement `_StridedShard(dim, split_factor=)`.
+    """Return torch's placement `_StridedShard(dim, split_factor=split_factor)`.
 
     Relies on `placement_types._StridedShard` (torch 2.9 and 2.13). Raises UnsupportedError where it is gone.
     """
@@ -368,7 +368,7 @@ def _strided_shard_class() -> Any:
 
 
 def symmetric_memory() -> Any:
-    """Return the module that has `empty(size, dtype=, device=)` and `rendezvous(tensor, group)`.
+    """Return torch's module of symmetric memory, with `empty(size, dtype=, device=)`, `rendezvous(tensor, group)`.
 
     Relies on `torch.distributed._symmetric_memory` (torch 2.9 and 2.13).
 
@@ -382,7 +382,7 @@ def symmetric_memory() -> Any:
 
 
 def wraps_tensors(tensor: Any) -> bool:
-    """Return whether a tensor is of a class that holds others in its place, such as a quantised one.
+    """Return whether a tensor is of a subclass that wraps other tensors, such as a quantised tensor.
 
     Relies on `torch.utils._python_dispatch.is_traceable_wrapper_subclass`.
     """

@@ -8,11 +8,11 @@ from meshweave.execute.torch.compat import _missing
 
 
 def fsdp_ranks(module: Any) -> list[int]:
-    """Return the global ranks of the mesh of the first FSDP2 module with parameters; each has its own batches.
+    """Return the global ranks of the data-parallel mesh of the first FSDP2 module inside `module` with parameters.
 
-    Relies on `FSDPModule._get_fsdp_state()`, its `_fsdp_param_group` (2.9) or `_fsdp_param_groups` (2.13), and
-    their `mesh_info.mesh`. Empty where no module is under FSDP2. Raises UnsupportedError where one of them is
-    gone.
+    Return [] where no module is under FSDP2. Relies on `FSDPModule._get_fsdp_state()`, its `_fsdp_param_group`
+    (2.9) or `_fsdp_param_groups` (2.13), and their `mesh_info.mesh`. Raises UnsupportedError where one of them
+    is gone.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def is_autograd_compiled() -> bool:
-    """Return whether backward passes are compiled, or this runs in one that was.
+    """Return whether compiled autograd is enabled, or this code runs in a backward pass that it compiled.
 
     Relies on `compiled_autograd_enabled` and `in_compiled_autograd_region` of `torch._dynamo.compiled_autograd`
-    (torch 2.9 and 2.13). Where it was not imported nothing is compiled.
+    (torch 2.9 and 2.13). Where that module was not imported the answer is no.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     names = ("compiled_autograd_enabled", "in_compiled_autograd_region")
@@ -23,7 +23,7 @@ def is_autograd_compiled() -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether this runs inside of a transform of `torch.func`, as grad or vmap.
+    """Return whether this code runs inside a transform of `torch.func`, such as grad or vmap.
 
     Relies on `torch._C._functorch.peek_interpreter_stack` (torch 2.9 and 2.13); where it is gone the answer is no.
     """
@@ -35,20 +35,20 @@ def is_transformed() -> bool:
 def gradient_dtype(parameter: Tensor) -> torch.dtype | None:
     """Return the dtype that the gradient of a parameter must have; None for any.
 
-    Relies on `Tensor.grad_dtype` (torch 2.13); where there is none it is that of the parameter.
+    Relies on `Tensor.grad_dtype` (torch 2.13); without it the result is the dtype of the parameter.
     """
     dtype: torch.dtype | None = getattr(parameter, "grad_dtype", parameter.dtype)
     return dtype
 
 
 def only_accumulated(parameters: Sequence[Tensor], edges: Sequence[tuple[Any, int]]) -> list[bool]:
-    """Return for each parameter whether the running backward pass would do nothing but accumulate its gradient.
+    """Return for each parameter whether the running backward pass would only add to its gradient, and run no hook.
 
-    That is of a leaf without hooks, whose AccumulateGrad node runs in this pass and is referred to by the graph
-    alone: who registers hooks of a node has to keep it.
+    That holds for a leaf without hooks whose AccumulateGrad node runs in this pass and is referenced by the graph
+    alone: code that registers hooks of a node has to keep a reference to it.
 
     Args:
-        edges: of each parameter (its AccumulateGrad node or None, 0), as `next_functions` has them.
+        edges: for each parameter (its AccumulateGrad node or None, 0), as in a node's `next_functions`.
 
     Relies on `Tensor._backward_hooks` and `_post_accumulate_grad_hooks`, and on
     `torch._C._will_engine_execute_node`, which fails for leaves in `torch.autograd.grad` (torch 2.9 and 2.13).

@@ -36,7 +36,7 @@ def process_groups() -> list[Any]:
 
 
 def group_by_name(name: str) -> Any:
-    """Return the process group of a name that a functional collective was given.
+    """Return the process group with this name, as functional collectives are given one.
 
     Relies on `distributed_c10d._resolve_process_group` (torch 2.9 and 2.13).
 
@@ -48,11 +48,11 @@ def group_by_name(name: str) -> Any:
 
 @contextlib.contextmanager
 def override_group_names(name_of: Callable[[Sequence[int]], str]) -> Iterator[None]:
-    """Let `name_of` name the groups that are formed inside by their own ranks alone.
+    """Use `name_of(ranks)` as the name of each group that only its own ranks form in the block.
 
-    torch names a group of `new_group(use_local_synchronization=True)` after its ranks and how many groups its
-    maker is in. The ranks of two meshes are in unequally many, and each would wait for the others under a name of
-    its own.
+    torch names a group of `new_group(use_local_synchronization=True)` after its ranks and the number of groups
+    that the calling rank is in. Where ranks are in unequally many groups, each would wait for the others under
+    another name.
 
     Replaces `distributed_c10d._process_group_name(ranks, use_hashed_name)` (torch 2.9 and 2.13) within the
     block. Groups that all ranks of the world form keep torch's name.

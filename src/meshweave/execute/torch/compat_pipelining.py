@@ -21,8 +21,8 @@ _PIPELINING = "torch.distributed.pipelining"
 def stage_backward() -> Any:
     """Return torch's function `(outputs, grads, inputs)` that runs a whole backward and returns input gradients.
 
-    Relies on `_backward.stage_backward` (torch 2.13), as do the two below on its neighbours. They have no
-    public name, and are what torch's own pipeline stages run.
+    It also adds the gradients of parameters to their `.grad`. Relies on `_backward.stage_backward` (torch 2.13),
+    which torch's own pipeline stages run.
 
     Raises:
         UnsupportedError: the function is gone.
@@ -31,11 +31,11 @@ def stage_backward() -> Any:
 
 
 def stage_backward_input() -> Any:
-    """Return the function `(outputs, grads, inputs, parameters)` that computes gradients of inputs alone.
+    """Return torch's function `(outputs, grads, inputs, parameters)` that computes gradients of inputs alone.
 
-    It returns them and, for `stage_backward_weight`, groups of parameters: dicts with the gradients
-    ("grads") that arrived at the nodes ("intermediates") on which parameters hang. It detaches the outputs
-    in place.
+    It returns (input gradients, groups of parameters for `stage_backward_weight`). A group is a dict with the
+    gradients ("grads") at the autograd nodes ("intermediates") from which the gradients of its parameters
+    follow. It detaches the outputs in place. Relies on `_backward.stage_backward_input` (torch 2.13).
 
     Raises:
         UnsupportedError: the function is gone.
@@ -44,7 +44,9 @@ def stage_backward_input() -> Any:
 
 
 def stage_backward_weight() -> Any:
-    """Return the function `(parameters, groups)` that adds the gradients of parameters to their `.grad`.
+    """Return torch's function `(parameters, groups)` that adds the gradients of parameters to their `.grad`.
+
+    `groups` comes from `stage_backward_input`. Relies on `_backward.stage_backward_weight` (torch 2.13).
 
     Raises:
         UnsupportedError: the function is gone.
@@ -69,7 +71,9 @@ def pipeline_runtime(stages: Sequence[Any], num_micro_batches: int, **options: A
 
 
 def load_pipeline_csv(runtime: Any, path: str, form: str) -> None:
-    """Have torch's runtime run the actions of a CSV file; `form` is "compute_only" or "compute_comms".
+    """Have torch's pipeline runtime run the actions of the CSV file at `path`.
+
+    `form` is "compute_only", for a file without sends and receives, or "compute_comms", for one with them.
 
     Relies on `_PipelineScheduleRuntime._load_csv(filename, format)` (torch 2.13).
 
@@ -86,7 +90,7 @@ def load_pipeline_csv(runtime: Any, path: str, form: str) -> None:
 def observe_pipeline_actions(
     watch: Callable[[str], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Run each action of torch's pipeline runtime inside `watch(action)`, the action as its CSV has it.
+    """Run each action of torch's pipeline runtime inside `watch(action)`; `action` is its text in CSV, as "2F0".
 
     Replaces `schedules.record_function`, in which the runtime runs each action under the name "PP:2F0", for the
     time of the block (torch 2.13).
@@ -121,7 +125,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Return whether a tensor is a view of another one as autograd sees it, which cannot be detached in place.
+    """Return whether autograd tracks a tensor as a view of another one, so that it cannot be detached in place.
 
     Relies on `Tensor._is_view` (torch 2.13).
     """

@@ -14,10 +14,10 @@ Handler = Callable[..., Any]
 
 
 def handle_reads(handler: Handler) -> None:
-    """Have `handler` read the value of a DTensor of one element from now on, as for `item` and `float`.
+    """Have `handler` return the value of a DTensor of one element from now on, as for `item` and `float`.
 
-    torch reads what this rank has, also where that is a term of a sum over ranks, and so does this where the
-    handler does not. Raises UnsupportedError as `_handlers`.
+    Where the handler returns NotImplemented, the value is that of this rank's local tensor, as torch has it, even
+    where that is one term of a sum over ranks. Raises UnsupportedError where torch's table of handlers is gone.
     """
 
     def read(op: Any, args: Any, kwargs: Any) -> Any:
@@ -43,10 +43,10 @@ def _handlers() -> dict[Any, Handler]:
 
 
 def handle_draws(handler: Handler) -> None:
-    """Have `handler` draw the random values of DTensors from now on.
+    """Have `handler` run random ops on DTensors, such as `normal_` and `rand_like`, from now on.
 
-    torch has each rank draw those of its part; on CPUs ranks whose generators are alike get the same values. Where
-    the handler does not draw, that is done. Raises UnsupportedError as `_handlers`.
+    Where the handler returns NotImplemented, torch draws: each rank for its own shard; on CPUs ranks whose
+    generators are in one state get equal values. Raises UnsupportedError where torch's table of handlers is gone.
     """
     handlers = _handlers()
 

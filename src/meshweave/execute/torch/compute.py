@@ -32,10 +32,11 @@ Slots = MutableMapping[tuple[str, int], Tensor]
 
 @dataclass(frozen=True)
 class Binder:
-    """One rank's memory, and how its local ops are bound to it.
+    """One rank's memory, and how its local ops become actions: functions without arguments.
 
-    `remote_buffer` returns the buffer slot of a remote view as a tensor; None where no remote view can be one.
-    `num_threads` is what each product runs on; None leaves that to torch.
+    `memory` has the tensor of each (buffer name, slot). `remote_buffer` returns the whole buffer slot of a view of
+    another rank's memory as a tensor; None where that cannot be one. `num_threads` are the CPU threads that each
+    matmul runs on; None leaves that to torch.
     """
 
     rank: int
@@ -47,9 +48,9 @@ class Binder:
     _views: dict[View, StridedView] = field(default_factory=dict)
 
     def view(self, view: View) -> StridedView:
-        """Return a view, of which all numbers are plain integers, as tensors that alias its buffer slot.
+        """Return a resolved view (integers, no expressions) as tensors that alias its buffer slot.
 
-        One of another rank's memory aliases what `remote_buffer` returns.
+        A view of another rank's memory aliases what `remote_buffer` returns.
         """
         bound_view = self._views.get(view)
         if bound_view is None:
@@ -63,17 +64,17 @@ class Binder:
         return bound_view
 
     def overlap(self, out: View, src: View) -> bool:
-        """Return whether an op would write `out` while it reads `src`, in buffers of one memory, too."""
+        """Return whether the two views may share elements, also where their buffers were given one memory."""
         if out.buffer == src.buffer or out.rank is not None or src.rank is not None:
             return out.overlaps(src)
         a, b = (self.memory[view.buffer, number_of(view.slot)] for view in (out, src))
         return share_memory(a, b)
 
     def local(self, bound: BoundOp) -> Action:
-        """Return the action of a compute op.
+        """Return the action of a compute op: matmul, copy, add, zero or call.
 
-        Raises UnsupportedError where it reaches another rank's memory that no tensor aliases, BindError for a
-        call that no function is bound to.
+        Raises UnsupportedError where the op uses another rank's memory and there is no `remote_buffer`, BindError
+        for a call that no function is bound to.
         """
         op = bound.op
         if self.remote_buffer is None:
@@ -101,8 +102,8 @@ class Binder:
             )
 
     def move(self, lane: str, out: View, src: View, *, add: bool = False) -> list[Action]:
-        """Return the actions that copy or add view `src` to `out`, for an op of `lane`; [] for a copy to
-        itself.
+        """Return the actions that copy view `src` to `out`, or with `add` add it, for an op of `lane`; [] for a
+        copy of a view to itself.
         """
         if out == src and not add:
             return []

@@ -45,21 +45,22 @@ CacheT = TypeVar("CacheT", bound=MutableMapping[Any, Any])
 
 
 class GuardedWait(Protocol):
-    """A guard around one blocking wait: `timeout` is what is left of its deadline.
+    """A context manager around one blocking wait for other ranks, which explains a failure of the wait.
 
-    Who waits may set `unheard`, the ranks that have not come, before it raises. Who polls calls `check_peers`.
+    The code inside may set `unheard`, the ranks still waited for, before it raises, so that the error names them;
+    code that polls calls `check_peers`.
     """
 
     unheard: Sequence[int]
 
     @property
     def timeout(self) -> timedelta:
-        """Return what is left of the deadline; without liveness all of it."""
+        """Return the time left until the deadline; in a context without `liveness` the whole deadline."""
 
     def check_peers(self, unheard: Callable[[], Sequence[int]]) -> None:
-        """Raise RanksEndedError where the process of a rank that has not come has ended.
+        """Raise RanksEndedError where the process of a rank still waited for has ended.
 
-        The guard turns it into RankLostError. `unheard` returns the ranks that have not come.
+        The guard turns that error into RankLostError. `unheard` returns the ranks still waited for.
         """
 
     def __enter__(self) -> Self: ...
@@ -69,10 +70,10 @@ class GuardedWait(Protocol):
 
 
 class RunRecorder(Protocol):
-    """Gets the trace of each run of a program that is bound in mode "threads", or with `trace`."""
+    """Receives the trace of each run of a program that is bound in mode "threads", or with `trace`."""
 
     def add(self, program: Program, trace: Trace) -> None:
-        """Take this rank's trace of one run of `program`."""
+        """Store this rank's `trace` (start and end of each op) of one run of `program`."""
 
 
 class _WaitWithoutLiveness:
@@ -123,7 +124,7 @@ class _Observers:
 
 
 class TorchContext:
-    """This process among the ranks of `torch.distributed`, as bound programs see it.
+    """What the bound programs of this process share: its rank, process groups, threads, caches and deadlines.
 
     Groups are made once per (channel, ranks) and shared by all programs that are bound in this context. Making
     them is collective among the ranks of a group: all ranks of a program bind the same programs in the same
@@ -131,13 +132,13 @@ class TorchContext:
 
     Args:
         liveness: names the ranks that are missing when a wait fails. None takes that of this process in the
-            default process group, which costs a thread and 5 small messages a second to the store. False takes
-            none: an error can then only say what was waited for.
+            default process group, which costs a thread and 5 small messages a second to the store. False means
+            no liveness: an error can then only say what was waited for.
         deadline_s: seconds that any one wait for other ranks may take, forming groups included.
         device: where buffers live.
-        cache_bytes: how much memory bound products and reshards may keep, in bytes for each set of ranks; over
-            it the least recently used are dropped, on all of their ranks at the same call. All ranks give the
-            same.
+        cache_bytes: the memory that bound matmuls and reshards may keep, in bytes for each set of ranks; beyond
+            it the least recently used are dropped, on all of their ranks at the same call. It must be equal on
+            all ranks.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class TorchContext:
 
     @classmethod
     def numbered(cls, number: int) -> TorchContext:
-        """Return the context of this process that has this `number`. Raises BindError where it is gone."""
+        """Return the context of this process that has this `number`. Raises BindError where there is none."""
         context = _by_number.get(number)
         if context is None:
             raise BindError(f"context {number} of this process is gone; what was compiled with it cannot run")
@@ -196,10 +197,10 @@ class TorchContext:
         return known[1]
 
     def beside(self) -> TorchContext:
-        """Return a new context for programs whose calls run programs of this one, as stages of a pipeline do.
+        """Return a new context for programs whose `call` ops run programs of this one, such as pipeline stages.
 
-        It has the device, deadline, cache limit, liveness, recorder and wait clock of this one. It ends with
-        this one, and where one fails, both do.
+        The new context has the device, deadline, cache limit, liveness, recorder and wait clock of this context.
+        It is closed with this context, and a failed run in either breaks both.
         """
         new = TorchContext(
             liveness=self.liveness or False,
@@ -214,12 +215,12 @@ class TorchContext:
 
     @property
     def recorder(self) -> RunRecorder | None:
-        """Return what takes the traces of runs in this context, see `RunRecorder`; None by default."""
+        """Return what receives the traces of runs in this context, see `RunRecorder`; None by default."""
         return self._observers.recorder
 
     @recorder.setter
     def recorder(self, recorder: RunRecorder | None) -> None:
-        """Let `recorder` get the traces from here on."""
+        """Set what receives the traces from now on; None for nothing."""
         self._observers.recorder = recorder
 
     @property
@@ -228,13 +229,14 @@ class TorchContext:
         return self._observers.waits
 
     def prepare(self, program: Program, channels: Mapping[str, int] | None = None) -> None:
-        """Make the process groups that `program` needs and that are not there yet. Collective; `bind` calls it.
+        """Form the process groups that `program` needs and that are not there yet. Collective; `bind` calls it.
 
-        A program on all ranks of the world makes its groups together. One on some of them, such as one
-        replica of several, makes them among its own ranks.
+        A program on all ranks of the world forms its groups with all of them; a program on fewer ranks, such as
+        one of several replicas, among its own ranks.
 
         Args:
-            channels: the channel number of each communicating lane; None for those of the method `channels`.
+            channels: the channel number of each communicating lane, by lane name; None for those of the method
+                `channels`.
 
         Raises:
             BindError: a group has ranks that the world does not have, or there is no process group.
@@ -258,9 +260,9 @@ class TorchContext:
             self._groups[known] = self._formed(channel, ranks, among_members)
 
     def group_of(self, ranks: tuple[int, ...]) -> Any:
-        """Return a process group of `ranks`, ascending, for collectives of no program, such as comparisons.
+        """Return a process group of `ranks`, ascending, for collectives that belong to no program.
 
-        The first call for these ranks forms it and is collective among them; it raises RankLostError or
+        The first call for these ranks forms the group and is collective among them; it raises RankLostError or
         DeadlineError where others are missing or late.
         """
         known = (_COMPARISONS, ranks), ranks
@@ -293,16 +295,16 @@ class TorchContext:
             )
 
     def channels(self, program: Program) -> dict[str, int]:
-        """Return the channel number of each communicating lane of a program, by lane; see `assign_channels`."""
+        """Return the channel number of each communicating lane, by lane name; see `assign_channels`."""
         return assign_channels(program, shared=self.shares_groups)
 
     @property
     def shares_groups(self) -> bool:
-        """Whether lanes may share process groups. NCCL runs all work of a group in one order: there none may."""
+        """Return whether lanes may share process groups: not on CUDA, as NCCL runs a group's work in one order."""
         return str(self.device.type) != "cuda"
 
     def group(self, program: Program, channel: int, ranks: Sequence[int]) -> Any:
-        """Return the process group of a channel over `ranks`, in any order; `prepare(program)` came before."""
+        """Return the process group of a channel over `ranks`, in any order; call `prepare(program)` before."""
         return self._groups[(channel, tuple(sorted(ranks))), program.ranks]
 
     def groups(self) -> list[tuple[tuple[int, ...], Any]]:
@@ -310,11 +312,11 @@ class TorchContext:
         return [(ranks, group) for ((_, ranks), _), group in list(self._groups.items())]
 
     def guard(self, what: str, peers: Iterable[int]) -> GuardedWait:
-        """Return a context manager for one wait for other ranks; its `timeout` is the rest of the deadline.
+        """Return a context manager for one wait for other ranks; its `timeout` is the time left to the deadline.
 
         Where a RuntimeError or OSError ends the block it raises RankLostError, which names the lost ranks, or
-        DeadlineError where time is up and all still answer. An error of another cause comes out as it is.
-        Without liveness an error names what was waited for, and not always ranks.
+        DeadlineError where time is up and all still answer. Any other error is raised unchanged. Without
+        liveness an error names what was waited for, and not always ranks.
 
         Args:
             what: completes "waiting for ..." in errors.
@@ -325,7 +327,7 @@ class TorchContext:
         return self.liveness.guard(what, self.deadline_s, peers=peers)
 
     def count_waits(self) -> WaitClock:
-        """Return this context's one clock of how long runs wait, for programs bound from now on.
+        """Start to count how long runs wait, for programs bound from now on; return the context's one clock of it.
 
         Raises UnsupportedError on CUDA, where the host does not wait for each op.
         """
@@ -335,10 +337,10 @@ class TorchContext:
         return clock
 
     def cache(self, kind: type[CacheT]) -> CacheT:
-        """Return this context's one mapping of class `kind`; the first call makes it, empty.
+        """Return this context's one mapping of class `kind`, which the first call makes, empty.
 
         A module that keeps things for as long as a context lives declares a class for them, such as
-        `class BoundPrograms(dict[Key, BoundProgram])`, and alone asks for `context.cache(BoundPrograms)`.
+        `class BoundPrograms(dict[Key, BoundProgram])`, and only that module calls `context.cache(BoundPrograms)`.
         `close` calls the `close` method of each value that has one, and empties the mapping.
         """
         cache = self._caches.get(kind)
@@ -348,7 +350,7 @@ class TorchContext:
         return cache
 
     def close(self) -> None:
-        """End the threads, empty the caches and destroy the process groups; programs bound in this context
+        """End the threads, empty the caches and destroy the process groups; programs bound in this context can
         run no more.
 
         Collective where groups are NCCL's and where a cache holds memory of MPI: such groups and windows are

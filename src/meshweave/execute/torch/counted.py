@@ -23,13 +23,14 @@ from meshweave.ir.program.counts import CountValues
 
 
 class CountedProgram:
-    """Run a program whose buffers have as many rows as tables of counts say, bound anew at each run.
+    """A program whose buffers have as many rows as tables of counts say; it is bound anew at each run.
 
     Args:
-        program: with tables of counts, such as the rows that each rank sends to each expert.
-        rank: the global rank, that of this process.
-        calls: the functions that `call` ops name.
-        lowered: rewrites the program of given counts before it is bound, such as `lower.lower_one_sided`.
+        program: a program with tables of counts, such as the rows that each rank sends to each expert.
+        rank: the global rank of this process.
+        calls: the functions that `call` ops name; see `execute.calls`.
+        lowered: rewrites the program of given counts before it is bound, such as `lower.lower_one_sided`; None
+            for no rewriting.
         options: further arguments of `bind`.
     """
 
@@ -50,9 +51,9 @@ class CountedProgram:
         """Bind and run this rank's part for given counts, and return the bound program, which has the outputs.
 
         Args:
-            counts: for each table, by name, integers in its shape: the rows of each cell; equal on all ranks and
-                within the capacities of the program.
-            tensors: by buffer name, all inputs, and memory for outputs if wanted; they are aliased.
+            counts: for each table of the program, by name, an integer array of the table's shape: numbers of rows;
+                equal on all ranks and within the capacities of the program.
+            tensors: this rank's tensors by buffer name: all inputs, and memory for outputs if wanted; aliased.
 
         Raises:
             ProgramError: a table has no counts, or counts over the capacities that the program declares.
@@ -78,11 +79,10 @@ class CountedProgram:
 
 
 def gathered(values: Tensor, context: TorchContext, ranks: tuple[int, ...], what: str) -> Tensor:
-    """Return the `values` of all ranks, 1-D and of equal length, as a CPU tensor (ranks, values) in the order
-    of `ranks`; without a process group (1, values), those of this rank.
+    """All-gather the 1-D tensor `values`, equally long on all ranks, as a CPU tensor of shape (ranks, values).
 
-    Collective among them. A rank that raises an error in place of this call, or is in another one, ends the
-    others' wait.
+    Row i is of `ranks[i]`. Without a process group the result is (1, values), those of this rank. Collective among
+    `ranks`. A rank that raises an error in place of this call, or is in another call, ends the others' wait.
 
     Args:
         what: completes "waiting for ..." in errors.

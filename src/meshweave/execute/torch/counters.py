@@ -21,11 +21,13 @@ from meshweave.ir.program import Program
 class Count:
     """What an op waits for from one lane of one rank: that a counter has counted `needed` steps of the run.
 
+    A step is an op that writes to the region that the waiting op uses.
+
     Attributes:
-        counter: number of the counter, which is in the memory of the rank that waits.
-        writer: the rank that counts.
-        needed: steps of a run that must be complete.
-        region: what they write to, in words.
+        counter: index of the counter, which is in the memory of the rank that waits.
+        writer: the global rank that counts.
+        needed: how many steps of the run must be complete.
+        region: the view that the steps write to, as text for errors.
     """
 
     counter: int
@@ -39,13 +41,15 @@ Awaited = dict[Node, list[Count]]
 
 @dataclass(frozen=True)
 class CompletionCounters:
-    """By which counters ops of different ranks wait for each other. Each is counted by one lane of one rank.
+    """The counters by which ops of different ranks wait for each other. One lane of one rank counts in each.
+
+    An op's key is (global rank, op index there); a counter's is (rank in whose memory it is, index there).
 
     Attributes:
-        counts: by op, each (rank, counter) that it increments once it is complete.
-        totals: by (rank, counter), the number of steps that it counts in one run.
-        to_start: by op, what it waits for before it starts: regions that it reads, which others have released.
-        to_update: by op, what it waits for before it updates memory, as others update the same elements first.
+        counts: for each op, the counters that it increments once it is complete.
+        totals: for each counter, the number of steps that it counts in one run.
+        to_start: for each op, what it waits for before it starts: regions that it reads and other ranks write.
+        to_update: for each op, what it waits for before it updates memory that others must update first.
     """
 
     counts: dict[Node, list[tuple[int, int]]]
@@ -54,7 +58,7 @@ class CompletionCounters:
     to_update: Awaited
 
     def num_counters(self) -> int:
-        """Return the number of counters on the rank that has most."""
+        """Return the number of counters on the rank that has the most."""
         return 1 + max((counter for _, counter in self.totals), default=-1)
 
 
@@ -63,11 +67,12 @@ def completion_counters(
 ) -> CompletionCounters:
     """Return the counters of released remote writes and, unless updates go `in_arrival_order`, of updates.
 
-    A released region has a counter for each lane that writes to it, and is whole when each has counted all its
-    tiles. Updates wait for those before them in a fixed order: a rank has one counter for each lane of a rank
-    whose updates its own wait for, and an update waits until that has come to a number.
+    A released region has a counter for each lane that writes to it, and is complete when each has counted all
+    tiles of its lane. Updates of the same elements wait for each other in a fixed order: a rank has one counter
+    for each lane of another rank whose updates its own updates wait for.
 
     Args:
+        in_arrival_order: let updates of the same elements run as they come, without counters.
         but: writes, as (rank, op index), that something else counts.
     """
     counters = CompletionCounters({}, {}, {}, {})

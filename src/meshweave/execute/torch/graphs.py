@@ -13,7 +13,7 @@ from meshweave.execute.torch.issue import Execute
 
 
 def check_graph(context: TorchContext, *, is_one_sided: bool, is_timed: bool) -> None:
-    """Raise UnsupportedError where a program cannot be a CUDA graph: not on CUDA, one-sided or timed."""
+    """Raise UnsupportedError where a program cannot be a CUDA graph: not on CUDA, `is_one_sided` or `is_timed`."""
     if context.device.type != "cuda":
         raise UnsupportedError(f"a graph is of CUDA, this context's tensors are on {context.device}")
     if is_one_sided:
@@ -23,19 +23,23 @@ def check_graph(context: TorchContext, *, is_one_sided: bool, is_timed: bool) ->
 
 
 class CapturedRun:
-    """Runs a program once as it is, since libraries set up at a first use, then captures it, and replays it since.
+    """Runs a program once as it is, since libraries set up at a first use, then captures it as a CUDA graph.
 
-    Calls must be fit for capture: torch functions on tensors of the device that do not wait for it.
+    Functions of `call` ops must be fit for capture: torch functions on tensors of the device that do not wait for
+    the device.
     """
 
     def __init__(self, execute: Execute, device: torch.device) -> None:
-        """Take what runs the program. Nothing is captured yet."""
+        """Keep `execute`, which runs the program once on CUDA `device`. Nothing is captured yet."""
         self._execute, self._device = execute, device
         self._is_warm = False
         self._graph: Any = None
 
     def __call__(self) -> Mapping[int, tuple[int, int]]:
-        """Run the program: issue, capture and replay, or replay."""
+        """Run the program once: the first call issues it, the second captures and replays it, later ones replay.
+
+        Return {}, or at the first call what `execute` returns.
+        """
         if self._graph is None and not self._is_warm:
             self._is_warm = True
             return self._execute()

@@ -20,11 +20,11 @@ GroupKey = tuple[int, tuple[int, ...]]
 
 
 def assign_channels(program: Program, *, shared: bool = True) -> dict[str, int]:
-    """Return a channel number for each lane that communicates; lanes of one channel share their process groups.
+    """Return {lane name: channel number} for lanes that communicate; lanes of a channel share process groups.
 
     Each group of gloo has a connection per pair of ranks, and a thread that wakes up 100 times a second. Lanes
-    share one only where they never meet on a connection: two directions of a ring in one connection slow each
-    other down. Without `shared` each lane has its own.
+    share a channel only where no pair of ranks communicates in both: two directions of a ring in one connection
+    slow each other down. Without `shared` each lane has its own channel.
     """
     reach: dict[str, _RankPairs] = {}
     for op, ranks in program.ops_with_ranks():
@@ -105,11 +105,10 @@ def _is_along(program: Program, over: str, pair: tuple[int, int]) -> bool:
 
 
 def group_keys(program: Program, channel_of: Mapping[str, int]) -> list[GroupKey]:
-    """Return (channel, ranks) of each process group that some rank of a program needs, in the same order on
-    all ranks; `channel_of` is by lane.
+    """Return (channel, global ranks ascending) of each process group that some rank of a program needs.
 
-    They are read off the program as written: no rank instantiates what the others do. A lane's messages and
-    ring steps need a group over all ranks of the program; a collective needs the groups of its axis. Raises
+    The order is the same on all ranks. `channel_of` gives the channel of each lane. A lane's messages and ring
+    steps need a group of all ranks of the program; a collective needs the groups of its mesh axis. Raises
     BindError for a collective over a mesh that is not declared.
     """
     keys: dict[GroupKey, None] = {}
@@ -137,12 +136,12 @@ def _groups_of(program: Program, over: str | tuple[int, ...]) -> Iterator[tuple[
 
 
 def without_fences(program: Program) -> Program:
-    """Return the program less its fences, which need no process groups where a remote memory has them."""
+    """Return the program without its fences, which need no process groups where a remote memory runs them."""
     return replace(program, body=rewrite(program.body, lambda op: () if isinstance(op, Fence) else (op,)))
 
 
 def fence_groups(program: Program) -> list[tuple[int, ...]]:
-    """Return all ranks, then each other set of ranks that meets in a fence, in the same order on all ranks."""
+    """Return all ranks of the program, then each other set of ranks of a fence; in one order on all ranks."""
     groups: dict[tuple[int, ...], None] = {program.ranks: None}
     for op in program.ops():
         if isinstance(op, Fence):
@@ -154,14 +153,14 @@ def fence_groups(program: Program) -> list[tuple[int, ...]]:
 
 
 class CountsPerWorld:
-    """Counts, by set of ranks for instance, that begin anew with each default process group."""
+    """Counters by key, such as a tuple of ranks, that begin anew with each default process group."""
 
     def __init__(self) -> None:
         self._world: Any = None
         self._counts: dict[Any, int] = {}
 
     def counts(self) -> dict[Any, int]:
-        """Return a dict of counts, for the caller to change: {} with each new default process group."""
+        """Return the dict of counts, for the caller to change; a new default process group begins with {}."""
         world = dist.group.WORLD
         if self._world is not world:
             self._world, self._counts = world, {}
@@ -172,9 +171,9 @@ _num_named = CountsPerWorld()
 
 
 def group_name(ranks: Sequence[int]) -> str:
-    """Return a new name for a process group of `ranks`, numbered by how often it was called for them.
+    """Return a new name for a process group of `ranks`, numbered by the calls for these ranks so far.
 
-    Equal on all ranks if each calls it equally often with `ranks` in the same order.
+    The name is equal on all ranks if each makes equally many calls with `ranks` in the same order.
     """
     num_named, key = _num_named.counts(), tuple(ranks)
     num_named[key] = num_named.get(key, 0) + 1

@@ -23,10 +23,10 @@ _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNAB
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Let this process keep memory that was freed, and return whether it does; only the first call does anything.
+    """Set glibc's malloc to keep freed memory for later tensors; return whether it does. Later calls do nothing.
 
-    It does not where the C library is another than glibc, or the user has set its limits. Other allocators
-    (jemalloc, tcmalloc) take no notice.
+    Return False and change nothing where the C library is not glibc, or where environment variables set the
+    limits of malloc. Other allocators (jemalloc, tcmalloc) ignore the setting.
     """
     if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in _SET_BY_USER):
         return False

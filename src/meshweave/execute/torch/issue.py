@@ -32,7 +32,7 @@ def _lanes(ops: Sequence[BoundOp]) -> list[str]:
 
 
 def has_one_order(analysis: RankAnalysis) -> bool:
-    """Return whether each op of a rank waits for the one before it, so that no two ever run at once."""
+    """Return whether each op of a rank waits for the op before it, so that no two ops ever run at once."""
     ops, edges = analysis.ops, analysis.edges
     return all(ops[at].op.lane == ops[at - 1].op.lane or at - 1 in edges[at] for at in range(1, len(ops)))
 
@@ -40,12 +40,12 @@ def has_one_order(analysis: RankAnalysis) -> bool:
 def thread_per_lane(
     context: TorchContext, analysis: RankAnalysis, actions: Sequence[Action], trace: bool
 ) -> Execute:
-    """Return a function that runs `actions`, one per op of the rank: a thread per lane, each in program order.
+    """Return a function that runs `actions[i]` for each op i of the rank: a thread per lane, in program order.
 
-    The calling thread runs the lane with most calls, or with most compute ops where lanes have equally many
-    calls. Where ops can only run one after another it runs them all: a handover between threads takes longer
-    than a small op. With `trace`, or where the context has a recorder, the function returns (start, end) in
-    nanoseconds by the op's index, else {}.
+    The calling thread runs the lane with most `call` ops, or with most compute ops where lanes have equally many
+    `call` ops. Where ops can only run one after another it runs them all: a handover between threads takes longer
+    than a small op. With `trace`, or where the context has a recorder, the function returns {op index: (start,
+    end) in nanoseconds of CLOCK_MONOTONIC}, else {}.
     """
     ops = analysis.ops
     names = _lanes(ops)
@@ -64,10 +64,10 @@ def thread_per_lane(
 
 
 class LaneExecution:
-    """Runs the lanes of a rank, each in a thread of its own.
+    """Runs the lanes of a rank, each in a thread of its own. A lane's steps run in program order.
 
     Attributes:
-        sends_messages: whether the rank sends or receives messages, apart from torch's collectives.
+        sends_messages: whether the rank sends or receives messages, other than in torch's collectives.
     """
 
     def __init__(self, context: TorchContext, lanes: Sequence[LaneRun], trace: bool) -> None:
@@ -83,7 +83,7 @@ class LaneExecution:
             self._halves = steps[:at], collective, steps[at + 1 :]
 
     def __call__(self) -> Mapping[int, tuple[int, int]]:
-        """Run all, and return the start and end of each op in nanoseconds, if traced."""
+        """Run all lanes; return {op index: (start, end) in nanoseconds of CLOCK_MONOTONIC} if traced, else {}."""
         lanes, is_traced = self._lanes, self._is_traced or self._context.recorder is not None
         if lanes:
             self._context.lane_threads.run(lanes, trace=is_traced)
@@ -93,16 +93,17 @@ class LaneExecution:
 
     @property
     def has_halves(self) -> bool:
-        """Return whether `begin` can be called: the rank has one lane with one collective of torch's, no messages
-        and no timing.
+        """Return whether `begin` can be called: the rank has one lane with one torch collective, no messages and
+        no timing.
         """
         return self._halves is not None and self._context.recorder is None and self._context.waits is None
 
     def begin(self) -> Callable[[], None]:
         """Run the steps before the one collective, post it, and return a function that waits and runs the rest.
 
-        Only where `has_halves`. Both run in the calling thread, and raise UnsupportedError where an earlier run
-        in the context failed or another is under way, RankLostError where ranks are known to be lost.
+        Call it only where `has_halves`. This and the returned function run in the calling thread, and raise
+        UnsupportedError where an earlier run in the context failed or another is under way, RankLostError where
+        ranks are known to be lost.
         """
         assert self._halves is not None
         before, collective, after = self._halves
@@ -164,10 +165,10 @@ def one_order(
     order: Sequence[int],
     trace: bool,
 ) -> Execute:
-    """Return a function that issues all `actions` from the calling thread, in `order` (op indices).
+    """Return a function that issues all `actions`, one per op, from the calling thread in `order` (op indices).
 
-    With `trace` that function returns (start, end) in nanoseconds by op index, else {}. Raises BindError where
-    `order` does not list each op once, or has one before another that it must wait for.
+    With `trace` that function returns {op index: (start, end) in nanoseconds of CLOCK_MONOTONIC}, else {}. Raises
+    BindError where `order` does not list each op once, or lists an op before one that it must wait for.
     """
     ops, before = analysis.ops, analysis.edges
     if sorted(order) != list(range(len(ops))):

@@ -37,13 +37,14 @@ Modes = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def cross_lane_waits(lane_of: Sequence[int], before: Sequence[Sequence[int]], num_lanes: int) -> list[Waits]:
-    """Return what each op must wait for in other lanes: (lane, steps that this must have completed) pairs.
+    """Return for each op what it must wait for in other lanes: (lane index, number of ops completed there) pairs.
 
-    Waits that an earlier one implies are left out.
+    A pair that other waits already imply is left out.
 
     Args:
         lane_of: the lane index of each op, in program order.
         before: for each op the indices of the ops that must precede it, ascending.
+        num_lanes: the number of lanes.
     """
     place: list[int] = []  # of an op in its lane, from 1
     implied: list[list[int]] = []  # steps per lane that are complete once an op is
@@ -66,7 +67,10 @@ def cross_lane_waits(lane_of: Sequence[int], before: Sequence[Sequence[int]], nu
 
 
 class LaneRun:
-    """The steps of a lane and its progress. In a run only the lane's thread writes it, except for `wanted`."""
+    """The steps of a lane, one for each of its ops, and its progress `done`, the number of completed steps.
+
+    In a run only the lane's thread writes it, except for `wanted`.
+    """
 
     __slots__ = (
         "actions",
@@ -92,12 +96,12 @@ class LaneRun:
         self.stopped = True
 
     def reset(self) -> None:
-        """Set the number of completed steps to 0, for a new run."""
+        """Set the number of completed steps to 0 and forget `spans`, for a new run."""
         self.done, self.stopped = 0, False
         self.spans = []
 
     def wake_waiters(self) -> None:
-        """Wake the threads that sleep until this lane has completed more steps."""
+        """Wake all threads that sleep until this lane has completed more steps; they look again."""
         with self.progress:
             self.wanted = math.inf
             self.progress.notify_all()
@@ -105,13 +109,13 @@ class LaneRun:
 
 @dataclass(frozen=True)
 class EarlyPost:
-    """A part of a later step that may run early, when each lane of `waits` has completed that many steps."""
+    """A part of a later step that may run early, once each (lane, n) in `waits` has n completed steps."""
 
     waits: tuple[tuple[LaneRun, int], ...]
     action: Action
 
     def run_if_free(self) -> None:
-        """Run the action if all steps that it waits for are complete; else do nothing."""
+        """Run the action if all of `waits` are complete; else do nothing."""
         for lane, count in self.waits:
             if lane.done < count:
                 return
@@ -134,11 +138,11 @@ class LaneThreads:
         self.error: BaseException | None = None
 
     def run(self, lanes: Sequence[LaneRun], *, trace: bool) -> None:
-        """Run all lanes to their ends, the first in the calling thread; raise the first error of any.
+        """Run all lanes to their ends, `lanes[0]` in the calling thread; raise the first error of any lane.
 
-        With `trace`, each lane's `spans` are the (start, end) of its steps in nanoseconds. Raises
-        UnsupportedError where an earlier run failed, or another is under way, and RankLostError where ranks are
-        known to be lost.
+        With `trace`, `spans` of each lane becomes the (start, end) of its steps in nanoseconds of CLOCK_MONOTONIC.
+        Raises UnsupportedError where an earlier run failed, or another is under way, and RankLostError where
+        ranks are known to be lost.
         """
         self.check()
         if not self._busy.acquire(blocking=False):
@@ -165,7 +169,7 @@ class LaneThreads:
 
     @contextlib.contextmanager
     def reserve(self) -> Iterator[None]:
-        """Reserve the context for a run in the calling thread. An error inside breaks the context.
+        """Reserve the context for a run in the calling thread during the block; an error in it breaks the context.
 
         Raises UnsupportedError where an earlier run failed, or another is under way, and RankLostError where
         ranks are known to be lost.
@@ -183,7 +187,7 @@ class LaneThreads:
             self._busy.release()
 
     def fail_with(self, other: LaneThreads) -> None:
-        """Share failures with `other` from here on: once a run of either has failed, `check` raises for both."""
+        """Share failures with `other` from now on: once a run of either has failed, `check` raises for both."""
         self._failures = other._failures
 
     def check(self) -> None:

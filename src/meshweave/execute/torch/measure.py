@@ -35,17 +35,18 @@ def without_garbage_collection() -> Iterator[None]:
 def start_together(
     context: TorchContext, offset_ns: int | None = 0, lead_s: float = LEAD_S
 ) -> tuple[int, int]:
-    """Wait until an instant that rank 0 sets, and return it. Collective among all ranks of the context.
+    """Wait until an instant that rank 0 sets, and return (instant, lateness). Collective among all ranks.
 
     A barrier alone is not enough, since ranks leave it at slightly different times.
 
     Args:
         offset_ns: this rank's CLOCK_MONOTONIC minus rank 0's, in nanoseconds: 0 on one host, else see
-            `clocks.clock_offsets`. None: ranks do not wait for the instant, and begin once they know it.
+            `meshweave_lab.fidelity.clocks`. None: do not wait for the instant, and return once it is known.
         lead_s: seconds from the broadcast of the instant to the instant.
 
     Returns:
-        The instant in rank 0's clock, and how late this rank was (0 for an offset of None), in nanoseconds.
+        The instant in rank 0's CLOCK_MONOTONIC, and how long after it this rank returns (0 for an offset of
+        None), both in nanoseconds.
 
     Raises:
         RankLostError, DeadlineError: another rank died, or did not come in time.

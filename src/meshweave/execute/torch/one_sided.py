@@ -38,9 +38,9 @@ _Result = TypeVar("_Result")
 
 
 class OneSidedAccess:
-    """A bound program's use of a remote memory. `set_binder` is called before `bind`.
+    """How a bound program uses a remote memory. Call `set_binder` before `bind`.
 
-    `own` is the memory of this rank's exposed buffers by (buffer, slot).
+    `own` has this rank's tensors in that memory by (buffer name, slot): buffers that other ranks read or write.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class OneSidedAccess:
         analysis: RankAnalysis,
         tensors: Mapping[str, Tensor],
     ) -> None:
-        """Collective among the program's ranks. Raises BindError where they are about to run different programs,
-        or some have no such memory; RankLostError, DeadlineError: see `TorchContext.guard`."""
+        """Set memory aside and map other ranks' memory. Collective among the program's ranks. Raises BindError if
+        they bind different programs or some have no such memory; RankLostError or DeadlineError for lost ranks."""
         program, rank = analysis.program, analysis.rank
         if memory.is_closed or memory.rank != rank:
             why = "closed" if memory.is_closed else f"that of rank {memory.rank}"
@@ -91,17 +91,18 @@ class OneSidedAccess:
         """Raise UnsupportedError where a subclass cannot use `memory`. This class takes any."""
 
     def own_slots(self, analysis: RankAnalysis) -> dict[Key, Slot]:
-        """Return slots that this rank exposes beside those of the program's buffers, by their key.
+        """Return further slots that this rank exposes beside those of the program's buffers, by (name, slot).
 
-        None here; a subclass that keeps counters of its own in remote memory adds theirs.
+        Here {}; a subclass that keeps counters of its own in remote memory returns the slots of these.
         """
         return {}
 
     def between_fences(self, execute: Callable[[], _Result]) -> Callable[[], _Result]:
         """Return a function that runs `execute` between two fences of all ranks of the program.
 
-        It raises UnsupportedError where the memory is closed, an earlier run failed or another is under way, and
-        RankLostError or DeadlineError where other ranks are missing or late.
+        That function returns what `execute` returns. It raises UnsupportedError where the memory is closed, an
+        earlier run failed or another is under way, and RankLostError or DeadlineError where other ranks are
+        missing or late.
         """
         lane_threads = self._context.lane_threads
 
@@ -120,20 +121,21 @@ class OneSidedAccess:
         return run
 
     def set_binder(self, binder: Binder) -> None:
-        """Take the binder that makes views tensors; `bind` uses it from now on."""
+        """Keep the binder, which makes tensors of views, for `bind`."""
         self._binder = binder
 
     def view(self, view: View) -> Tensor:
-        """Return the whole buffer slot of a remote view as a tensor, without data where none can alias it."""
+        """Return the whole buffer slot of a remote view as a tensor; on device "meta" if it cannot be mapped."""
         return self._remote_slot(view).tensor
 
     def bind(self, index: int, bound: BoundOp, bind_local_or_matched: Callable[[BoundOp], Action]) -> Action:
-        """Return the action of op number `index` of this rank.
+        """Return a function without arguments that runs op number `index` of this rank.
 
-        Before the op it waits until the released regions that the op reads are whole. Afterwards it counts what
-        the op has written to released regions, for those who read them.
+        Before the op it waits until all released writes to what the op reads are done. Afterwards it counts the
+        op's own released writes in the memory of the ranks that read them.
 
         Args:
+            bound: the op, resolved for this rank.
             bind_local_or_matched: binds an op that has nothing to do with remote memory.
 
         Raises UnsupportedError where the memory cannot run the op, BindError for a fence without this rank.

@@ -19,21 +19,21 @@ from meshweave.execute.torch.views import Action
 
 
 class IssueList:
-    """Calls one after another, each of which belongs to an op."""
+    """Functions to call one after another, each of which belongs to an op."""
 
     def __init__(self, labels: Sequence[str]) -> None:
-        """Begin an empty list. `labels` name the ops."""
+        """Make an empty list. `labels[i]` names op number i in errors."""
         self._labels = labels
         self._calls: list[Callable[[], object]] = []
         self._owners: list[int] = []
 
     def add(self, owner: int, *calls: Callable[[], object]) -> None:
-        """Append calls that belong to op number `owner`, whose label is `labels[owner]`."""
+        """Append the functions `calls`, which belong to op number `owner`, whose label is `labels[owner]`."""
         self._calls += calls
         self._owners += [owner] * len(calls)
 
     def __call__(self) -> None:
-        """Make all calls. What one raises comes out with a note of its op."""
+        """Call all functions in order. An error is raised on with a note that names the op."""
         left = iter(self._calls)
         try:
             for call in left:
@@ -46,8 +46,8 @@ class IssueList:
 class Streams:
     """One thread issues the ops of all lanes, in one order that all ranks share; no op waits for a later one.
 
-    On CUDA each lane has a stream, and an edge between lanes is an event. On a CPU an op is simply run.
-    Actions, labels, lanes and waits are listed in the order of issue.
+    On CUDA each lane has a stream, and an edge between lanes is an event. On a CPU each op runs when it is issued.
+    `actions`, `labels`, `lane_of` (lane index) and `waits` (see `cross_lane_waits`) are in the order of issue.
     """
 
     def __init__(
@@ -103,9 +103,10 @@ class Streams:
         self._clocks.append(time.monotonic_ns())
 
     def run(self) -> list[tuple[int, int]]:
-        """Issue all ops; return [] or, with `trace`, the (start, end) of each in nanoseconds, as issued.
+        """Issue all ops; return [] or, with `trace`, the (start, end) of each op in the order of issue.
 
-        Times are CLOCK_MONOTONIC; with `trace` on CUDA the host waits for the device before and after.
+        Times are in nanoseconds of CLOCK_MONOTONIC; with `trace` on CUDA the host waits for the device before and
+        after.
         """
         with torch.no_grad():
             return self._run_cuda() if self._device.type == "cuda" else self._run_cpu()

@@ -23,12 +23,12 @@ class _AgreedThreads(dict[tuple[int, ...], int]):
 
 
 def agreed_num_threads(context: TorchContext, ranks: tuple[int, ...]) -> int | None:
-    """Return the fewest threads that torch has on any of `ranks`; None where products do not run on the CPU.
+    """Return the least number of threads that torch uses on any of `ranks`; None for a context not on a CPU.
 
-    Collective among `ranks` at the first call for them in a context, which remembers the number.
+    The first call for these ranks in a context is collective among them; the context remembers the number.
 
     Raises:
-        BindError: another rank is in another call, or has raised an error in place of this one; or there is
+        BindError: another rank is in another call, or has raised an error in place of this call; or there is
             no process group.
         RankLostError, DeadlineError: another rank died, or did not come in time.
     """
@@ -45,7 +45,7 @@ def agreed_num_threads(context: TorchContext, ranks: tuple[int, ...]) -> int | N
 
 @contextlib.contextmanager
 def num_threads_set(count: int) -> Iterator[None]:
-    """Let torch use `count` threads for each op of the calling thread in the block; then restore the number."""
+    """Have torch use `count` threads for each op of the calling thread in the block; then restore the number."""
     own = torch.get_num_threads()
     if own == count:
         yield
@@ -58,7 +58,7 @@ def num_threads_set(count: int) -> Iterator[None]:
 
 
 def with_num_threads(count: int | None, action: Action) -> Action:
-    """Return an action that runs `action` while torch has `count` threads; None for `count` returns `action`."""
+    """Return a function that runs `action` with torch's number of threads at `count`; `action` if that is None."""
     if count is None:
         return action
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from meshweave.ir.program.views import Blocked, Selector, View
 
 Action = Callable[[], object]
-"""A bound piece of work."""
+"""A function without arguments that does one piece of work on fixed memory."""
 
 Order = tuple[int, ...]
 """Dims from outermost to innermost in memory."""
@@ -27,10 +27,10 @@ Order = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Blocks of one dim of a view that lie at equal distances in the buffer.
+    """Blocks along one dim of a view that are equally spaced in the buffer.
 
-    In the buffer, `num_blocks` blocks of `block` elements begin at `buffer_start`, one every `stride` elements.
-    In the view they follow one another from `view_start` on.
+    In the buffer, `num_blocks` blocks of `block` elements begin at index `buffer_start`, one every `stride`
+    elements. In the view they are adjacent, from index `view_start` on.
     """
 
     view_start: int
@@ -41,14 +41,15 @@ class BlockRun:
 
     @property
     def is_split(self) -> bool:
-        """Whether a tensor needs two dims for it: several blocks of more than one element each."""
+        """Return whether a strided tensor needs two dims for the run: several blocks of more than one element."""
         return self.num_blocks > 1 and self.block > 1
 
 
 def block_runs(selector: Selector) -> list[BlockRun]:
-    """Return the runs of equally spaced blocks that a selector takes, in order, without empty ones.
+    """Return the runs of equally spaced blocks that a selector takes from its dim, in order, without empty ones.
 
-    The selector's bounds are plain integers.
+    A plain range is one run; a blocked selector has up to three: a cut block, whole blocks, a cut block. The
+    selector must be resolved: integers, no expressions.
     """
     start, stop = selector.start, selector.stop
     assert isinstance(start, int) and isinstance(stop, int)
@@ -81,9 +82,9 @@ def block_runs(selector: Selector) -> list[BlockRun]:
 class StridedView:
     """A view of a buffer bound to memory, as tensors that alias it.
 
-    `pieces` pairs a run of blocks per dim of the view with the tensor of these blocks, in which a run of several
-    blocks of several elements is two dims. `direct` is the whole view as one tensor of its shape, None where no
-    strides can express that.
+    `pieces` lists (a run of blocks for each dim of the view, the tensor of these blocks); in that tensor a run of
+    several blocks of several elements is two dims. `direct` is the whole view as one tensor of its shape, None
+    where strides cannot express that.
     """
 
     shape: tuple[int, ...]
@@ -93,16 +94,16 @@ class StridedView:
 
     @classmethod
     def of(cls, tensor: Tensor) -> StridedView:
-        """Return the view of a whole tensor."""
+        """Return the view that is all of `tensor`."""
         shape = tuple(tensor.shape)
         whole = tuple(BlockRun(0, 0, size) for size in shape)
         return cls(shape, tensor.dtype, ((whole, tensor),), tensor)
 
     @property
     def splits(self) -> tuple[tuple[BlockRun, ...], ...]:
-        """For each piece, the runs of blocks per dim that it holds of the view, wherever they lie in the buffer.
+        """Return for each piece the runs of blocks of each dim, with `buffer_start` and `stride` set to 0.
 
-        Views with equal splits pair up piece by piece.
+        Views with equal splits have pieces of the same elements, which can be copied piece by piece.
         """
         return tuple(
             tuple(BlockRun(run.view_start, 0, run.block, run.num_blocks) for run in piece)
@@ -111,7 +112,7 @@ class StridedView:
 
 
 def bind_view(view: View, buffer: Tensor) -> StridedView:
-    """Return a view, of which all numbers are plain integers, as tensors that alias `buffer`, its slot."""
+    """Return a resolved view (integers, no expressions) as tensors that alias `buffer`, the view's buffer slot."""
     per_dim = [block_runs(selector) for selector in view.selectors]
     pieces = tuple((piece, _alias(buffer, piece)) for piece in itertools.product(*per_dim))
     direct = None
@@ -148,8 +149,8 @@ def _part(whole: Tensor, piece: Sequence[BlockRun]) -> Tensor:
 
 
 def pair_up(out: StridedView, src: StridedView) -> list[tuple[Tensor, Tensor]] | None:
-    """Return pairs (part of `out`, part of `src`) of equal shapes that cover both; None where neither is one
-    tensor and their pieces differ.
+    """Return pairs (part of `out`, part of `src`) of equal shapes that cover both views of one shape; None where
+    neither view is one tensor (`direct`) and their pieces differ.
     """
     if out.direct is not None:
         return [(_part(out.direct, piece), tensor) for piece, tensor in src.pieces]
@@ -176,21 +177,21 @@ def empty_in_order(
 
 
 def to_wire(tensor: Tensor, order: Order) -> Tensor:
-    """Return a view of a tensor with its dims permuted: dim `i` of the result is dim `order[i]` of `tensor`."""
+    """Return `tensor` with its dims permuted, as a view: dim `i` of the result is dim `order[i]` of `tensor`."""
     return tensor.permute(order)
 
 
 def from_wire(tensor: Tensor, order: Order) -> Tensor:
-    """Return a view of a tensor with its dims permuted back from `order`: the inverse of `to_wire`."""
+    """Return `tensor` with its dims permuted back, as a view: the inverse of `to_wire` with the same `order`."""
     return tensor.permute(tuple(order.index(dim) for dim in range(len(order))))
 
 
 class Staging:
-    """Memory between a view and what cannot take its strides, allocated once.
+    """Dense memory for copies of views whose strides or dtype an operation cannot take, allocated once.
 
-    The ops of a lane run one after another, so a lane shares its staging; `use` tells apart what one op
-    needs at the same time. What is as large to the next power of two shares memory, whatever its shape: all of a
-    lane's staging for a use is less than four times its largest.
+    The ops of a lane run one after another, so they share the lane's staging; `use` tells apart what one op
+    needs at the same time. Tensors whose bytes round up to the same power of two share memory, whatever their
+    shape: all of a lane's staging for a use is less than four times its largest tensor.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -200,9 +201,10 @@ class Staging:
     def get(
         self, lane: str, use: str, shape: Sequence[int], dtype: torch.dtype, order: Order | None = None
     ) -> Tensor:
-        """Return a dense tensor of logical `shape` whose dims lie in memory in `order`, outermost first.
+        """Return a dense tensor of `shape`, uninitialised, whose dims lie in memory in `order`, outermost first.
 
-        The same memory for the same lane, use and size up to the next power of two. `order` None is row-major.
+        Calls with the same lane, use and bytes up to the next power of two return the same memory. `order` None
+        is row-major.
         """
         size = math.prod(shape) * dtype.itemsize
         bits = max(size - 1, 0).bit_length()
@@ -219,7 +221,7 @@ class Staging:
         """Return the actions that copy `src` to `out` of equal shape, or with `add` add it, for an op of `lane`.
 
         Args:
-            apart: copy `src` to staging first, since the two may share memory.
+            apart: copy `src` to staging first, since `out` and `src` may share memory.
         """
         pairs = None if apart else pair_up(out, src)
         if pairs is None:
@@ -241,7 +243,7 @@ def _is_same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have elements in common; of tensors with gaps, whether they are the same."""
+    """Return whether two tensors overlap in memory; where one has gaps, only whether both are the same view."""
     if not a.numel() or not b.numel() or not a.data_ptr():
         return False
     if (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype):
@@ -256,7 +258,7 @@ def _has_no_gaps(tensor: Tensor) -> bool:
 
 
 class ActionSequence:
-    """Actions one after another, as one."""
+    """One action that runs `steps` one after another."""
 
     __slots__ = ("steps",)
 
@@ -269,12 +271,12 @@ class ActionSequence:
 
 
 def steps_of(action: Action) -> tuple[Action, ...]:
-    """Return the actions that `action` is a sequence of, or (action,)."""
+    """Return the single actions that `action` runs in order, nested `ActionSequence`s flattened."""
     if not isinstance(action, ActionSequence):
         return (action,)
     return tuple(step for each in action.steps for step in steps_of(each))
 
 
 def chain_actions(actions: Sequence[Action]) -> Action:
-    """Return one action that runs these one after another."""
+    """Return one action that runs `actions` one after another."""
     return actions[0] if len(actions) == 1 else ActionSequence(actions)

@@ -14,15 +14,15 @@ Result = TypeVar("Result")
 
 
 class WaitClock:
-    """Counts the runs of all programs that are bound in a context after `TorchContext.count_waits`.
+    """Times the runs of all programs that are bound in a context after `TorchContext.count_waits`.
 
-    A call may run another program, as a stage of a pipeline does: its waits count once, in the program that
-    waits. Compute ops in several lanes at once add up, so then the waits are a lower bound.
+    A `call` op may run another program, such as a pipeline stage: waits in it count once, in that inner program.
+    Times of compute ops that run in several lanes at once add up, so then the waits are a lower bound.
 
     Attributes:
-        run_ns: nanoseconds of runs; the time of a run inside a call of another run counts twice, once for each.
-        compute_ns: nanoseconds of compute ops and of calls, what runs inside a call included.
-        num_runs: how many runs there were, those inside calls included.
+        run_ns: nanoseconds of all runs; the time of a run inside a `call` op of another run counts in both.
+        compute_ns: nanoseconds of compute ops, with all that runs inside `call` ops.
+        num_runs: number of runs, those inside `call` ops included.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,14 @@ class WaitClock:
 
     @property
     def waits_s(self) -> float:
-        """Return the seconds of runs so far in which nothing was computed: exposed communication and bubbles."""
+        """Return the seconds of all runs so far in which this rank computed nothing: `run_ns` - `compute_ns`.
+
+        That is exposed communication and pipeline bubbles.
+        """
         return max(self.run_ns - self.compute_ns, 0) / 1e9
 
     def around_run(self, run: Callable[[], Result]) -> Callable[[], Result]:
-        """Return a function that calls `run` and adds its time to `run_ns`, and 1 to `num_runs`."""
+        """Return a function that calls `run`, returns its result, adds its time to `run_ns`, 1 to `num_runs`."""
 
         def timed() -> Result:
             begin = time.monotonic_ns()

@@ -40,10 +40,11 @@ WireKey = tuple[str, str, int]
 
 
 def wire_orders(program: Program) -> dict[WireKey, Order]:
-    """Return the order of dims, outermost first, in which tensors travel, by (lane, kind of op, number of dims).
+    """Return the order of dims, outermost first, in which tensors are sent, by (lane, kind of op, number of dims).
 
-    The kind is "message", or the kind and name of a collective. The order is that in memory of the buffers that
-    such ops of the lane read and write, or row-major where these differ. Ops that cut a dim send that first.
+    The kind is "message" for sends and receives, or "<kind> <name>" of a collective. The order is the memory order
+    of the buffers that such ops of the lane read and write, or row-major where these differ. Ops that split a dim,
+    such as an all-gather, do not use it: they send that dim first.
     """
     orders: dict[WireKey, Order] = {}
     for op in program.ops():
@@ -62,7 +63,7 @@ def _wire_key(op: Op, num_dims: int) -> WireKey:
 
 
 class MessageExchange:
-    """Messages to and from other ranks, as an action; receives may be posted ahead of it.
+    """An action that sends and receives messages and waits for them; its receives may be posted earlier.
 
     If a receive is posted before its message is sent, the sender need not wait for it. A run that fails may leave
     a receive posted, but then the context is of no further use anyway.
@@ -89,15 +90,15 @@ class MessageExchange:
 
     @property
     def receives(self) -> bool:
-        """Whether any message is received by this rank."""
+        """Return whether the exchange has a message that this rank receives."""
         return bool(self._recvs)
 
     def while_waiting(self, ahead: Callable[[], None]) -> None:
-        """Set a function to call in each run once this exchange's messages are posted, before waiting for them."""
+        """Have each run call `ahead` once this exchange's messages are posted, before it waits for them."""
         self._ahead = ahead
 
     def post_receives(self) -> None:
-        """Post the receives before the action runs. An error is left for the action, which posts them again."""
+        """Post the receives now, before the action runs. Errors are ignored: the action then posts them itself."""
         if self._posted is None:
             with contextlib.suppress(RuntimeError):
                 self._posted = [post() for post in self._recvs]
@@ -120,10 +121,10 @@ class MessageExchange:
 
 
 class GroupEntry:
-    """An action in which the ranks of a group meet: they exchange a message, each with each, once in a run.
+    """An action in which all pairs of ranks of a group exchange a one-byte message, once in a run.
 
-    Messages of two programs never match, for they carry the number of their program; torch's collectives carry
-    none. Ranks that have met run the same program.
+    It makes sure that the ranks run the same program before a torch collective: the tags of messages contain the
+    number of the program, and torch's collectives have no tags.
     """
 
     __slots__ = ("_call", "_meet", "_seen")
@@ -138,7 +139,7 @@ class GroupEntry:
         self._call, self._seen = call, 0
 
     def __call__(self) -> None:
-        """Exchange the messages, unless this run has done it."""
+        """Exchange the messages and wait for them, unless this run has done so already."""
         count = self._call.sequence.count
         if self._seen != count:
             self._seen = count
@@ -146,9 +147,11 @@ class GroupEntry:
 
 
 class GuardedCollective:
-    """One of torch's collectives as an action on a CPU; its wait, within the deadline, may come later.
+    """An action on a CPU that runs one torch collective and waits for it within the deadline.
 
     Args:
+        what: completes "waiting for ..." in errors.
+        peers: the global ranks waited for.
         post: begins the collective, and returns torch's handles (`Work`), which are waited for.
     """
 
@@ -160,7 +163,7 @@ class GuardedCollective:
         self._works: list[Any] | None = None
 
     def post(self) -> None:
-        """Begin the collective before the action, which then only waits for it."""
+        """Begin the collective now; the action, run later, then only waits for it."""
         try:
             self._works = self._post()
         except RuntimeError:
@@ -180,7 +183,10 @@ class GuardedCollective:
 
 @dataclass(frozen=True)
 class Wire:
-    """The communication of one rank: its memory, its process groups, and the wire orders of the program."""
+    """What binds the communication of one rank: its memory, its process groups, and the orders of sent dims.
+
+    `channels` has the channel number of each lane, `orders` the result of `wire_orders`.
+    """
 
     context: TorchContext
     binder: Binder
@@ -197,15 +203,15 @@ class Wire:
 
     @property
     def rank(self) -> int:
-        """The global rank whose ops are bound."""
+        """Return the global rank whose ops are bound."""
         return self.binder.rank
 
     def group(self, lane: str, ranks: Sequence[int]) -> Any:
-        """Return the process group of a lane over `ranks`."""
+        """Return the process group of the global `ranks` for the channel of `lane`."""
         return self.context.group(self.program, self.channels[lane], ranks)
 
     def collective(self, what: str, over: Sequence[int], group: Any, post: Callable[[], Any]) -> Action:
-        """Return an action that runs one of torch's collectives over the global ranks `over`.
+        """Return an action that runs one torch collective over the global ranks `over`, this rank included.
 
         On CPUs, with `meets` and a `call`, the ranks of a group first exchange a one-byte message, each with
         each, before the first collective of the group in a run. So collectives of two programs never match.
@@ -236,9 +242,9 @@ class Wire:
     def exchange(
         self, what: str, group: Any, tag: int, sends: Sequence[Message], recvs: Sequence[Message]
     ) -> list[Action]:
-        """Return the actions that move messages, (tensor, peer) pairs; [] where all are empty.
+        """Return the actions that send and receive messages, (dense tensor, peer) pairs; [] where all are empty.
 
-        Receives are posted before sends, and empty messages are left out.
+        Receives are posted before sends, and messages without elements are left out.
 
         Args:
             what: completes "waiting for ..." in errors.
@@ -259,9 +265,9 @@ class Wire:
         return [MessageExchange(self, what, group, tag, peers, sends, recvs)]
 
     def order(self, op: Op, view: View) -> Order:
-        """Return the dims of a view in the order in which this op sends them, outermost first.
+        """Return the dims of `view` in the order in which `op` sends them, outermost first; see `wire_orders`.
 
-        Not for ops that split a dim, which send that first.
+        Do not use it for ops that split a dim, such as an all-gather, which send that dim first.
         """
         num_dims = len(view.selectors)
         return self.orders.get(_wire_key(op, num_dims), row_major(num_dims))
@@ -274,9 +280,9 @@ class Wire:
         Its dims are those of the view permuted to `order`. There are no actions where it aliases the view.
 
         Args:
-            order: the dims of the view in wire order, outermost first.
-            dtype: of the tensor; None for the view's.
-            own: whether the tensor is overwritten, and so must not alias the view.
+            order: the dims of the view in the order in which they are sent, outermost first.
+            dtype: the dtype of the tensor; None for the view's.
+            own: whether the tensor will be overwritten, and so must not alias the view.
         """
         bound_view = self.binder.view(view)
         dtype = dtype or bound_view.dtype
@@ -305,11 +311,11 @@ class Wire:
         The tensor has the view's dims permuted to `order`; there are no actions where it aliases the view.
 
         Args:
-            order: the dims of the view in wire order, outermost first.
-            dtype: of the tensor; None for the view's.
+            order: the dims of the view in the order in which they are sent, outermost first.
+            dtype: the dtype of the tensor; None for the view's.
             update: whether what arrives is added to the view.
             apart: whether the tensor must not alias the view.
-            use: names the staging memory, where it takes any: equal names in a lane may share memory.
+            use: names the staging memory of the tensor, if any: equal names in a lane may share memory.
         """
         bound_view = self.binder.view(view)
         dtype = dtype or bound_view.dtype
@@ -322,8 +328,8 @@ class Wire:
         return to_wire(packed, order), after
 
     def native_dtype(self, view: View) -> torch.dtype:
-        """Return the dtype in which collectives carry a view's elements: int32 for int16, which gloo lacks,
-        else its own.
+        """Return the dtype in which collectives send a view's elements: int32 for int16, which gloo lacks, else
+        the view's own dtype.
         """
         dtype = self.binder.view(view).dtype
         return torch.int32 if dtype == torch.int16 else dtype

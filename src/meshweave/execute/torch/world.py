@@ -34,9 +34,9 @@ _lock = threading.Lock()
 
 
 def world_liveness() -> Liveness | None:
-    """Return the liveness of this process in the default process group; the first call starts it.
+    """Return the `Liveness` (heartbeat) of this process in the default process group; the first call starts it.
 
-    None for a single rank, without a process group, or where the group has no store.
+    Return None for a single rank, without a process group, or where the group has no store.
     """
     global _current
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -77,7 +77,7 @@ def _is_hosted_by_agent() -> bool:
 
 
 def adopt(liveness: Liveness) -> None:
-    """Use `liveness`, which covers all ranks, as that of the present default process group."""
+    """Make `liveness`, which covers all ranks, the result of `world_liveness` for the default process group."""
     global _current
     with _lock:
         _current = weakref.ref(dist.group.WORLD), liveness
@@ -86,12 +86,13 @@ def adopt(liveness: Liveness) -> None:
 def join_ranks(backend: str = "gloo", *, deadline_s: float = 60.0) -> None:
     """Make the default process group from the environment, as `init_process_group()` does. Collective.
 
-    Each rank has a heartbeat from the first moment, so that a rank that does not come, or is lost before the
-    first context is made, is named.
+    Each rank has a heartbeat from the first moment, so that errors name a rank that does not come, or is lost
+    before the first context is made.
 
     Args:
         backend: as for `torch.distributed.init_process_group`.
-        deadline_s: seconds that the others may take to come, and that a rank may be silent from then on.
+        deadline_s: seconds that the other ranks may take to come; also seconds without a heartbeat after which a
+            rank counts as lost from then on.
 
     Raises:
         BindError: there is a default process group already, or the environment lacks RANK, WORLD_SIZE,
@@ -137,11 +138,12 @@ def join_ranks(backend: str = "gloo", *, deadline_s: float = 60.0) -> None:
 
 
 def form_world(liveness: Liveness, store: Any, num_ranks: int, backend: str, **options: Any) -> None:
-    """Make the default process group within the deadline of `liveness`, which becomes the group's. Collective.
+    """Make the default process group within the deadline of `liveness`, and `adopt` that. Collective.
 
     Args:
         store: a `torch.distributed.Store` that all ranks share.
-        options: for `torch.distributed.init_process_group`.
+        num_ranks: the number of ranks of the group.
+        options: further arguments of `torch.distributed.init_process_group`.
 
     Raises RankLostError or DeadlineError where ranks do not come.
     """
@@ -161,7 +163,7 @@ def _joined(rank: int) -> str:
 
 
 def await_joined(liveness: Liveness, store: Any, num_ranks: int) -> None:
-    """Wait until all ranks are through `form_world`: one that leaves before closes what others connect to.
+    """Wait until all ranks have returned from `form_world`: a rank that ends earlier breaks others' connections.
 
     Raises RankLostError or DeadlineError where ranks do not come.
     """
@@ -189,8 +191,8 @@ _ABORT_TAG = (1 << 16) - 2  # of no program: the first has number 1
 def close_connections(groups: Sequence[Any] | None = None) -> None:
     """Close the gloo connections of process groups, None for all of this process, so that waits over them fail.
 
-    A receive with a timeout of 1 ms does it: at a timeout gloo closes all connections of its group. Groups of
-    other backends are left alone.
+    It posts a receive with a timeout of 1 ms: at a timeout gloo closes all connections of the group. Groups of
+    other backends stay open.
     """
     for group in compat_groups.process_groups() if groups is None else groups:
         with contextlib.suppress(RuntimeError, ValueError):
@@ -205,25 +207,25 @@ def close_connections(groups: Sequence[Any] | None = None) -> None:
 
 
 class SignedStore:
-    """The part of a `torch.distributed.Store` by which ranks agree, with what they write signed; see `signing`.
+    """A `torch.distributed.Store` whose values are signed with the token of the run; see `ranks.signing`.
 
     A value that no rank of this run has written counts as absent in `check`, and as an error where it is read.
 
     Args:
         store: where the values are.
         limit_s: seconds that any one call may take, after which it raises TimeoutError: a call to a store whose
-            host is stopped does not return. None for callers that have a thread to spare.
+            host is suspended never returns. None for no limit.
     """
 
     def __init__(self, store: Any, limit_s: float | None = None) -> None:
         self._store, self._limit_s = store, limit_s
 
     def set(self, key: str, value: str) -> None:
-        """Write the value of a key, signed."""
+        """Write `value`, signed, under `key`."""
         self._call(partial(self._store.set, key, sign(key, value)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys have values that ranks of this run have written."""
+        """Return whether all `keys` have values that ranks of this run have signed."""
         keys = list(keys)
 
         def are_there() -> bool:
@@ -235,13 +237,16 @@ class SignedStore:
         return self._call(are_there)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key that has one. Raises RuntimeError where it is not of this run."""
+        """Return the value of `key`, which must have one, without its signature.
+
+        Raises RuntimeError where no rank of this run has signed it.
+        """
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the value of each key, in order, without its signature; every key must have one.
+        """Return the values of `keys` in order, without their signatures; every key must have a value.
 
-        Raises RuntimeError where one is not of this run.
+        Raises RuntimeError where no rank of this run has signed one of them.
         """
         values = self._call(partial(self._store.multi_get, list(keys)))
         texts = [verify(key, value) for key, value in zip(keys, values, strict=True)]
@@ -250,11 +255,11 @@ class SignedStore:
         return [text.encode() for text in texts if text is not None]
 
     def delete_key(self, key: str) -> None:
-        """Remove a key. Raises RuntimeError or NotImplementedError where the store cannot."""
+        """Remove `key` and its value. Raises RuntimeError or NotImplementedError where the store cannot."""
         self._call(partial(self._store.delete_key, key))
 
     def clone(self) -> SignedStore:
-        """Return the same store over a connection of its own; over this one where it cannot be cloned."""
+        """Return the same store over a new connection; over this one where the store cannot be cloned."""
         clone = getattr(self._store, "clone", None)
         return SignedStore(self._store if clone is None else clone(), self._limit_s)
 
@@ -263,7 +268,7 @@ class SignedStore:
 
 
 def signed_store(limit_s: float | None = None) -> SignedStore:
-    """Return the store of the default process group, for messages between ranks; see `SignedStore`.
+    """Return the store of the default process group as a `SignedStore`; `limit_s` bounds each call, in seconds.
 
     Raises ValueError where there is no default process group.
     """
