@@ -1,8 +1,11 @@
 """Ranks forked from processes that have imported torch: as good as new ones, and none outlives its server."""
 
+import json
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +15,7 @@ pytest.importorskip("torch")
 from meshweave.base.errors import RankLostError
 from meshweave.execute.ranks import launch as launcher
 from meshweave.execute.ranks.launch import launch
-from meshweave_lab.fork_server import _import_missing, fork_servers, start_server
+from meshweave_lab.fork_server import ForkRequest, ForkServer, _import_missing, fork_servers, start_server
 from meshweave_lab.shared_fork_servers import shared_fork_servers
 
 pytestmark = [
@@ -102,6 +105,25 @@ def test_a_shared_server_whose_owner_has_gone_while_it_started_ends():
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         server = start_server("meshweave_lab.shared_fork_servers", listener, [str(os.getppid())])
     assert server.wait(60.0) == 1
+
+
+def test_a_rank_has_not_the_end_of_an_earlier_process_of_its_number():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = object.__new__(ForkServer)  # without a process
+    vars(server).update(
+        _socket=ours, _process=None, _lock=threading.Lock(), _started=[], _statuses={}, _is_gone=False
+    )
+    request = ForkRequest("", {}, "/", True)
+    with theirs:
+        theirs.send(json.dumps([77, None]).encode())
+        first = server.start(request)
+        theirs.send(json.dumps([77, -11]).encode())
+        assert first.poll() == -11
+        theirs.send(json.dumps([77, None]).encode())
+        second = server.start(request)
+        assert second.poll() is None
+    assert second.wait(5.0) == -signal.SIGKILL  # with its server
+    server.close()
 
 
 def test_launching_from_several_threads_keeps_the_ranks_apart():

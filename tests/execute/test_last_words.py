@@ -110,3 +110,30 @@ def test_a_thread_that_waits_is_told_from_one_that_computes():
         waits.join(), outside.join()
     seen.look()
     assert seen.longest_s == 0.0
+
+
+def test_a_thread_that_ends_while_it_is_looked_at_is_no_fault():
+    done = run(
+        """
+import threading
+from meshweave.execute.ranks import monitor
+over, names = threading.Event(), {}
+exec(compile("def wait(over): over.wait()", "/torch/distributed/waits.py", "exec"), names)
+threads = [threading.Thread(target=names["wait"], args=(over,)) for _ in range(12)]
+for thread in threads:
+    thread.start()
+is_in_a_wait = monitor._is_in_a_wait
+
+def while_they_end(frame):
+    over.set()
+    for thread in threads:  # more than the C library keeps the stacks of
+        thread.join()
+    time.sleep(0.1)
+    return is_in_a_wait(frame)
+
+monitor._is_in_a_wait = while_they_end
+monitor._WaitingThreads().look()
+print("goes on")
+"""
+    )
+    assert (done.stdout, done.returncode) == ("goes on\n", 0), done.stderr

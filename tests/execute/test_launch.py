@@ -1,19 +1,24 @@
 """Real processes that die, fail, hang and dawdle."""
 
+import json
 import os
 import re
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from meshweave.base.errors import BindError, DeadlineError, RankLostError
 from meshweave.execute.ranks import launch as launcher
+from meshweave.execute.ranks.job import report_path, write_json
 from meshweave.execute.ranks.launch import RankError, launch
 from meshweave.execute.ranks.worker import resolve
 
@@ -34,6 +39,14 @@ def any_start(request, monkeypatch):
     """Start ranks as other tests do, and as a user does."""
     if request.param == "new interpreters":
         monkeypatch.setattr(launcher, "rank_starter", None)
+
+
+def test_threads_that_report_at_once_leave_a_whole_report(monkeypatch, tmp_path):
+    both, replace = threading.Barrier(2, timeout=20.0), Path.replace
+    monkeypatch.setattr(Path, "replace", lambda part, to: (both.wait(), replace(part, to)))
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(partial(write_json, report_path(tmp_path, 0)), (1, 2)))
+    assert json.loads(report_path(tmp_path, 0).read_text()) in (1, 2)
 
 
 def test_results_come_back_in_order_and_a_slow_rank_is_not_lost(any_start):

@@ -85,11 +85,18 @@ def test_a_failure_of_ones_own_stays_what_it_was(world):
         raise LayoutError("no")
 
 
-def test_a_rank_that_fails_is_named_with_its_error(world):
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        (KeyError("colour"), "KeyError: 'colour'"),
+        (ValueError("no caf\udce9.txt"), r"ValueError: no caf\udce9.txt"),
+    ],
+)
+def test_a_rank_that_fails_is_named_with_its_error(world, own, words):
     ranks, _ = world(3)
-    ranks[1].close(KeyError("colour"))
+    ranks[1].close(own)
     error = fail(ranks[0])
-    assert str(error) == "rank 1 failed (KeyError: 'colour') while waiting for the halo"
+    assert str(error) == f"rank 1 failed ({words}) while waiting for the halo"
     assert error.missing == (1,)
 
 

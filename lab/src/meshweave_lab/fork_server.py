@@ -137,7 +137,7 @@ class ForkServer:
                 self._process = start_server(__name__, theirs, preload)
         self._lock = threading.Lock()  # over the socket and what was read from it
         self._started: list[int] = []
-        self._statuses: dict[int, int] = {}
+        self._statuses: dict[int, int | None] = {}
         self._is_gone = False
 
     @property
@@ -165,7 +165,7 @@ class ForkServer:
         with self._lock:
             self._read(block=False)
             lost = -int(signal.SIGKILL) if self._is_gone else None
-            return self._statuses.get(pid, lost)
+            return lost if (status := self._statuses[pid]) is None else status
 
     def close(self) -> None:
         """End the server, and with it whatever still runs of its ranks."""
@@ -184,10 +184,9 @@ class ForkServer:
                 self._is_gone = True
                 return
             pid, status = json.loads(message)
+            self._statuses[pid] = status  # None of a new rank, though an earlier one may have had its number
             if status is None:
                 self._started.append(pid)
-            else:
-                self._statuses[pid] = status
             block = False
 
 

@@ -45,7 +45,7 @@ def by_field(options: Mapping[str, Any], names: Mapping[str, str] = SHORT_NAMES)
 def require_tensor(tensor: object, what: str, kind: type[MeshweaveError]) -> int | tuple[int, int]:
     """Return a number of ranks, or a mesh (d1, d2) of them, in ints.
 
-    Raises an error of class `kind` where `tensor` is neither; `what` names the value at the beginning of its message.
+    Raises an error of class `kind` where `tensor` is neither; `what` names the value in its message.
     """
     sizes = tensor if isinstance(tensor, tuple) else (tensor,)
     if len(sizes) != (2 if isinstance(tensor, tuple) else 1):

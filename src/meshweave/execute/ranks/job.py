@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,10 @@ def stacks_path(folder: Path, rank: int) -> Path:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON to `path` atomically: a writer that is killed leaves no half-written file there."""
-    part = path.with_suffix(".part")
+    """Write `value` as JSON to `path` atomically: a writer that is killed leaves no half-written file there.
+
+    Threads may write one file at once, as those do that report why their process ends.
+    """
+    part = path.with_suffix(f".{threading.get_ident()}.part")
     part.write_text(json.dumps(value))
     part.replace(path)

@@ -33,6 +33,7 @@ _NUM_WATCHED = 2  # ranks that each rank watches
 _LOOK_S = 0.1
 _WAITING_S = 0.5  # in one place, after which waits are ended
 _HELPLESS_S = 1.5  # in one place, after which the process is
+_CLOCK_OF_A_THREAD = 6  # in the last three bits of a clock's number: CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED
 
 
 class MonitoredRank(Protocol):
@@ -145,13 +146,14 @@ class _WaitingThreads:
 
     def look(self) -> None:
         """Look at all threads, and set `longest_s` and `place` by what has changed since the last look."""
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        threads = {thread.ident: thread for thread in threading.enumerate()}
         now, seen = time.monotonic(), self._seen
         self._seen, self.longest_s = {}, 0.0
         for ident, frame in sys._current_frames().items():
-            if names.get(ident, "meshweave-").startswith("meshweave-") or not _is_in_a_wait(frame):
+            thread = threads.get(ident)
+            if thread is None or thread.name.startswith("meshweave-") or not _is_in_a_wait(frame):
                 continue
-            at, cpu_s = (id(frame), frame.f_lasti), _cpu_s(ident)
+            at, cpu_s = (id(frame), frame.f_lasti), _cpu_s(thread.native_id)
             before, since, cpu_before_s = seen.get(ident, (at, now, cpu_s))
             if before != at or cpu_s - cpu_before_s > 0.5 * (now - since):
                 since, cpu_before_s = now, cpu_s
@@ -190,10 +192,17 @@ def user_line(path: str, line: int) -> str:
     return "" if any(part in path for part in _OF_LIBRARIES) else f"{Path(path).name}:{line}"
 
 
-def _cpu_s(ident: int) -> float:
+def _cpu_s(native_id: int | None) -> float:
+    """Return how long a thread of this process has computed, in seconds; 0.0 where it has ended, or off Linux.
+
+    The kernel is asked by its own number of the thread: `pthread_getcpuclockid` reads the memory of one that may
+    have ended meanwhile, which is a segmentation fault.
+    """
+    if native_id is None or not sys.platform.startswith("linux"):
+        return 0.0
     try:
-        return time.clock_gettime(time.pthread_getcpuclockid(ident))
-    except (OSError, AttributeError):  # it has ended, or this is no Linux
+        return time.clock_gettime(~native_id << 3 | _CLOCK_OF_A_THREAD)
+    except OSError:
         return 0.0
 
 

@@ -28,7 +28,11 @@ def new_token() -> str:
 
 
 def sign(key: str, text: str) -> str:
-    """Return the value to store under `key`: "<signature> <text>", or `text` alone where the run has no token."""
+    """Return the value to store under `key`: "<signature> <text>", or `text` alone where the run has no token.
+
+    What is no Unicode in it, as in some names of files, is escaped, for a store does not take that.
+    """
+    text = text.encode(errors="backslashreplace").decode()
     token = os.environ.get(TOKEN_VARIABLE)
     return f"{_signature(token, key, text)} {text}" if token else text
 

@@ -68,7 +68,7 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 def refuse_features(module: nn.Module, layers: str, runs_own_code: bool, offered: Iterable[str] = ()) -> None:
     """Make the methods of transformers that would not work on a parallelised model raise UnsupportedError.
 
-    Copying, pickling, shared memory, DDP, adapters of PEFT and tensors loaded in other placements are refused, too.
+    Copying, pickling, shared memory, DDP, adapters of PEFT and loading tensors placed otherwise are refused, too.
 
     Args:
         module: the model, changed in place.
@@ -103,8 +103,7 @@ class PlacedModules:
 
     Args:
         module: the parallelised model.
-        layers: the name of its list of layers; each may be wrapped later, since the model calls what is in the
-            list.
+        layers: the name of its list of layers; each may be wrapped later, for the model calls what is there.
         called: the modules that the model calls, so that hooks on them run; None for all.
     """
 
@@ -135,7 +134,7 @@ class PlacedModules:
 
     def check(self) -> None:
         """Raise UnsupportedError, naming the first module replaced or with hooks that would not run, or the first
-        parameter added, replaced, tied or removed since it was noted, on the meta device, or with `.data` assigned.
+        parameter added, replaced, tied or removed since it was noted, on the meta device or with `.data` set.
         """
         unused = zip(self._uncalled, self._unused_hooks, strict=True) if any(self._unused_hooks) else ()
         if name := next((path for path, hooks in unused if any(map(_is_of_user, hooks.values()))), None):
