@@ -164,6 +164,7 @@ COLUMNS = f"{ROWS},{','.join(f'c{number}' for number in range(60_000))}\n"
             "more than 4,194,304 numbers in the steps of its rings",
         ),
         (["tune", "algorithm", "meshslice", "--set", "mesh_shape=99999x99999"], "", "limit of 262,144"),
+        (["show", "1f1b", "--set", "micro_batches=100000000"], "", "200,000,000 forwards"),
         ([*PIPELINE, "1000", "--micro-batches", "1000"], "", "1,000,000 forwards"),
         ([*PIPELINE, "65536", "--micro-batches", "1"], "", "--stages is 65536; give 1 to 4096"),
         (["pipeline", "zb-2p", "--stages", "200", "--micro-batches", "100"], "", "over the limit of 16,384"),

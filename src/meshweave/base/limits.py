@@ -101,7 +101,7 @@ SIMULATED_ROUTES = Limit(200_000, "pairs of ranks that send to each other", _SIM
 
 SCHEDULE_STAGES = Limit(1 << 12, "stages", "a pipeline schedule")
 SCHEDULE_FORWARDS = Limit(
-    1 << 16, "forwards, stages times micro-batches", "a pipeline schedule that is written by name"
+    1 << 16, "forwards, stages times micro-batches", "a pipeline schedule by name that is written out"
 )
 SEARCHED_FORWARDS = Limit(
     1 << 14, "forwards, stages times micro-batches", "a pipeline schedule that is searched, zb-1p or zb-2p"

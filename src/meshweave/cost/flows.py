@@ -71,7 +71,7 @@ def _message_flows(
         line, lines = np.zeros_like(ahead), 1
         for each, size in beside:
             line, lines = line * size + each, lines * size
-        ways = []
+        directed = []
         for hops, begin in (
             (np.where(forth, ahead, 0), at[axis]),
             (left := np.where(forth, 0, length - ahead), (at[axis] - left + 1) % length),
@@ -80,8 +80,8 @@ def _message_flows(
             more, less = (np.bincount(each, minlength=lines * 2 * length) for each in (begin, begin + hops))
             passing = np.cumsum((more - less).reshape(lines, 2, length), axis=None).reshape(lines, 2, length)
             others = [size for _, size in beside]
-            ways.append(np.moveaxis(passing.sum(axis=1).reshape(*others, length), -1, axis).ravel())
-        flows.append(np.stack(ways))
+            directed.append(np.moveaxis(passing.sum(axis=1).reshape(*others, length), -1, axis).ravel())
+        flows.append(np.stack(directed))
         at[axis] = to[axis]
     return tuple(flows)
 

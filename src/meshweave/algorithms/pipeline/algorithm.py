@@ -22,6 +22,7 @@ from meshweave.algorithms.pipeline.problem import PipelineProblem
 from meshweave.algorithms.pipeline.program import Transfers, pipeline_program
 from meshweave.algorithms.pipeline.tensors import tensor_layouts
 from meshweave.base.errors import LayoutError
+from meshweave.base.limits import SCHEDULE_FORWARDS
 from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster
@@ -173,8 +174,13 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         yield PipelineConfig("blocking", network=network)
 
     def program(self, problem: PipelineProblem, config: PipelineConfig) -> Program:
-        """Return the program of the schedule. Raises LayoutError where `refusal` has a reason."""
-        refusal = self.refusal(problem)
+        """Return the program of the schedule.
+
+        Raises LayoutError where `refusal` has a reason, and where the schedule is over `SCHEDULE_FORWARDS`.
+        """
+        refusal, num_forwards = self.refusal(problem), problem.num_stages * problem.micro_batches
+        if refusal is None and num_forwards > SCHEDULE_FORWARDS.most:
+            refusal = SCHEDULE_FORWARDS.refusal(num_forwards)
         if refusal is not None:
             raise LayoutError(f"{self.name}: {refusal}")
         return pipeline_program(

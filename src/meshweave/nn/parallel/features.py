@@ -63,6 +63,7 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "use_cache": (False,), "output_hidden_states": (False,), "output_attentions": (False,),
     "return_dict": (True,), "logits_to_keep": (0,), "num_logits_to_keep": (0,),
 }  # fmt: skip
+_IN_PLACE = "change values in place, as parameter.copy_(values) does under torch.no_grad()"
 
 
 def refuse_features(module: nn.Module, layers: str, runs_own_code: bool, offered: Iterable[str] = ()) -> None:
@@ -177,8 +178,7 @@ class PlacedModules:
             if is_other or (len(parameters) > count and type(owner).__module__.startswith("meshweave.")):
                 put = name if is_other else f"a parameter beside {name}"
                 raise UnsupportedError(
-                    f"{put} was put there after parallelize, and is not computed: change values in place, as "
-                    "parameter.copy_(values) does under torch.no_grad(), or put it there before parallelize"
+                    f"{put} was put there after parallelize, and is not computed: {_IN_PLACE}, or do it before"
                 )
             if isinstance(parameter, DTensor):
                 if compat.local_tensor(parameter).is_meta:
@@ -186,7 +186,8 @@ class PlacedModules:
                         f"{name} is on the meta device: to_empty() gives it memory, and load_weights or an "
                         "initialisation values, before a call"
                     )
-                self._check_data(name, parameter)
+                if own:  # of tied names the first, for which a name after it is another's
+                    self._check_data(name, parameter)
 
     def _check_data(self, name: str, parameter: DTensor) -> None:
         """Raise UnsupportedError where `.data` of a parameter was assigned: a DTensor takes no notice of it."""
@@ -194,8 +195,7 @@ class PlacedModules:
         before = self._memory.get(name, now)
         if now[0] != before[0] and before[1]() is compat.local_tensor(parameter):
             raise UnsupportedError(
-                f"{name}.data was assigned, of which a DTensor takes no notice: change values in place, as "
-                "parameter.copy_(values) does under torch.no_grad()"
+                f"{name}.data was assigned, of which a DTensor takes no notice: {_IN_PLACE}"
             )
         self._memory[name] = now
 
