@@ -60,7 +60,7 @@ class Machine(PlacedMeshes):
     network. Closed forms know how many messages of an axis pass each link, as on a `RingNetwork` (`flows`).
 
     `placement` is the chip of each global rank, a permutation of all chips. Paths, links between two ranks and
-    the hosts of groups follow it; of the network axis of a mesh axis its share of links alone does.
+    the hosts of groups follow it. The network axis of a mesh axis does not, except for its share of links.
 
     Raises:
         LayoutError: there are more ranks than chips, or the placement is no permutation.

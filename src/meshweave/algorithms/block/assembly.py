@@ -61,9 +61,10 @@ def write_skeleton(
 def write_sized_skeleton(
     problem: BlockProblem, roles: Roles, mesh: Mesh, overlap: Overlap = "layers"
 ) -> SizedSkeleton:
-    """Return rank 0's tasks of a block that does not cut its batch, for any number of sequences per rank.
+    """Return what rank 0 of a block computes and sends, as tasks to be priced, for any number of sequences a rank.
 
-    The batch of the problem is ignored. `overlap` is as in `BlockConfig`.
+    The batch is not cut into chunks; that of `problem` is ignored. `roles` say what each axis of `mesh` shards.
+    `overlap` is as in `BlockConfig`.
     """
     writer = SizedWriter(problem, mesh, batch_dims(roles), overlap)
     _layers(writer.problem, roles, writer).write()

@@ -294,7 +294,7 @@ class NodeWriter(BlockTensors):
     def reduce(self, landed: Stored, out: Stored) -> None:
         """Write the reduction of a weight's gradient over ranks, from the partial sums `landed` into `out`.
 
-        If the roles reduce last, it is written at the end of the program instead.
+        If the strategy reduces after the whole backward part (`Roles.reduces_last`), it is written there instead.
         """
         self.writer.cut()
         if self.roles.reduces_last:

@@ -83,9 +83,10 @@ def within(side: Side, mesh: Mesh, dims: AxisDims, num_axes: int) -> int | None:
 
 
 def largest_extent(mesh: Mesh, side: Side, dims: AxisDims) -> int:
-    """Return the most elements of a side that any rank has; rank 0 has that many.
+    """Return how many elements of one dim of a tensor (`side`) the rank with most of them has, which is rank 0.
 
-    `dims` has for each mesh axis the `dim` of the side that it shards, or "" or "partial".
+    They are whole units. `dims` names for each mesh axis the dim that it shards, "" or "partial" for none; an axis
+    shards the side where it names `side.dim`.
     """
     count = side.count
     for dim, parts in zip(dims, mesh.shape, strict=True):

@@ -58,7 +58,7 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
 
     @abstractmethod
     def text(self, problem: ExpertsProblem, config: ConfigT) -> str:
-        """Return the program for any routing as text for `parse`; tables of `counts` are inputs of it."""
+        """Return the program for any routing as text for `parse`; the row counts of `counts` are inputs of it."""
 
     def counted_program(self, problem: ExpertsProblem, config: ConfigT) -> Program:
         """Return the program for any routing; the tables that `counts` returns are inputs of it.

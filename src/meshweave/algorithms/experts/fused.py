@@ -63,7 +63,7 @@ class FusedExperts(ExpertsAlgorithm[TokenSlices]):
             count *= 2
 
     def text(self, problem: ExpertsProblem, config: TokenSlices) -> str:
-        """Return the program for any routing as text for `parse`; tables of `counts` are inputs of it.
+        """Return the program for any routing as text for `parse`; the row counts of `counts` are inputs of it.
 
         Raises:
             LayoutError: a slice would have no tokens; or there are several slices of a dispatch or combine alone,

@@ -77,7 +77,7 @@ class HierarchicalText:
         return _TENSORS | (_GRADIENTS if self.problem.part == "training" else {})
 
     def text(self) -> str:
-        """Return the program for any routing as text for `parse`; tables of row counts are inputs of it."""
+        """Return the program for any routing as text for `parse`; the row counts of `counts` are inputs of it."""
         problem = self.problem
         ranks, most, sent = problem.num_ranks, problem.most_rows, problem.tokens * problem.top_k
         mesh = replace(problem.mesh, name="ep", axes=("host", "local"))
@@ -219,7 +219,7 @@ class HierarchicalExperts(UnchosenExperts):
         return None
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
-        """Return the program for any routing as text for `parse`; tables of `counts` are inputs of it."""
+        """Return the program for any routing as text for `parse`; the row counts of `counts` are inputs of it."""
         return HierarchicalText(problem, self.title).text()
 
     def counts(

@@ -117,7 +117,7 @@ class LayerText:
     # --- the program ----------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """Return the program for any routing as text for `parse`; tables of row counts are inputs of it."""
+        """Return the program for any routing as text for `parse`; the row counts of `counts` are inputs of it."""
         part = self.problem.part
         names = {
             "layer": (self._layer, "PQHAZB"),

@@ -76,5 +76,5 @@ class PairwiseRounds(UnchosenExperts):
     source = "Thakur and Gropp, EuroPVM/MPI '03, section 4.3"
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
-        """Return the program for any routing as text for `parse`; tables of `counts` are inputs of it."""
+        """Return the program for any routing as text for `parse`; the row counts of `counts` are inputs of it."""
         return LayerText(problem, self.title, PairwiseExchange()).text()

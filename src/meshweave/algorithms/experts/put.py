@@ -27,7 +27,7 @@ class PutToOwner(UnchosenExperts):
     shares_nics = True
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
-        """Return the program for any routing as text for `parse`; tables of `counts` are inputs of it."""
+        """Return the program for any routing as text for `parse`; the row counts of `counts` are inputs of it."""
         return LayerText(problem, self.title, self).text()
 
     def temps(self, layer: LayerText, tensor: str, use: str) -> Iterator[str]:

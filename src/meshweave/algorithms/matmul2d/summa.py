@@ -341,7 +341,7 @@ class Summa(Matmul2d):
         return Skeleton((Phase(1, tuple(tasks)),))
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
-        """Yield a skeleton for each number of packets; the fastest takes no longer than any candidate."""
+        """Yield rank 0's tasks for each number of packets; the fastest bounds all candidates' times from below."""
         return (self.config_lower_bound(problem, Matmul2dConfig(packets=packets)) for packets in PACKETS)
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:

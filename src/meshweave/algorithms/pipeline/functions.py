@@ -22,7 +22,9 @@ STASH_BYTES_PER_ROW = Stash(4, 4, 4)
 
 
 def stage_functions(problem: PipelineProblem) -> dict[str, Callable[..., Any]]:
-    """Return the functions that the program's `call` ops run, by name.
+    """Return stand-ins for the functions that the program's `call` ops run, by name: sums modulo `MODULUS`.
+
+    They show which operands arrived; they are no stage of a model, and no derivatives.
 
     Those of stage i are stage{i} for the forward, and stage{i}_recompute, stage{i}_input_grad,
     stage{i}_weight_grad and, for both gradients in one, stage{i}_backward. "marker" does nothing.

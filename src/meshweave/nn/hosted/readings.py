@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -160,16 +161,15 @@ def scale_of(call: ModuleCall, weight: Tensor) -> float:
     Raises UnsupportedError where its result is not rows of the table times one factor.
     """
     assert call.made is not None
-    rows = call.made.flatten(0, -2)
-    scale = rows.norm() / weight.norm()
-    best, error = 1.0, None
-    for row in rows:
-        factors = (weight @ row) / weight.square().sum(1)
-        off = (factors[:, None] * weight - row).norm(dim=1)
+    rows, squares = call.made.flatten(0, -2), weight.square().sum(1).clamp_min(torch.finfo(weight.dtype).tiny)
+    scales: list[float] = []
+    for row in rows[rows.norm(dim=1) > 0]:  # a row of zeros, as of padding, has any factor
+        factors = (weight @ row) / squares
+        off = (factors[:, None] * weight - row).norm(dim=1) / row.norm()
         at = int(off.argmin())
-        best, error = float(factors[at]), max(float(off[at] / row.norm().clamp_min(1e-9)), error or 0.0)
-    if error is None or error > 1e-5 or not torch.isfinite(scale):
+        scales.append(float(factors[at]) if off[at] <= 1e-5 else math.nan)
+    if not scales or not max(scales) - min(scales) <= 1e-5 * abs(scales[0]) or math.isnan(sum(scales)):
         raise UnsupportedError(
-            f"{call.path}: {type(call.module).__name__} computes more than rows of its table"
+            f"{call.path}: {type(call.module).__name__} computes more than rows of its table times one factor"
         )
-    return 1.0 if abs(best - 1) < 1e-9 else best
+    return 1.0 if abs(scales[-1] - 1) < 1e-9 else scales[-1]

@@ -99,7 +99,7 @@ class ModelMap:
 
 
 def check_layer(layer: nn.Module, names: LayerMap, where: str) -> None:
-    """Raise UnsupportedError where a layer has a parameter in none of the modules that `names` has.
+    """Raise UnsupportedError where a layer has a parameter that is in no linear layer or norm of `names`.
 
     `where` is the layer's name, for errors.
     """
@@ -107,7 +107,7 @@ def check_layer(layer: nn.Module, names: LayerMap, where: str) -> None:
     for name, _ in layer.named_parameters():
         if name.rpartition(".")[0] not in known:
             raise UnsupportedError(
-                f"{where}.{name}: a parameter that the map of a layer does not name; it would not take part"
+                f"{where}.{name}: in no linear layer or norm that the map names; it would not take part"
             )
 
 
