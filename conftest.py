@@ -23,7 +23,8 @@ sampling.register_profiles()
 IMPORTED_ONCE = (
     "meshweave.nn.parallel.parallelize", "meshweave.nn.prove.proof", "meshweave.nn.training.state",
     "meshweave.nn.weights", "meshweave.algorithms.step", "meshweave.tune.plan", "torch.distributed.fsdp",
-    "transformers.generation.utils", "transformers.models.llama.modeling_llama",
+    "transformers.generation.utils", "transformers.models.llama.modeling_llama", "peft",
+    "torch._dynamo.backends.common", "torch._inductor.pattern_matcher",
 )  # fmt: skip
 """What ranks of many tests import, which takes each of them seconds; a server leaves out what is not here."""
 

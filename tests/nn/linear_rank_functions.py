@@ -37,7 +37,7 @@ from meshweave.execute.torch.context import TorchContext
 
 def gradients(check: Check) -> None:
     mesh, whole_a, whole_b = square(), integers((5, 6), 1), integers((6, 7), 2)
-    for of_a, of_b in check.some([(False, True), (False, False), (True, False), (True, True)], 2):
+    for of_a, of_b in check.some([(False, True), (False, False), (True, False), (True, True)], 3):
         a = placed(whole_a, mesh, (S0, P)).requires_grad_(of_a)
         b = placed(whole_b, mesh, (R, S1)).requires_grad_(of_b)
         check.product(f"needs {of_a} {of_b}", a, b, (S1, S0))
@@ -108,7 +108,7 @@ def biases(check: Check) -> None:
     ]
     lies: list[Placements] = [(R, R), (S0, R), (S0, S0), (P, S0), (P, P), (R, P)]
     cases = [(out, lies[at % 6]) for number, out in enumerate(outs) for at in (number, 2 * number + 3)]
-    for number, (out, lie) in check.some(enumerate(cases), 4):
+    for number, (out, lie) in check.some(enumerate(cases), 7):
         x_, w_ = ((S0, R), (R, S0)) if number % 2 else ((S1, S2), (S0, S1))
         parts = [placed(x, mesh, x_), placed(w, mesh, w_), placed(bias, mesh, lie)]
         for one in parts:
@@ -151,7 +151,7 @@ STYLES: dict[str, tuple[Placements, list[Placements]]] = {
 def training(check: Check) -> None:
     """Two steps of SGD of a model of torch's own layers equal those of the dense one."""
     mesh, xs, ys = square(), integers((2, 3, 7, 6), 1), integers((2, 3, 7, 5), 2)
-    for style, (of_x, of_parameters) in check.some(STYLES.items(), 2):
+    for style, (of_x, of_parameters) in check.some(STYLES.items(), 3):
         dense, model = Mlp(), Mlp()
         names = [name for name, _ in model.named_parameters()]
         for name, placements in zip(names, of_parameters, strict=True):

@@ -11,7 +11,6 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from hypothesis import settings
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.ranks.job import RankContext
@@ -71,6 +70,8 @@ def launched(
     start: Callable[..., list[Any]], target: str, sections: Mapping[str, str], env: Mapping[str, str]
 ) -> list[dict[str, list[str]]]:
     """What four ranks say in function `target`, which calls `run`; `start` is a launch, or a shared one."""
+    from hypothesis import settings  # here: ranks import this module, and would need half a second for it
+
     answers: list[dict[str, list[str]]] = start(
         target,
         4,

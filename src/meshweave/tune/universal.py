@@ -108,13 +108,6 @@ class _EstimatedVariant:
     is_certain: bool
     """Whether copies of C surely have the same bits; other variants are not chosen."""
 
-    @classmethod
-    def of(cls, problem: UniversalProblem, config: UniversalConfig, rates: RankRates) -> _EstimatedVariant:
-        """Return a config of a problem with its bytes and its seconds at these rates."""
-        slicing = Slicing(problem, config)
-        moved = volume(slicing)
-        return cls(slicing, moved, estimate_universal(moved, rates), replicas_have_same_bits(slicing))
-
     def key(self, objective: Objective) -> tuple[float, float]:
         """Return the sort key: (bytes, seconds) for the objective "bytes", (seconds, bytes) for "time".
 
@@ -123,6 +116,19 @@ class _EstimatedVariant:
         if not self.is_certain:
             return math.inf, math.inf
         return _key(self.estimate, self.volume, objective)
+
+
+@lru_cache(maxsize=1024)
+def _estimated(problem: UniversalProblem, config: UniversalConfig, rates: RankRates) -> _EstimatedVariant:
+    """Return a config of a problem with its bytes and its seconds at these rates.
+
+    Kept, as a product is searched for the fewest bytes and for the least time, and once more when it is chosen.
+    """
+    slicing = Slicing(problem, config)
+    moved = volume(slicing)
+    return _EstimatedVariant(
+        slicing, moved, estimate_universal(moved, rates), replicas_have_same_bits(slicing)
+    )
 
 
 def _key(estimate: UniversalEstimate, moved: Volume, objective: Objective) -> tuple[float, float]:
@@ -137,12 +143,9 @@ def _settled(
     """Return the best of a variant: in which layouts partial operands are summed, and how a team shares its
     work.
     """
-    known: dict[UniversalConfig, _EstimatedVariant] = {}
 
     def evaluate(config: UniversalConfig) -> _EstimatedVariant:
-        if config not in known:
-            known[config] = _EstimatedVariant.of(problem, config, rates)
-        return known[config]
+        return _estimated(problem, config, rates)
 
     def key(candidate: _EstimatedVariant) -> tuple[float, float]:
         return candidate.key(objective)

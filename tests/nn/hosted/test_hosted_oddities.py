@@ -23,28 +23,40 @@ def _launched(cases: list[tuple[str, str, str]], num_ranks: int = 2) -> list[dic
     return list(ranks)
 
 
+ROWS_AND_HEADS = [
+    ("unseen", "llama", "megatron"),
+    ("masked", "diffllama", "all_to_all_heads"),
+    ("one_head_of_keys", "gemma3_text", "megatron"),
+    ("packed", "granitemoe", "zero3"),
+    ("set_afterwards", "gpt2", "megatron"),
+]
+MORE_ROWS_AND_HEADS = [
+    ("unseen", "llama", "data_parallel"),
+    ("masked", "deepseek_v3", "megatron"),
+    ("one_head_of_keys", "olmo2", "megatron_sp"),
+    ("set_afterwards", "llama", "megatron"),
+]
+
+
 @pytest.mark.gloo
-def test_padded_rows_with_dropout_and_one_head_of_keys() -> None:
-    cases = [
-        ("unseen", "llama", "megatron"),
-        ("unseen", "llama", "data_parallel"),
-        ("masked", "diffllama", "all_to_all_heads"),
-        ("masked", "deepseek_v3", "megatron"),
-        ("one_head_of_keys", "gemma3_text", "megatron"),
-        ("one_head_of_keys", "olmo2", "megatron_sp"),
-        ("packed", "granitemoe", "zero3"),
-        ("set_afterwards", "gpt2", "megatron"),
-        ("set_afterwards", "llama", "megatron"),
-    ]
+@pytest.mark.parametrize(
+    "cases", [ROWS_AND_HEADS, pytest.param(MORE_ROWS_AND_HEADS, marks=pytest.mark.slow)], ids=["few", "more"]
+)
+def test_padded_rows_with_dropout_and_one_head_of_keys(cases: list[tuple[str, str, str]]) -> None:
     for answers in _launched(cases):
         for name, off in answers.items():
             assert not isinstance(off, str) and max(off) < TOLERANCE, (name, off)
 
 
+ANGLES = [("reaching", "llama", "zero3"), ("reaching", "moshi", "ring_attention")]
+MORE_ANGLES = [("reaching", "llama", "ring_attention"), ("reaching", "moshi", "data_parallel")]
+
+
 @pytest.mark.gloo
-def test_angles_follow_from_the_last_position_of_all_ranks() -> None:
-    cases = [("reaching", "llama", "zero3"), ("reaching", "llama", "ring_attention")]
-    cases += [("reaching", "moshi", "data_parallel"), ("reaching", "moshi", "ring_attention")]
+@pytest.mark.parametrize(
+    "cases", [ANGLES, pytest.param(MORE_ANGLES, marks=pytest.mark.slow)], ids=["few", "more"]
+)
+def test_angles_follow_from_the_last_position_of_all_ranks(cases: list[tuple[str, str, str]]) -> None:
     for answers in _launched([*cases, ("reaching", "falcon", "ring_attention")]):
         said = answers.pop("reaching falcon ring_attention")
         assert said.endswith("computes attention by code of its own, which does not run in a ring")

@@ -69,25 +69,30 @@ def test_numbers_of_unlike_choices_differ_and_add_up_exactly(dtype: torch.dtype,
     assert torch.equal(total.double(), num_ranks * digits.double())
 
 
+SHARDED, SPREAD, CUT, _ = LAYOUTS[4]
+EACH_KIND: list[Case] = [
+    *(("compared", kind, layout, {"clip": 0.01}) for kind, layout in zip(FOUR, LAYOUTS[4], strict=True)),
+    ("compared", "qwen3_moe", SHARDED, {"shape": (7, 12)}),
+    ("compared", "mixtral", SPREAD, {"routing": "ties"}),
+]
+MORE_OF_KINDS: list[Case] = [
+    ("compared", "qwen3_moe", SPREAD, {"dtype": "float32"}),
+    ("compared", "mixtral", CUT, {"changes": {"output_router_logits": True}}),
+    ("compared", "deepseek_v3", SPREAD, {"check": True}),
+]
+
+
 @pytest.mark.gloo
 @pytest.mark.timeout(900)
-def test_losses_and_gradients_are_those_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "cases", [EACH_KIND, pytest.param(MORE_OF_KINDS, marks=pytest.mark.slow)], ids=["kinds", "more"]
+)
+def test_losses_and_gradients_are_those_of_one_process(cases: list[Case], tmp_path: Path) -> None:
     """Of each architecture in another layout, of ties of all tokens, unequal shares, and grouped products.
 
     A batch that leaves a rank without rows is refused, also where experts cut the ranks of data in two.
     """
-    cases: list[Case] = [
-        ("compared", kind, layout, {"clip": 0.01}) for kind, layout in zip(FOUR, LAYOUTS[4], strict=True)
-    ]
-    spread = LAYOUTS[4][1]
-    cases += [
-        ("compared", "mixtral", spread, {"routing": "ties"}),
-        ("compared", "qwen3_moe", LAYOUTS[4][0], {"shape": (7, 12)}),
-        ("compared", "qwen3_moe", spread, {"dtype": "float32"}),
-        ("compared", "mixtral", LAYOUTS[4][2], {"changes": {"output_router_logits": True}}),
-        ("compared", "deepseek_v3", spread, {"check": True}),
-    ]
-    few: Case = ("compared", "mixtral", LAYOUTS[4][0], {"shape": (5, 12)})
+    few: Case = ("compared", "mixtral", SHARDED, {"shape": (5, 12)})
     *answers, of_few = _answers([*cases, few], 4, tmp_path)
     _check(cases, answers)
     assert "batch 5 is not shared out to 4 ranks" in of_few, of_few
