@@ -45,9 +45,9 @@ def _check_flat(listed: list[dict[str, Any]], since: int, slack: float) -> None:
 
 
 @pytest.mark.gloo
-def test_forty_steps_of_changing_sizes() -> None:
-    for listed in _held("megatron_sp", 40, 10, most_length=2, cache_bytes=5_000_000):
-        _check_flat(listed, 20, 0.08)
+def test_thirty_two_steps_of_changing_sizes() -> None:
+    for listed in _held("megatron_sp", 32, 8, most_length=2, cache_bytes=5_000_000):
+        _check_flat(listed, 16, 0.08)
 
 
 @pytest.mark.gloo
