@@ -139,7 +139,7 @@ class ByCandidates(TwoDigits):
     def branches(self, problem: Digits, part: Any = None, limit_s: float = 0.0) -> None:
         return None
 
-    def machine(self, *_: Any) -> Any:
+    def machine(self, problem: Digits, config: tuple[int, int], cluster: Any) -> Any:
         return None
 
 

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeVar, get_args
 
 from meshweave.algorithms.block.megatron import MegatronSequence
@@ -268,7 +268,7 @@ class StepProblem:
     def products(self) -> ProductDtypes | None:
         """Return the dtypes by which forward, dgrad and wgrad products are priced; None without a recipe."""
         recipe, chip = self.recipe, self.cluster.chip
-        return None if recipe is None else self.once("products", "", lambda: recipe.products_on(chip))
+        return None if recipe is None else self.once("products", "", partial(recipe.products_on, chip))
 
     @property
     def hides_tensor(self) -> bool:
