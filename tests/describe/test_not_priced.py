@@ -89,12 +89,12 @@ def test_values_of_a_wrong_type_do_not_count_as_left_out(key: str, value: object
         transformer_from_config({**LLAMA, key: value}, "config.json")
 
 
-def test_heads_of_keys_without_multi_query_are_all_heads() -> None:
-    sizes = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+@pytest.mark.parametrize("heads", [{}, {"num_kv_heads": 4}, {"num_key_value_heads": 4}])
+@pytest.mark.parametrize("name", ["gpt_bigcode", "falcon"])
+def test_heads_of_keys_without_multi_query_are_all_heads(name: str, heads: dict[str, int]) -> None:
+    sizes = {"n_embd": 768, "hidden_size": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, **heads}
     read = {
-        flag: transformer_from_config(
-            {"model_type": "gpt_bigcode", "multi_query": flag, **sizes}, "config.json"
-        )
+        flag: transformer_from_config({"model_type": name, "multi_query": flag, **sizes}, "config.json")
         for flag in (False, True)
     }
     assert (read[False].num_kv_heads, read[True].num_kv_heads) == (12, 1)

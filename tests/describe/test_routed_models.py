@@ -119,6 +119,22 @@ def test_layers_come_in_the_order_of_the_config() -> None:
     assert [graph.num_experts for _, graph in read(maverick).layers][:4] == [1, 128, 1, 128]
 
 
+def test_the_first_layer_may_be_the_last_with_experts() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, "num_hidden_layers": 1}
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_interval": 1}
+    first_alone = {"moe_layer_start_index": 0, "moe_layer_end_index": 0}
+    assert read({"model_type": "ernie4_5_moe", **sizes, **experts, **first_alone}).is_routed
+
+
+@pytest.mark.parametrize(("name", "biased"), [("solar_open", {"qkv"}), ("qwen3_moe", {"qkv", "out"})])
+def test_products_of_attention_add_biases_as_in_the_class(name: str, biased: set[str]) -> None:
+    sizes = {"hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 1, "moe_intermediate_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+    graph = read({"model_type": name, **sizes, **heads, **experts, "attention_bias": True}).layer
+    assert {node.name for node in graph.linears if node.bias} == biased
+
+
 def test_a_step_counts_the_weights_that_a_token_meets() -> None:
     model, work = read(MIXTRAL), Workload(4, 128)
     active = model.num_active_parameters - 2 * 32000 * 4096 - 65 * 4096

@@ -16,6 +16,7 @@ from meshweave.algorithms.step import StepProblem
 from meshweave.base.errors import DescriptionError, LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.estimate import Estimate
+from meshweave.tune import ranking
 from meshweave.tune.best_first import BestFirst
 from sampling import examples
 
@@ -118,11 +119,37 @@ def test_what_bounds_rule_out_is_not_priced() -> None:
     assert search.num_first == 21 and search.num_priced <= 2
 
 
-def test_refused_configs_are_counted() -> None:
-    search = BestFirst(TwoDigits(), Digits(((None,), (3.0,))), None, 2)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("times", "ranked"), [(((None,), (3.0,)), [(1, 0)]), (((None, 1.0), (3.0,)), [(0, 1), (1, 0)])]
+)
+def test_refused_configs_are_counted_and_those_beside_them_are_not_lost(
+    times: tuple[tuple[float | None, ...], ...], ranked: list[tuple[int, int]]
+) -> None:
+    search = BestFirst(TwoDigits(), Digits(times), None, 2)  # type: ignore[arg-type]
+    search.answer_early(["all"])
+    assert search.early is not None
     search.run(["all"])
     assert (search.refused, search.reason) == (1, "no time for (0, 0)")
-    assert [row.config for row in search.ranked()] == [(1, 0)]
+    assert [row.config for row in search.ranked()] == ranked
+
+
+class ByCandidates(TwoDigits):
+    """The same, priced one by one."""
+
+    def branches(self, problem: Digits, part: Any = None, limit_s: float = 0.0) -> None:
+        return None
+
+    def machine(self, problem: Digits, config: tuple[int, int], cluster: Any) -> Any:
+        return None
+
+
+def test_progress_of_a_ranking_counts_what_was_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {"parts": TwoDigits(), "one by one": ByCandidates(), "parts again": TwoDigits()}
+    monkeypatch.setattr(ranking, "algorithms_for", lambda problem: entries)
+    counts: list[int] = []
+    cluster = mw.load_cluster("dgx-h100:8")
+    mw.rank(Digits(((5.0, 4.0, 3.0), (6.0, 1.0))), cluster, num_exact=9, progress=counts.append)
+    assert counts == sorted(counts) and counts[-1] == 15
 
 
 def test_rank_of_a_step_is_its_plan() -> None:

@@ -200,7 +200,8 @@ def test_a_plan_keeps_what_it_was_priced_with(tmp_path: Path) -> None:
     assert planned_step(plan).time_s == plan.step.best.step_s
     own = replace(load_stack("nanotron"), host=HostRates(kernel_s=1e-5, layer_s=1e-4))
     other = step_plan(stack=own, zero=1)
-    assert planned_problem(Plan.model_validate_json(other.model_dump_json())).stack == own
+    again = Plan.model_validate_json(other.model_dump_json())
+    assert again == other and planned_problem(again).stack == own
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -152,10 +152,11 @@ class BestFirst:
             children = islice(self._entry.branches(self._problem, part, math.inf) or (), _FIRST)
             for _, config in sorted(self._bounded(children), key=lambda each: each[0]):
                 for each in self._configs(config):
-                    if self._entry.admits(self._problem, each):
-                        estimate = self._entry.estimate(self._problem, each, self._machine)
-                        self.early = RankedConfig(self._entry, self._problem, each, estimate)
-                        return
+                    with suppress(MeshweaveError):
+                        if self._admits(each):
+                            estimate = self._entry.estimate(self._problem, each, self._machine)
+                            self.early = RankedConfig(self._entry, self._problem, each, estimate)
+                            return
 
     def _bounded(self, parts: Iterable[Any]) -> Iterator[tuple[float, Any]]:
         for part in parts:
@@ -192,7 +193,7 @@ class BestFirst:
     def _visit(self, waiting: _Waiting) -> bool:
         """Visit a part; return whether it is done with."""
         entry, problem, part = self._entry, self._problem, waiting.part
-        try:
+        with self._counts_refusals():
             if waiting.bound_s >= self._limit_for(part):
                 return True
             if not waiting.is_tight:
@@ -205,10 +206,16 @@ class BestFirst:
                     heapq.heappush(self._queue, waiting)
                     return False
             self._divide(part, waiting.bound_s)
+        return True
+
+    @contextmanager
+    def _counts_refusals(self) -> Iterator[None]:
+        """Count an error of the algorithm, instead of raising it."""
+        try:
+            yield
         except MeshweaveError as error:
             self.refused += 1
             self.reason = self.reason or str(error)
-        return True
 
     def _divide(self, part: Any, bound_s: float) -> None:
         """Price a config, or put the branches of a part into the queue that their bounds do not rule out."""
@@ -217,12 +224,13 @@ class BestFirst:
             self._price(part)
             return
         for child in children:
-            if not self.rows:
-                self._divide(child, bound_s)
-                continue
-            least_s = self._entry.lower_bound(self._problem, child)
-            if least_s < self._limit_for(child):
-                heapq.heappush(self._queue, self._waiting(child, max(least_s, bound_s), is_first=False))
+            with self._counts_refusals():  # of one alone, not of those beside it
+                if not self.rows:
+                    self._divide(child, bound_s)
+                    continue
+                least_s = self._entry.lower_bound(self._problem, child)
+                if least_s < self._limit_for(child):
+                    heapq.heappush(self._queue, self._waiting(child, max(least_s, bound_s), is_first=False))
 
     @property
     def _widest_limit_s(self) -> float:

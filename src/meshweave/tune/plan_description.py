@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def _settings(problem: StepProblem) -> dict[str, Any]:
     stack = settings.get("stack")
     if isinstance(stack, SoftwareStack):
         is_named = stack.name in stack_names() and load_stack(stack.name) == stack
-        settings["stack"] = stack.name if is_named else asdict(stack)
+        settings["stack"] = stack.name if is_named else json.loads(json.dumps(asdict(stack)))
     return settings
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from meshweave.algorithms.contract import Algorithm
@@ -67,27 +68,24 @@ def rank(
         UnsupportedError: a name is unknown, a named algorithm refuses the problem, or all algorithms refuse it.
     """
     ranked: list[RankedConfig] = []
+    priced = 0
     for entry in solvers(problem, algorithms).values():
         parts = entry.branches(problem)
         if parts is not None:
             bare = Machine(cluster, (), logical=True)  # such an entry says itself where ranks lie
-            priced_before = len(ranked)
-
-            def advance(done: int, of: int) -> None:
-                progress(priced_before + search.num_priced)  # noqa: B023
-
-            search = BestFirst(entry, problem, bare, num_exact, advance)
+            search = BestFirst(entry, problem, bare, num_exact)
+            search.progress = lambda *_, before=priced, of=search: progress(before + of.num_priced)
             search.run(parts)
             ranked += search.ranked()
+            priced += search.num_priced
             continue
         machine = None
-        for number, config in enumerate(entry.candidates(problem, cluster)):
-            if number == max_configs:
-                break
+        for config in islice(entry.candidates(problem, cluster), max_configs):
             if machine is None:
                 machine = entry.machine(problem, config, cluster)
             ranked.append(RankedConfig(entry, problem, config, entry.estimate(problem, config, machine)))
-            progress(len(ranked))
+            priced += 1
+            progress(priced)
     if not ranked:
         raise UnsupportedError(f"no algorithm solves a {type(problem).__name__} like this one")
     return sorted(ranked, key=lambda config: config.estimate.total_s)

@@ -14,6 +14,7 @@ from meshweave.base.errors import MeshweaveError
 from meshweave.cli.app import run_app
 from meshweave.describe.catalog import clusters, models
 from meshweave.describe.machine.left_out import best_product_rate, unmeasured_kernels
+from meshweave.describe.model.routed import FeedForward, GroupedHeads, composed_layer
 from sampling import mostly_slow
 
 TPU = "tpu-v5p:64"
@@ -136,3 +137,10 @@ def test_what_a_stack_does_not_compute_again_is_no_hardware_flop() -> None:
     skipped = 2 * 8 * 4096 * model.num_layers * model.ffn_hidden * model.hidden
     assert plain.flops(recomputed=True) - early.flops(recomputed=True) == skipped
     assert plain.flops() == early.flops()
+    narrow, wide = (
+        composed_layer(4096, GroupedHeads(32, 32, 128), FeedForward(inner)) for inner in (64, 4096)
+    )
+    kinds = replace(model, num_layers=3, layers=((1, narrow), (2, wide)))
+    plain, early = (replace(each, problem=replace(each.problem, model=kinds)) for each in (plain, early))
+    skipped = 2 * 8 * 4096 * (64 + 2 * 4096) * model.hidden
+    assert plain.flops(recomputed=True) - early.flops(recomputed=True) == skipped

@@ -66,6 +66,8 @@ def test_a_mesh_of_one_column_is_the_number_of_its_rows() -> None:
         ({"dropout": "no"}, "dropout is 'no'; give True, False or None"),
         ({"order": 5}, "order is 5; give"),
         ({"vp": "2"}, "virtual_stages is '2'; give a whole number"),
+        ({"zero": "1"}, "zero is '1'; give"),
+        ({"gradient_dtype": "int8"}, "unknown gradient_dtype 'int8'"),
     ],
     ids=str,
 )

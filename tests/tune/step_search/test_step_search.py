@@ -314,6 +314,10 @@ def test_a_search_has_an_answer_before_it_prices_what_it_finds() -> None:
     assert memory_of(problem, row.parallelism).total <= most
     assert row.time_s == step_of(problem, row.parallelism).time_s
 
+    tight = StepSearch(StepSpace(problem, options), row.memory_bytes - 1)
+    tight.answer_early(tight._tree.parts)
+    assert tight.early is None or memory_of(problem, tight.early.config).total < row.memory_bytes
+
     plain = StepSearch(StepSpace(replace(problem), options), most)
     plain.answer_early = lambda parts: None  # type: ignore[method-assign]
     with_answer, without = searched(replace(problem), options, most), plain.ranking()
@@ -435,6 +439,8 @@ def test_a_reserve_stays_free() -> None:
         with pytest.raises(DescriptionError, match="reserve"):
             mw.plan("llama-2-7b", "dgx-h100:8", reserve=reserve, **options)  # type: ignore[arg-type]
     step = mw.step("llama-2-7b", "dgx-h100:8", batch=16, sequence=2048, zero=1, micro_batch=2)
+    with pytest.raises(DescriptionError, match="a reserve of 5 % leaves nothing of 1 B a chip"):
+        step.problem.usable_bytes(1)
     bare = mw.algorithms.StepProblem(
         step.problem.model,
         step.problem.cluster,

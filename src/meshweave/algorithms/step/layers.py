@@ -19,6 +19,7 @@ from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.step.block_tasks import PartTime, compute_ps, priced_work
 from meshweave.algorithms.step.block_time import LayerBlock, layer_block, layer_key, unquantized_block
+from meshweave.algorithms.step.framework_memory import logit_elements
 from meshweave.algorithms.step.hidden_exchanges import hidden_exchanges
 from meshweave.algorithms.step.host import IssueCounts
 from meshweave.algorithms.step.host_time import issued_s, stalls_s, unfused_of
@@ -352,8 +353,7 @@ def eager_logits_s(problem: StepProblem, parallelism: Parallelism, num_bytes: fl
     """Return a rank's seconds to move `num_bytes` per logit of a micro-batch in memory; 0 if the loss is fused."""
     if problem.loss_kind == "fused":
         return 0.0
-    tokens = parallelism.micro_batch * problem.sequence
-    logits = -(-tokens * (problem.model.vocab_size or 0) // (parallelism.tensor_size * parallelism.context))
+    logits = logit_elements(problem, parallelism)
     work = Compute("call", logits, round(num_bytes * logits), dtype=problem.dtype, call="elementwise")
     return call_s(problem, work)
 

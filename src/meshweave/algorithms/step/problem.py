@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeVar, get_args
 
 from meshweave.algorithms.block.megatron import MegatronSequence
@@ -89,7 +89,7 @@ class Parallelism:
         tensor = require_tensor(self.tensor, "parallelism: tensor", LayoutError)
         object.__setattr__(self, "tensor", tensor)
         if self.zero not in range(4):
-            raise LayoutError(f"parallelism: zero is {self.zero}; give 0, 1, 2 or 3")
+            raise LayoutError(f"parallelism: zero is {self.zero!r}; give 0, 1, 2 or 3")
         object.__setattr__(self, "zero", int(self.zero))
         if self.recompute not in RECOMPUTES:
             known = ", ".join(RECOMPUTES)
@@ -234,7 +234,7 @@ class StepProblem:
         object.__setattr__(self, "batch", workload.batch)
         object.__setattr__(self, "sequence", workload.sequence)
         for name, known in (
-            ("gradient_dtype", tuple(DTYPES)),
+            ("gradient_dtype", tuple(name for name in DTYPES if "float" in name)),
             ("optimizer", tuple(OPTIMIZERS)),
             ("attention", (None, *get_args(AttentionKind))),
             ("loss", (None, *get_args(LossKind))),
@@ -267,11 +267,8 @@ class StepProblem:
     @property
     def products(self) -> ProductDtypes | None:
         """Return the dtypes by which forward, dgrad and wgrad products are priced; None without a recipe."""
-        kept = self.cache("products")
-        if not kept:
-            kept[""] = None if self.recipe is None else self.recipe.products_on(self.cluster.chip)
-        dtypes: ProductDtypes | None = kept[""]
-        return dtypes
+        recipe, chip = self.recipe, self.cluster.chip
+        return None if recipe is None else self.once("products", "", partial(recipe.products_on, chip))
 
     @property
     def hides_tensor(self) -> bool:
@@ -294,10 +291,15 @@ class StepProblem:
         usable = whole - math.ceil(self.reserve * whole if self.reserve < 1 else self.reserve)
         if usable < 1:
             raise DescriptionError(
-                f"step: a reserve of {format_bytes(self.reserve)} leaves nothing of {format_bytes(whole)} a chip; "
-                "give less"
+                f"step: a reserve of {self.reserve_text} leaves nothing of {format_bytes(whole)} a chip; give "
+                "less of it, or more memory"
             )
         return usable
+
+    @property
+    def reserve_text(self) -> str:
+        """Return the reserve in words: a share as per cent, else bytes."""
+        return f"{100 * self.reserve:g} %" if self.reserve < 1 else format_bytes(self.reserve)
 
     @property
     def kinds(self) -> tuple[tuple[float, StepProblem], ...]:
@@ -362,12 +364,12 @@ class StepProblem:
     @property
     def priced_cluster(self) -> Cluster:
         """Return the cluster with this step's rates of attention and products (without casts under a recipe)."""
-        kept = self.cache("cluster")
-        if not kept:
+
+        def priced() -> Cluster:
             cluster = with_rates(self.cluster, self.dtype, self.attention_rate, self.stack.sustains)
-            kept[""] = cluster if self.products is None else without_casts(cluster)
-        priced: Cluster = kept[""]
-        return priced
+            return cluster if self.products is None else without_casts(cluster)
+
+        return self.once("cluster", "", priced)
 
     @property
     def host(self) -> HostRates | None:

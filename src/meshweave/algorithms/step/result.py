@@ -196,8 +196,8 @@ class Step(Shown):
         of, again = self.problem, self.parallelism.recompute if recomputed else "none"
         flops = step_flops(of.model, of.workload, pairs, again)
         if again == "full" and of.stack.stops_early:  # before the last product of a layer
-            last = of.model.layer.linears[-1].parameters[0]
-            flops -= 2 * of.workload.tokens * of.model.num_layers * last.size
+            last = ((count, kind.layer.linears[-1].parameters[0]) for count, kind in of.model.kinds)
+            flops -= 2 * of.workload.tokens * sum(count * weight.size for count, weight in last)
         return flops
 
     @property

@@ -98,7 +98,7 @@ class SpaceOptions:
             object.__setattr__(self, "tensor", tensors)
         for level in self.zero:
             if level not in ZERO_LEVELS:
-                raise DescriptionError(f"zero is {level}; give a level from 0 to 3")
+                raise DescriptionError(f"zero is {level!r}; give a level from 0 to 3")
         for order in self.orders or ():
             words = list(map(str, order)) if isinstance(order, list | tuple) else [str(order)]
             if sorted(words) != sorted(DEGREES):
@@ -178,11 +178,6 @@ class StepLayout:
         sizes = {"data": self.data, "pipeline": self.pipeline, "context": self.context}
         sizes["tensor"] = ranks_of(self.tensor)
         return math.prod(sizes[inner] for inner in self.order[: self.order.index(degree)])
-
-    @property
-    def sizes(self) -> DegreeSizes:
-        """Return the numbers of ranks (data, pipeline, context, tensor)."""
-        return DegreeSizes(self.data, self.pipeline, self.context, ranks_of(self.tensor))
 
     def choice(
         self, micro_batch: int, schedule: str, virtual: int, zero: int, recompute: Recompute

@@ -141,15 +141,7 @@ def _rotary(data: Mapping[str, Any], head_dim: int) -> tuple[float | None, float
     old = data.get("rope_scaling")
     keys = ("rope_theta", "rotary_emb_base")
     base = next((n for source in (data, table) for key in keys if (n := _number(source.get(key)))), None)
-    share = next(
-        (
-            n
-            for s in (data, table)
-            for k in ("partial_rotary_factor", "rotary_pct")
-            if (n := _number(s.get(k)))
-        ),
-        None,
-    )
+    share = next((n for source in (data, table) for key in _SHARE if (n := _number(source.get(key)))), None)
     dim = _number(data.get("rotary_dim"))
     if share is None and dim is not None:
         share = dim / head_dim

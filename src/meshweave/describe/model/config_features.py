@@ -257,7 +257,7 @@ def not_priced(data: Mapping[str, Any], hidden: int, *, is_known: bool, learned:
     for key, text in SAID.items():
         if not is_off(data.get(key)):
             yield NotPriced(text.format(format_value(data[key])))
-    for key in ("embedding_size", "word_embed_proj_dim", "input_embedding_size", "output_embedding_size"):
+    for key in WIDTHS:
         if not is_off(data.get(key)) and data[key] != hidden:
             yield NotPriced(
                 f"embeddings of width {format_value(data[key])} priced as of the hidden size, {hidden}"

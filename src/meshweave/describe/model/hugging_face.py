@@ -164,8 +164,10 @@ class _ConfigReader:
             self.problems += grouped.problems
         else:
             kv_heads = self.optional(*KV_HEADS)
-        is_multi_query = self.data.get("multi_query") is True
-        return 1 if is_multi_query and not self.data.get("new_decoder_architecture") else kv_heads
+        multi_query = self.data.get("multi_query")
+        if multi_query is None or self.data.get("new_decoder_architecture"):
+            return kv_heads
+        return 1 if multi_query else None  # of GPTBigCode and the first Falcons, which read no number
 
     def ffn_hidden(self, hidden: int) -> int:
         """Return the inner size of the FFN.

@@ -221,7 +221,8 @@ class _RoutedReader:
             return False
         if "moe_layer_interval" in data:
             first, end = self.size("moe_layer_start_index", default=0), data.get("moe_layer_end_index", -1)
-            last = self.size("num_hidden_layers") - 1 if end == -1 else self.size("moe_layer_end_index")
+            last = self.size("num_hidden_layers") - 1
+            last = last if end == -1 else self.size("moe_layer_end_index", default=0)
             return (number + 1) % self.size("moe_layer_interval") == 0 and first <= number <= last
         step = self.size("decoder_sparse_step", "interleave_moe_layer_step", default=0) or 1
         return number >= self.size("first_k_dense_replace", default=0) and (number + 1) % step == 0
@@ -289,7 +290,7 @@ class _RoutedReader:
             return family.biases
         if not said:
             return ()
-        only = model_type_of(data) in ("glm4_moe",)
+        only = model_type_of(data) in ("glm4_moe", "solar_open")
         return ("qkv",) if only else ("qkv", "out")
 
     def _window(self, number: int) -> int | None:

@@ -61,11 +61,7 @@ def refusal_text(ranking: StepRanking) -> str:
     start = f"no configuration of {problem.model.name} on {counted(chips, 'chip')} of {problem.cluster.name}"
     if ranking.smallest is not None:
         choice, size = ranking.smallest
-        reserve = problem.reserve
-        kept_free = (
-            "" if not reserve else ", " + (f"{100 * reserve:g} %" if reserve < 1 else format_bytes(reserve))
-        )
-        kept_free += " kept free" if reserve else ""
+        kept_free = f", {problem.reserve_text} kept free" if problem.reserve else ""
         return (
             f"{start} fits in {format_bytes(ranking.memory_bytes)} a chip{kept_free}: the smallest takes "
             f"{format_bytes(size)} ({choice_text(choice)}), {remedies_text(ranking)}"

@@ -166,8 +166,9 @@ class StepSearch(BestFirst):
 
     def ranking(self) -> StepRanking:
         """Run the search and return its ranking. Ctrl-C ends it with the best so far, if there is one."""
-        tree = self._tree
-        self.answer_early(tree.fresh().parts)
+        tree, self._tree = self._tree, self._tree.fresh()
+        self.answer_early(self._tree.parts)
+        self._tree = tree
         self.run(tree.parts)
         ranked = self.ranked()
         first = self._preferred_of(ranked) if self.is_complete else None
