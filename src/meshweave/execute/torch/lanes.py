@@ -237,7 +237,9 @@ class LaneThreads:
             lane.stopped = True
 
     def _run_steps(self, lane: LaneRun, trace: bool) -> None:
-        actions = [partial(_timed, action, lane.spans) for action in lane.actions] if trace else lane.actions
+        actions: Sequence[Action] = lane.actions
+        if trace:
+            actions = [partial(_timed, action, lane.spans) for action in actions]
         for done, (action, waits) in enumerate(zip(actions, lane.waits, strict=True), 1):
             for other, count in waits:
                 if other.done < count:
