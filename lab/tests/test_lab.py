@@ -158,7 +158,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(nothing_left):
         script = "trap '' TERM; setsid sleep 61 & while true; do sleep 0.1; done"
         result, _ = lines(running, ["sh", "-c", script], timeout_s=0.5)
         assert result.timed_out and result.exit_status == 124
-        assert "ranks 0, 1 had not finished" in result.message
+        assert "ranks 0 and 1 had not finished" in result.message
         namespace = running.namespace(0)
         pids = subprocess.run(
             ["ip", "netns", "pids", namespace], capture_output=True, text=True

@@ -52,6 +52,45 @@ def differences(bound, result):
     return wrong
 
 
+ROTATION = """
+program("rotation")
+q = mesh((3,), ("x",))
+X = tensor((9,), "int64")
+W = tensor((11,), "int64")
+x = input(X, q[S(0)])
+y = output(X, q[S(0)])
+v = input(W, q[S(0)])
+w = output(W, q[R])
+z = scratch((1,), "int64", on=q)
+net = lane()
+with q:
+    all_gather(w, v, over="q.x", dim=0, sizes=(4, 4, 3), lane=net)
+    with ranks(1):
+        call(fn="late", outs=(z,), ins=(), lane=net)
+        recv(y, peer=0, lane=net)
+        send(x, peer=2, lane=net)
+    with ranks(0):
+        send(x, peer=1, lane=net)
+        recv(y, peer=2, lane=net)
+    with ranks(2):
+        send(x, peer=0, lane=net)
+        recv(y, peer=1, lane=net)
+"""
+
+
+def rotated_in_place(context, rank):
+    """Return y and w where y lies where x does, and v within w at other places than its own; none for rank 3."""
+    if rank == 3:
+        return []
+    memory, whole = torch.full((3,), rank), torch.zeros(11, dtype=torch.int64)
+    part = (whole[7:], whole[:4], whole[1:4])[rank]
+    part.copy_(10 * rank + torch.arange(len(part)))
+    calls = {"late": lambda: (time.sleep(0.1), torch.zeros(1, dtype=torch.int64))[1]}
+    given = {"x": memory, "y": memory, "v": part, "w": whole}
+    bind(parse(ROTATION), rank, given, context=context, calls=calls).run()
+    return [memory.tolist(), whole.tolist()]
+
+
 def compare(context, payload):
     """Runs programs many times with changing input in either mode; reports whatever differs from numpy."""
     ours = TorchContext(liveness=context.liveness, deadline_s=30.0)
@@ -75,8 +114,9 @@ def compare(context, payload):
             for mode, bound in (("threads", threads), ("linear", linear)):
                 bound.run(given[seed])
                 wrong += [(name, mode, repetition, key) for key in differences(bound, results[seed])]
+    in_place = rotated_in_place(ours, context.rank) if context.num_ranks == 4 else []
     ours.close()
-    return {"wrong": wrong, "traces": traces}
+    return {"wrong": wrong, "traces": traces, "in_place": in_place}
 
 
 def trouble(context, payload):

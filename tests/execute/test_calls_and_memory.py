@@ -47,6 +47,11 @@ READ_LATE = """
     call(fn="slow", outs=(z,), ins=(x,), lane=first)
     call(fn="ten", outs=(y,), ins=(x,), lane=second)
 """
+TWO_WRITERS = """
+    call(fn="slow", outs=(z,), ins=(x,), lane=first)
+    zero(y[:2], lane=first)
+    zero(y[2:4], lane=second)
+"""
 READ_FIRST = """
     copy(z, x, lane=first)
     add(z, x, lane=first)
@@ -122,6 +127,8 @@ def test_an_output_does_not_lie_where_an_input_is_still_read(other):
     given = {"x": memory[:4], "y": memory[:4] if other == "the same" else memory[2:6]}
     with pytest.raises(BindError, match="y and x of program small are given memory in common, and call"):
         _bound(READ_LATE, given)
+    with pytest.raises(BindError, match=r"memory in common, and zero 0\.2 writes y before x is done with"):
+        _bound(TWO_WRITERS, given)
     with pytest.raises(BindError, match="memory in common"):
         _bound(READ_LATE, {"y": memory[:4], "z": memory[:4]})
     columns = memory.view(4, 2)
@@ -135,6 +142,18 @@ def test_an_output_may_lie_where_an_input_was():
     bound = _bound(READ_FIRST, {"x": memory, "y": memory})
     bound.run()
     assert memory.tolist() == [0, 10, 20, 30] and bound.outputs["z"].tolist() == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize(("x", "y"), [(0, 2), (2, 0)])
+@pytest.mark.parametrize(
+    "op", ["copy(y, x", 'all_gather(y, x, over="q.x", dim=0', 'all_reduce(y, x, over="q.x"']
+)
+def test_an_output_may_overlap_the_input_that_one_op_reads(op, x, y):
+    memory = torch.arange(8)
+    given = {"x": memory[x : x + 4], "y": memory[y : y + 4]}
+    bound = _bound(f"    {op}, lane=first)\n    zero(z, lane=first)\n", given)
+    bound.run()
+    assert bound.outputs["y"].tolist() == [x, x + 1, x + 2, x + 3]
 
 
 def test_a_fork_has_lanes_of_its_own():

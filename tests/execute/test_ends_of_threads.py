@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+
+from meshweave.execute.torch import call_watch
 
 WATCH = """
 import time
@@ -60,3 +64,26 @@ print("done")
 def test_a_slow_store_does_not_abort_a_process_that_ends(script: str) -> None:
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert (ended.stdout, ended.returncode) == ("done\n", 0), ended.stderr
+
+
+def test_the_watch_of_calls_ends_with_the_last_context_also_where_that_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Watched:
+        looks = 0
+
+        def look(self, store: object, *, is_urgent: bool = False) -> None:
+            Watched.looks += 1
+
+    world = Watched()
+    monkeypatch.setattr(call_watch, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=world)))
+    monkeypatch.setattr(call_watch, "signed_store", lambda: SimpleNamespace(clone=lambda: None))
+    watch, watched = call_watch.CallWatch(world), Watched()
+    watch.add(watched)  # type: ignore[arg-type]
+    until = time.monotonic() + 60
+    while not Watched.looks and time.monotonic() < until:
+        time.sleep(0.01)
+    del watched
+    assert watch._thread is not None
+    watch._thread.join(60)
+    assert not watch._thread.is_alive()

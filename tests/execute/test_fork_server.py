@@ -111,7 +111,7 @@ def test_a_rank_has_not_the_end_of_an_earlier_process_of_its_number():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = object.__new__(ForkServer)  # without a process
     vars(server).update(
-        _socket=ours, _process=None, _lock=threading.Lock(), _started=[], _statuses={}, _is_gone=False
+        _socket=ours, _process=None, _lock=threading.Lock(), _started=[], _running={}, _is_gone=False
     )
     request = ForkRequest("", {}, "/", True)
     with theirs:
@@ -121,7 +121,7 @@ def test_a_rank_has_not_the_end_of_an_earlier_process_of_its_number():
         assert first.poll() == -11
         theirs.send(json.dumps([77, None]).encode())
         second = server.start(request)
-        assert second.poll() is None
+        assert second.poll() is None and first.poll() == -11
     assert second.wait(5.0) == -signal.SIGKILL  # with its server
     server.close()
 

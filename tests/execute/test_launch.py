@@ -140,7 +140,7 @@ def test_the_time_is_up():
 
 def test_no_rank_is_lost_where_all_are_ended_at_the_same_time():
     with pytest.raises(DeadlineError, match=r"^ranks 0, 1 and 2 had not finished after 1 s"):
-        run("sleeping", 3, timeout_s=1.0, deadline_s=50.0)
+        run("sleeping", 3, {"at_start": 2}, timeout_s=1.0, deadline_s=50.0)
 
 
 def test_the_time_is_up_because_a_rank_was_stopped():

@@ -39,6 +39,7 @@ from typing import NoReturn
 import meshweave
 from meshweave.execute.ranks import launch
 from meshweave.execute.ranks.launch import RankPlace
+from meshweave.execute.ranks.worker import leave, run_rank
 from meshweave_lab.network.entering import live_in_named_namespace
 
 PRELOADED = (
@@ -83,10 +84,15 @@ class ForkedRank:
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self._server, self.pid = server, pid
+        self.status: int | None = None  # as the server has said so far
 
     def poll(self) -> int | None:
-        """Return the exit status, -N for signal N, or None while the rank runs."""
-        return self._server.status(self.pid)
+        """Return the exit status, -N for signal N, or None while the rank runs.
+
+        It is that of SIGKILL once the server has ended.
+        """
+        is_gone = self._server.is_gone
+        return -int(signal.SIGKILL) if self.status is None and is_gone else self.status
 
     def wait(self, timeout: float) -> int:
         """Wait for the end of the rank and return its exit status; raises TimeoutExpired after `timeout` s."""
@@ -136,8 +142,8 @@ class ForkServer:
             with theirs:
                 self._process = start_server(__name__, theirs, preload)
         self._lock = threading.Lock()  # over the socket and what was read from it
-        self._started: list[int] = []
-        self._statuses: dict[int, int | None] = {}
+        self._started: list[ForkedRank] = []
+        self._running: dict[int, ForkedRank] = {}
         self._is_gone = False
 
     @property
@@ -158,14 +164,7 @@ class ForkServer:
                 self._is_gone = True
             if not self._started:
                 raise ChildProcessError("the fork server has ended")
-            return ForkedRank(self, self._started.pop())
-
-    def status(self, pid: int) -> int | None:
-        """Return the exit status of a rank, None while it runs; that of SIGKILL once the server has ended."""
-        with self._lock:
-            self._read(block=False)
-            lost = -int(signal.SIGKILL) if self._is_gone else None
-            return lost if (status := self._statuses[pid]) is None else status
+            return self._started.pop()
 
     def close(self) -> None:
         """End the server, and with it whatever still runs of its ranks."""
@@ -184,9 +183,11 @@ class ForkServer:
                 self._is_gone = True
                 return
             pid, status = json.loads(message)
-            self._statuses[pid] = status  # None of a new rank, though an earlier one may have had its number
-            if status is None:
-                self._started.append(pid)
+            if status is None:  # a new rank, though an earlier one may have had its number
+                self._running[pid] = ForkedRank(self, pid)
+                self._started.append(self._running[pid])
+            else:
+                self._running.pop(pid).status = status
             block = False
 
 
@@ -284,12 +285,12 @@ def serve(connection: socket.socket, preload: Sequence[str]) -> None:
                 return
             request = ForkRequest(**json.loads(message))
             _import_missing(request.imports)
-            pid = os.fork()
+            server, pid = os.getpid(), os.fork()
             if pid == 0:
                 connection.close()
                 os.close(reader)
                 os.close(writer)
-                _become_rank(request, fds)
+                _become_rank(request, fds, server)
             for fd in fds:
                 os.close(fd)
             _reply(connection, pid, None)
@@ -345,10 +346,10 @@ def _reply(connection: socket.socket, pid: int, status: int | None) -> None:
         connection.send(json.dumps([pid, status]).encode())
 
 
-def _become_rank(request: ForkRequest, fds: Sequence[int]) -> NoReturn:
-    """Make of this fork what `python -m meshweave.execute.ranks.worker FOLDER` would be, and run it."""
-    from meshweave.execute.ranks.worker import run_rank
-
+def _become_rank(request: ForkRequest, fds: Sequence[int], server: int) -> NoReturn:
+    """Make of this fork of the process `server` what `python -m meshweave.execute.ranks.worker FOLDER` would be,
+    and run it.
+    """
     for fd, standard in zip(fds, (1, 2), strict=True):
         os.dup2(fd, standard)
         os.close(fd)
@@ -365,7 +366,7 @@ def _become_rank(request: ForkRequest, fds: Sequence[int]) -> NoReturn:
     sys.path[:] = dict.fromkeys([*first, *filter(None, path), *sys.path])
     for name in request.startup:
         _import_or_call(name)
-    run_rank(Path(request.folder), int(os.environ["RANK"]), os.getppid())
+    run_rank(Path(request.folder), int(os.environ["RANK"]), server)
     _done.append(True)
     sys.exit(0)
 
@@ -381,9 +382,7 @@ def end_rank() -> None:
     rank shares with the server: most of the time of a short launch.
     """
     if _done:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        leave()
 
 
 def main() -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from meshweave.base.errors import BindError
+from meshweave.execute.ranks.blame import ranks_text
+from meshweave.execute.ranks.launch import end_text
 
 _POLL_S = 0.05
 _MAX_LINE_BYTES = 65536
@@ -113,7 +115,7 @@ class RankProcesses:
         """Return how the ranks ended. All must have ended."""
         message = _failures(self.statuses, self.ended_by_us)
         if self.timed_out:
-            late = f"{_ranks(sorted(self.ended_by_us))} had not finished when the time was up"
+            late = f"{ranks_text(self.ended_by_us)} had not finished when the time was up"
             message = f"{message}; {late}" if message else late
         statuses = tuple(self.statuses[rank] for rank in range(num_ranks))
         return RunResult(statuses, tuple(sorted(self.ended_by_us)), self.timed_out, message)
@@ -195,17 +197,4 @@ def _die_with(parent_pid: int) -> Callable[[], None]:
 
 
 def _failures(statuses: Mapping[int, int], left_out: Sequence[int] | set[int]) -> str:
-    return ", ".join(f"rank {r} {_cause(s)}" for r, s in statuses.items() if s and r not in left_out)
-
-
-def _cause(status: int) -> str:
-    if status >= 0:
-        return f"ended with exit status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return ", ".join(f"rank {r} {end_text(s)}" for r, s in statuses.items() if s and r not in left_out)

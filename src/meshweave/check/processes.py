@@ -122,7 +122,6 @@ def run_on_rank(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any]
 def _run_and_check(context: Any, shared: Any, run: ProgramRun) -> dict[str, Any]:
     import torch
 
-    from meshweave.execute.torch.bind import bind
     from meshweave.execute.torch.measure import without_garbage_collection
 
     rank, program = context.rank, parse(run.program)
@@ -137,13 +136,10 @@ def _run_and_check(context: Any, shared: Any, run: ProgramRun) -> dict[str, Any]
         if buffer.kind == "output" and rank in program.mesh_of[buffer.mesh]
     ]
     expected = {name: torch.from_numpy(expected_shard(program, whole, name, rank)) for name in outputs}
-    shards = {
-        name: torch.from_numpy(shard.copy()).to(getattr(torch, program.buffer_of[name].dtype))
-        for name, shard in local_inputs(program, whole, rank).items()
-    }
+    bound = _bind_with_inputs(program, rank, whole, shared)
     del whole
-    bound = bind(program, rank, shards, context=shared, trace=True)
-    beside = [_bind_with_inputs(parse(text), rank, run.seed, shared) for text in run.beside]
+    others = map(parse, run.beside)
+    beside = [_bind_with_inputs(one, rank, random_inputs(one, run.seed), shared) for one in others]
     traces, error = [], 0.0
     edges: list[list[tuple[int, int]]] = [[] for _ in beside]
     timed = [*beside, bound]
@@ -182,15 +178,17 @@ def _start(context: Any, shared: Any, run: ProgramRun) -> None:
             torch.distributed.barrier()
 
 
-def _bind_with_inputs(program: Program, rank: int, seed: int, shared: Any) -> Any:
-    """Return a bound program whose inputs are shards of random tensors."""
+def _bind_with_inputs(program: Program, rank: int, whole: Mapping[str, Any], shared: Any) -> Any:
+    """Return a bound program whose inputs are shards of the tensors `whole`, arrays by name."""
     import torch
 
     from meshweave.execute.torch.bind import bind
 
-    shards = local_inputs(program, random_inputs(program, seed), rank)
-    inputs = {name: torch.from_numpy(shard.copy()) for name, shard in shards.items()}
-    return bind(program, rank, inputs, context=shared, trace=True)
+    shards = {
+        name: torch.from_numpy(shard.copy()).to(getattr(torch, program.buffer_of[name].dtype))
+        for name, shard in local_inputs(program, whole, rank).items()
+    }
+    return bind(program, rank, shards, context=shared, trace=True)
 
 
 def _first_start_and_last_end(trace: Trace) -> tuple[int, int]:

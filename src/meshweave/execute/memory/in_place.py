@@ -19,15 +19,17 @@ import torch
 from torch import Tensor
 
 from meshweave.base.errors import BindError, UnsupportedError
-from meshweave.execute.memory.base import Exposure, Key, RemoteMemory, Slot, Window
+from meshweave.execute.memory.base import Exposure, Key, RemoteMemory, Window
+from meshweave.execute.torch.buffers import check_value
 from meshweave.execute.torch.call_order import bound_call
 from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.one_sided import exposed_slots
 from meshweave.execute.torch.views import Action, empty_in_order
 from meshweave.ir.analysis.edges import exposed_buffers
 from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import Add, Copy, Fence, Matmul, Zero
-from meshweave.ir.program.views import Range, View, dense_strides
+from meshweave.ir.program.views import Range, View
 
 Given = Sequence[Tensor]
 """The tensors of one run: the inputs in the order of the program's buffers, then the output."""
@@ -107,15 +109,13 @@ class InPlaceProgram:
         """
         if self._call is not None:
             self._context.lane_threads.check_free()  # before this is a call, which others do not make
-        for (name, shape, dtype), tensor in zip(self._inputs, inputs, strict=True):
-            if tensor.shape != shape or tensor.dtype != dtype:
-                error = BindError(
-                    f"buffer {name} is of shape {shape} and {dtype}, "
-                    f"what was given of {tuple(tensor.shape)} and {tensor.dtype}"
-                )
-                if self._call is not None:
-                    self._call.refuse(error)
-                raise error
+        try:
+            for (name, shape, dtype), tensor in zip(self._inputs, inputs, strict=True):
+                check_value(name, tensor, shape, dtype)
+        except BindError as error:
+            if self._call is not None:
+                self._call.refuse(error)
+            raise
         if self._single is not None:
             a, b = self._single
             return torch.mm(a(inputs), b(inputs))
@@ -140,13 +140,7 @@ class InPlaceProgram:
         program, memory = self._program, self._memory
         if memory is None or not memory.is_aliased:
             raise UnsupportedError(f"program {program.name} reads memory of other ranks that nothing aliases")
-        wanted = {}
-        for buffer in program.buffers:
-            if buffer.name in exposed and self._rank in program.mesh_of[buffer.mesh]:
-                shape = program.local_shape(buffer.name, self._rank)
-                strides = dense_strides(shape, buffer.order)
-                for slot in range(buffer.slots):
-                    wanted[buffer.name, slot] = Slot(shape, strides, getattr(torch, buffer.dtype))
+        wanted = exposed_slots(program, self._rank, exposed)
         return memory.expose(Exposure(program.ranks, [program.ranks], f"program {program.name}", wanted))
 
     def _single_product(self, ops: Sequence[BoundOp], output: str) -> tuple[Operand, Operand] | None:

@@ -334,9 +334,13 @@ class _LaunchedRanks:
                 f"{ranks_text(self.suspended)} {'were' if self.suspended[1:] else 'was'} stopped by a signal"
             )
             return RankLostError(f"{stopped}; {ranks_text(self.ended_by_us)} {late}", self.suspended)
-        if lost:  # by the reports of ranks that were told to end
-            words = f"{ranks_text(lost)} stopped answering; {ranks_text(self.ended_by_us)} {late}"
-            return RankLostError(words, lost)
+        # By the reports of ranks that were told to end. Those that had yet to begin ended by that at once.
+        early = {
+            rank for rank, report in said.items() if report is None and self.ended[rank] == -signal.SIGTERM
+        }
+        if silent := sorted({*lost} - early):
+            words = f"{ranks_text(silent)} stopped answering; {ranks_text(self.ended_by_us)} {late}"
+            return RankLostError(words, silent)
         return DeadlineError(f"{ranks_text(self.ended_by_us)} {late}")
 
 
@@ -349,12 +353,17 @@ def _is_suspended(pid: int) -> bool:
 
 
 def _cause(status: int) -> str:
+    return end_text(status) + (" and no result" if status >= 0 else "")
+
+
+def end_text(status: int) -> str:
+    """Return how a process ended, in words: "was killed by SIGKILL" (-9), "ended with exit status 3"."""
     if status < 0:
         try:
             return f"was killed by {signal.Signals(-status).name}"
         except ValueError:
             return f"was killed by signal {-status}"
-    return f"ended with exit status {status} and no result"
+    return f"ended with exit status {status}"
 
 
 def _last_words(report: Report | None, status: int) -> str:

@@ -60,12 +60,12 @@ def _watch_parent(parent_pid: int) -> None:
 
 def main() -> None:
     """Run one rank of the `LaunchJob` in folder `sys.argv[1]`; the environment variable RANK is the rank."""
-    atexit.register(_leave)  # the first to be registered is called last
+    atexit.register(leave)  # the first to be registered is called last
     folder = Path(sys.argv[1])
     run_rank(folder, int(os.environ["RANK"]), LaunchJob.read(folder).parent_pid)
 
 
-def _leave() -> None:
+def leave() -> None:
     """End a process that has done its work, after all else that is to be done at its end.
 
     The interpreter is not taken down: a thread that comes back from C++ then, as from a group that another rank

@@ -339,7 +339,7 @@ def _bound(
     ops = analysis.ops
     if how.graph:
         check_graph(context, is_one_sided=analysis.is_one_sided, is_timed=trace)
-    check_tensors(analysis, tensors, context.device)
+    in_place = check_tensors(analysis, tensors, context.device)
     check_serial(program)
     remote = None
     if memory is not None and analysis.exposed:
@@ -367,7 +367,7 @@ def _bound(
         issued = order if order is not None else range(len(ops)) if remote else linearise(program)[rank]
         execute = one_order(context, analysis, actions, issued, trace)
     else:
-        execute = thread_per_lane(context, analysis, actions, trace)
+        execute = thread_per_lane(context, analysis, actions, trace, analysis.exposed | in_place)
     if how.twin is not None and (not isinstance(execute, LaneExecution) or execute.sends_messages):
         raise BindError(f"program {program.name} has a twin: that is for mode 'threads', without messages")
     if how.graph:

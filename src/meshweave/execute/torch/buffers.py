@@ -38,12 +38,15 @@ class RankBuffers:
     unset: set[str]
 
 
-def check_tensors(analysis: RankAnalysis, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Raise BindError where `tensors`, by buffer name, do not fit the input and output buffers of this rank.
+def check_tensors(
+    analysis: RankAnalysis, tensors: Mapping[str, Tensor], device: torch.device
+) -> frozenset[str]:
+    """Return the outputs that lie in memory of other buffers, of `tensors` of this rank by buffer name.
 
-    Compared are names, shapes, dtypes and the type of `device`, not its index. An output that is written must not
-    share memory with another output, and with an input only if all ops that use the input are done before the
-    first op that writes the output, or are that op.
+    Raises BindError where the tensors do not fit the rank's input and output buffers. Compared are names, shapes,
+    dtypes and the type of `device`, not its index. An output that is written must not share memory with another
+    output, and with an input only if all ops that use the input are done before any op that writes the output, or
+    are that op.
     """
     program, rank = analysis.program, analysis.rank
     bindable = {name: b for name, b in analysis.buffers.items() if b.kind in ("input", "output")}
@@ -54,39 +57,42 @@ def check_tensors(analysis: RankAnalysis, tensors: Mapping[str, Tensor], device:
         check_value(name, tensor, program.local_shape(name, rank), torch_dtype(bindable[name].dtype))
         if tensor.device.type != device.type:
             raise BindError(f"buffer {name} is on {tensor.device}, its context on {device}")
-    for name, other in itertools.permutations(tensors, 2):
-        if bindable[name].kind == "output" and share_memory(tensors[name], tensors[other]):
-            _check_order(analysis, name, other)
+    shared = [
+        (name, other)
+        for name, other in itertools.permutations(tensors, 2)
+        if bindable[name].kind == "output" and share_memory(tensors[name], tensors[other])
+    ]
+    for name, other in shared:
+        _check_order(analysis, name, other)
+    return frozenset(name for name, _ in shared)
 
 
 def _check_order(analysis: RankAnalysis, output: str, other: str) -> None:
     """Raise BindError where an output is written before ops are done with another buffer in the same memory.
 
-    An input may lie where the output does if each op that reads it ends before the first that writes the output,
-    or is that one.
+    An input may lie where the output does if each op that reads it ends before every op that writes the output,
+    or is that op.
     """
     used: dict[str, list[tuple[int, bool]]] = {output: [], other: []}
     for index, bound in enumerate(analysis.ops):
         for mode, view in bound.op.accesses():
             if view.buffer in used and view.rank is None:
                 used[view.buffer].append((index, mode != READ))
-    first = min((index for index, writes in used[output] if writes), default=None)
-    if first is None:
-        return
-    ended, left = {first}, [first]
-    while left:
-        index = left.pop()
-        lane = analysis.ops[index].op.lane
-        same_lane = (at for at in range(index) if analysis.ops[at].op.lane == lane)
-        more = {*analysis.edges[index], *same_lane} - ended
-        ended |= more
-        left += more
+    ended: list[int] = []  # for each op the ops that have ended once it has, as bits
+    last: dict[str, int] = {}  # of the lane so far
+    for index, bound in enumerate(analysis.ops):
+        done = 1 << index | last.get(bound.op.lane, 0)
+        for earlier in analysis.edges[index]:
+            done |= ended[earlier]
+        ended.append(done)
+        last[bound.op.lane] = done
     is_result = analysis.buffers[other].kind == "output" and any(writes for _, writes in used[other])
-    if is_result or any(index not in ended for index, _ in used[other]):
-        raise BindError(
-            f"buffers {output} and {other} of program {analysis.program.name} are given memory in common, and "
-            f"{analysis.ops[first].label} writes {output} before {other} is done with: give each its own"
-        )
+    for index, writes in used[output]:
+        if writes and (is_result or any(not ended[index] >> use & 1 for use, _ in used[other])):
+            raise BindError(
+                f"buffers {output} and {other} of program {analysis.program.name} are given memory in common, and "
+                f"{analysis.ops[index].label} writes {output} before {other} is done with: give each its own"
+            )
 
 
 def allocate(

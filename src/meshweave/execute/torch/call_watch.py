@@ -115,17 +115,7 @@ class CallWatch:
             while not self._is_over():
                 self._wake.wait(TICK_S)
                 self._wake.clear()
-                with self._lock:
-                    requests, self._requests = self._requests, []
-                try:
-                    for watched, _ in requests:
-                        watched.look(store, is_urgent=True)
-                    for watched in list(self._watched):
-                        watched.look(store)
-                        self._answered_at = time.monotonic()
-                finally:
-                    for _, done in requests:
-                        done.set()
+                self._look(store)
         except (RuntimeError, OSError):
             pass  # the store is gone, and with it the others' records
         finally:
@@ -134,6 +124,21 @@ class CallWatch:
                     self._is_running = False
                 for _, done in self._requests:
                     done.set()
+
+    def _look(self, store: SignedStore) -> None:
+        """Look at the calls of all contexts, those of requests first; nothing holds a context from then on."""
+        with self._lock:
+            requests, self._requests = self._requests, []
+            listed = list(self._watched)
+        try:
+            for watched, _ in requests:
+                watched.look(store, is_urgent=True)
+            for watched in listed:
+                watched.look(store)
+                self._answered_at = time.monotonic()
+        finally:
+            for _, done in requests:
+                done.set()
 
     def _is_over(self) -> bool:
         world = self._world()

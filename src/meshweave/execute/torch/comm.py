@@ -123,7 +123,7 @@ def _ends(
     order, native = _dim_first(op.dim, op.src), _is_native(_members(op), sizes)
     dtype = wire.native_dtype(op.src) if native else None
     send, before = wire.outgoing(op, op.src, order, dtype=dtype)
-    recv, after = wire.incoming(op, op.out, order, dtype=dtype, apart=op.out.overlaps(op.src))
+    recv, after = wire.incoming(op, op.out, order, dtype=dtype, apart=wire.binder.overlap(op.out, op.src))
     return native, send, before, recv, after
 
 

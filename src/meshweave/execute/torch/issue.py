@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from meshweave.base.errors import BindError
 from meshweave.execute.torch.analysis import RankAnalysis
@@ -38,14 +39,19 @@ def has_one_order(analysis: RankAnalysis) -> bool:
 
 
 def thread_per_lane(
-    context: TorchContext, analysis: RankAnalysis, actions: Sequence[Action], trace: bool
+    context: TorchContext,
+    analysis: RankAnalysis,
+    actions: Sequence[Action],
+    trace: bool,
+    shared: Container[str],
 ) -> Execute:
     """Return a function that runs `actions[i]` for each op i of the rank: a thread per lane, in program order.
 
     The calling thread runs the lane with most `call` ops, or with most compute ops where lanes have equally many
     `call` ops. Where ops can only run one after another it runs them all: a handover between threads takes longer
     than a small op. With `trace`, or where the context has a recorder, the function returns {op index: (start,
-    end) in nanoseconds of CLOCK_MONOTONIC}, else {}.
+    end) in nanoseconds of CLOCK_MONOTONIC}, else {}. Buffers named in `shared` lie in memory that other ranks use,
+    or ops of other buffers: nothing is received there before its op.
     """
     ops = analysis.ops
     names = _lanes(ops)
@@ -59,7 +65,7 @@ def thread_per_lane(
         lane.waits.append(tuple((lanes[other], count) for other, count in needed))
         lane.labels.append(f"{ops[index].label} of lane {ops[index].op.lane}")
         lane.indices.append(index)
-    _post_receives_early(analysis, actions, lanes, lane_of)
+    _post_receives_early(analysis, actions, lanes, shared)
     return LaneExecution(context, lanes, trace)
 
 
@@ -123,16 +129,16 @@ class LaneExecution:
 
 
 def _post_receives_early(
-    analysis: RankAnalysis, actions: Sequence[Action], lanes: Sequence[LaneRun], lane_of: Sequence[int]
+    analysis: RankAnalysis, actions: Sequence[Action], lanes: Sequence[LaneRun], shared: Container[str]
 ) -> None:
     """Let a lane that waits in a message exchange post the receives of its next exchange, if their memory is free.
 
     Receives between two ranks match in the order in which they are posted. So a lane posts no further ahead, and
-    not past another kind of communication. Nothing is posted into exposed buffers, which other ranks may still
-    read until the next fence.
+    not past another kind of communication. Nothing is posted into `shared` buffers: other ranks may still read
+    them until the next fence, or ops of this rank do so under another name.
     """
     ops, before = analysis.ops, analysis.write_edges
-    place = {index: at for lane in lanes for at, index in enumerate(lane.indices, 1)}
+    place = {index: (lane, at) for lane in lanes for at, index in enumerate(lane.indices, 1)}
     for lane in lanes:
         previous: MessageExchange | None = None
         for index in lane.indices:
@@ -147,14 +153,11 @@ def _post_receives_early(
             early = exchange is not None and exchange.receives
             if staged and not isinstance(ops[index].op, Recv):
                 early = False
-            if any(view.buffer in analysis.exposed for view in ops[index].op.writes):
+            if any(view.buffer in shared for view in ops[index].op.writes):
                 early = False
             if previous is not None and exchange is not None and early:
-                needed: dict[int, int] = {}
-                for other in before[index]:
-                    needed[lane_of[other]] = max(needed.get(lane_of[other], 0), place[other])
-                waits = tuple((lanes[number], count) for number, count in needed.items())
-                previous.while_waiting(EarlyPost(waits, exchange.post_receives).run_if_free)
+                needed = dict(sorted((place[other] for other in before[index]), key=operator.itemgetter(1)))
+                previous.while_waiting(EarlyPost(tuple(needed.items()), exchange.post_receives).run_if_free)
             previous = exchange
 
 

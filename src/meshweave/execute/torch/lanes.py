@@ -227,7 +227,7 @@ class LaneThreads:
     ) -> None:
         try:
             with modes(), torch.no_grad():
-                (self._run_steps_traced if trace else self._run_steps)(lane)
+                self._run_steps(lane, trace)
         except BaseException as error:
             if not isinstance(error, _Abandoned):
                 if lane.done < len(lane.labels):
@@ -236,8 +236,11 @@ class LaneThreads:
         finally:
             lane.stopped = True
 
-    def _run_steps(self, lane: LaneRun) -> None:
-        for done, (action, waits) in enumerate(zip(lane.actions, lane.waits, strict=True), 1):
+    def _run_steps(self, lane: LaneRun, trace: bool) -> None:
+        actions: Sequence[Action] = lane.actions
+        if trace:
+            actions = [partial(_timed, action, lane.spans) for action in actions]
+        for done, (action, waits) in enumerate(zip(actions, lane.waits, strict=True), 1):
             for other, count in waits:
                 if other.done < count:
                     self._sleep(other, count, lane.labels[done - 1])
@@ -246,21 +249,6 @@ class LaneThreads:
             action()
             lane.done = done
             if done >= lane.wanted:
-                lane.wake_waiters()
-
-    def _run_steps_traced(self, lane: LaneRun) -> None:
-        clock, spans = time.monotonic_ns, lane.spans
-        for action, waits in zip(lane.actions, lane.waits, strict=True):
-            for other, count in waits:
-                if other.done < count:
-                    self._sleep(other, count, lane.labels[lane.done])
-            if self.error is not None:
-                return
-            start = clock()
-            action()
-            spans.append((start, clock()))
-            lane.done += 1
-            if lane.done >= lane.wanted:
                 lane.wake_waiters()
 
     def _sleep(self, lane: LaneRun, count: int, what: str) -> None:
@@ -297,6 +285,13 @@ class LaneThreads:
                 self._failures.append(error)
         for lane in lanes:
             lane.wake_waiters()
+
+
+def _timed(action: Action, spans: list[tuple[int, int]]) -> None:
+    """Run a step, and append its start and end."""
+    start = time.monotonic_ns()
+    action()
+    spans.append((start, time.monotonic_ns()))
 
 
 def _autocast_here() -> Modes:

@@ -14,7 +14,7 @@ a peer still reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -25,16 +25,28 @@ from meshweave.base.errors import BindError, UnsupportedError
 from meshweave.execute.memory.base import Exposure, Key, RemoteMemory, RemoteSlot, Slot
 from meshweave.execute.ranks.agreement import agree
 from meshweave.execute.torch.analysis import RankAnalysis
+from meshweave.execute.torch.buffers import torch_dtype
 from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.counters import Count
 from meshweave.execute.torch.views import Action, StridedView, bind_view, chain_actions, pair_up
 from meshweave.ir.analysis.matching import Node
-from meshweave.ir.program import BoundOp
+from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.program.ops import COMPUTE_KINDS, UPDATE, Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put
 from meshweave.ir.program.views import Range, View, dense_strides
 
 _Result = TypeVar("_Result")
+
+
+def exposed_slots(program: Program, rank: int, exposed: Container[str]) -> dict[Key, Slot]:
+    """Return the slots of those buffers of a rank that are named in `exposed`, by (buffer name, slot)."""
+    slots: dict[Key, Slot] = {}
+    for buffer in program.buffers:
+        if buffer.name in exposed and rank in program.mesh_of[buffer.mesh]:
+            shape = program.local_shape(buffer.name, rank)
+            one = Slot(shape, dense_strides(shape, buffer.order), torch_dtype(buffer.dtype))
+            slots.update(dict.fromkeys(((buffer.name, number) for number in range(buffer.slots)), one))
+    return slots
 
 
 class OneSidedAccess:
@@ -64,19 +76,12 @@ class OneSidedAccess:
         self._counters = analysis.completion_counters
         self._updating: Node = (rank, -1)
         self._counted: dict[tuple[int, int], list[int]] = {}  # steps so far, in all runs
-        wanted: dict[Key, Slot] = {}
-        given: dict[Key, Tensor] = {}
-        for buffer in analysis.buffers.values():
-            if buffer.name not in self.exposed:
-                continue
-            shape = program.local_shape(buffer.name, rank)
-            strides = dense_strides(shape, buffer.order)
-            dtype = getattr(torch, buffer.dtype)
-            for slot in range(buffer.slots):
-                wanted[buffer.name, slot] = Slot(shape, strides, dtype)
-            tensor = tensors.get(buffer.name)
-            if tensor is not None and memory.locate(tensor.detach(), program.ranks) is not None:
-                given[buffer.name, 0] = tensor.detach()
+        wanted = exposed_slots(program, rank, self.exposed)
+        given = {
+            (name, 0): tensor.detach()
+            for name, tensor in tensors.items()
+            if (name, 0) in wanted and memory.locate(tensor.detach(), program.ranks) is not None
+        }
         wanted.update(self.own_slots(analysis))
         num_flags = self._counters.num_counters()
         self._groups = analysis.fence_groups

@@ -221,10 +221,15 @@ class Staging:
         """Return the actions that copy `src` to `out` of equal shape, or with `add` add it, for an op of `lane`.
 
         Args:
-            apart: copy `src` to staging first, since `out` and `src` may share memory.
+            apart: copy `src` to staging first, since `out` and `src` may share memory. That is also done where
+                they overlap by the caller's choice of tensors (`share_memory`).
         """
         pairs = None if apart else pair_up(out, src)
-        if pairs is None:
+        if pairs is None or any(
+            share_memory(into, value) and not _is_same_memory(into, value)
+            for into, _ in pairs
+            for _, value in pairs
+        ):
             between = StridedView.of(self.get(lane, "between", src.shape, src.dtype))
             return [
                 *self.transfer(lane, between, src),
