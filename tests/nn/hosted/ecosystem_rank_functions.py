@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import plain_models
 import small_models
@@ -205,6 +206,7 @@ def refused(kind: str, strategy: str, folder: Path) -> dict[str, str]:
             made.loss(tokens, targets), [next(module.parameters())], create_graph=True
         ),
         "anomalies": lambda: _watched(made, tokens, targets),
+        "class of a norm": lambda: _patched(kind, made, tokens, targets),
         "head": lambda: module.lm_head(hidden),
         "layer": lambda: made.blocks[0](hidden),
         "DDP": lambda: nn.parallel.DistributedDataParallel(module),
@@ -226,6 +228,12 @@ def refused(kind: str, strategy: str, folder: Path) -> dict[str, str]:
 
 def _watched(made: Any, tokens: Tensor, targets: Tensor) -> None:
     with torch.autograd.detect_anomaly():
+        made.loss(tokens, targets)
+
+
+def _patched(kind: str, made: Any, tokens: Tensor, targets: Tensor) -> None:
+    norm: Any = type(small_models.make_model(kind).get_submodule("model.norm"))
+    with mock.patch.object(norm, "forward", lambda self, x: 2 * x):
         made.loss(tokens, targets)
 
 

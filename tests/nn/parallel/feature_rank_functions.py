@@ -218,9 +218,13 @@ def _refusals(mesh: DeviceMesh) -> list[str]:
 def _unheard(mesh: DeviceMesh) -> dict[str, str]:
     """What is said of hooks that do and do not run, of transforms, and of states of whole parameters."""
 
-    def hooked(path: str) -> None:
+    def hooked(path: str, is_patched: bool = False) -> None:
         made = parallelize(_model(), "megatron_sp", mesh, check=False)
-        made.module.get_submodule(path).register_forward_hook(lambda *given: None)
+        part = made.module.get_submodule(path)
+        if is_patched:
+            part.forward = lambda x: 2 * x
+        else:
+            part.register_forward_hook(lambda *given: None)
         made.loss(*_batch())
 
     def pruned() -> None:
@@ -228,10 +232,15 @@ def _unheard(mesh: DeviceMesh) -> dict[str, str]:
         prune.l1_unstructured(made.module.lm_head, "weight", 0.5)
         made.loss(*_batch())
 
-    def put(name: str, shape: tuple[int, ...]) -> None:
-        made = parallelize(_model(), "data_parallel", mesh, check=False)
+    def put(name: str, shape: tuple[int, ...], is_tied: bool = False) -> None:
+        model: Any = _model()
+        if is_tied:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        made = parallelize(model, "data_parallel", mesh, check=False)
         given = nn.Parameter(torch.ones(shape, dtype=torch.float64))
-        setattr(made.module.lm_head, name, given if shape else made.embedding.weight)
+        own = made.embedding.weight
+        own = nn.Parameter(own.detach().clone()) if is_tied else own
+        setattr(made.module.lm_head, name, given if shape else own)
         made.loss(*_batch())
 
     def transformed() -> None:
@@ -256,10 +265,12 @@ def _unheard(mesh: DeviceMesh) -> dict[str, str]:
     for name, call in {
         "head": lambda: hooked("lm_head"),
         "part": lambda: hooked("model.layers.0.mlp"),
+        "patched": lambda: hooked("model.layers.0.mlp.gate_proj", is_patched=True),
         "norm": lambda: hooked("model.norm"),
         "pruned": pruned,
         "plain": lambda: put("weight", (WORDS, HIDDEN)),
         "tied": lambda: put("weight", ()),
+        "untied": lambda: put("weight", (), is_tied=True),
         "added": lambda: put("bias", (WORDS,)),
         "transform": transformed,
         "states": lambda: stepped(True),

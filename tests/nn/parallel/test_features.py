@@ -45,12 +45,16 @@ def test_features_of_torch() -> None:
         assert answer["meta"]["is_meta"]
         assert answer["meta"]["difference"] < 1e-5
         said = answer["unheard"]
-        assert said["head"].startswith("UnsupportedError: lm_head has a hook, which would not run")
-        assert said["part"].startswith("UnsupportedError: model.layers.0.mlp has a hook")
+        for name, path in {
+            "head": "lm_head",
+            "part": "model.layers.0.mlp",
+            "patched": "model.layers.0.mlp.gate_proj",
+        }.items():
+            assert said[name].startswith(f"UnsupportedError: {path} has a hook, or a forward set on it")
         assert "torch.func.grad, vmap and the like do not transform" in said["transform"]
         assert said["states"].startswith("LayoutError: exp_avg of this AdamW is of a whole parameter")
         assert said["pruned"].startswith("UnsupportedError: lm_head.weight is no parameter any more")
-        for name in ("plain", "tied"):
+        for name in ("plain", "tied", "untied"):
             assert said[name].startswith("UnsupportedError: lm_head.weight was put there after parallelize")
         assert said["added"].startswith("UnsupportedError: a parameter beside lm_head.weight was put there")
         assert said["norm"] == said["no states"] == ""

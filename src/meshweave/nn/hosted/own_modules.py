@@ -241,7 +241,7 @@ class HostedNorm(ParallelNorm):
         self, norm: nn.Module, tokens: Tokens, name: str, dims: AxisDims, side: Side, kind: NormKind
     ) -> None:
         super().__init__(norm, tokens.strategy, name, dims, side, kind)
-        self._tokens = tokens
+        self._tokens, self._class, self._code = tokens, type(norm), type(norm).forward
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Return this rank's part of the normalised rows, of the same number of dims as x.
@@ -250,8 +250,13 @@ class HostedNorm(ParallelNorm):
             x: this rank's rows (batch, sequence, features), or (batch * sequence, features).
 
         Raises:
-            UnsupportedError: it is called outside of a forward or backward pass of the whole model.
+            UnsupportedError: it is called outside of a forward or backward pass of the whole model, or the forward
+                of the class that it stands for was replaced.
         """
+        if self._class.forward is not self._code:
+            raise UnsupportedError(
+                f"{self._class.__name__}.forward was replaced after parallelize, and is not computed: do it before"
+            )
         rows = as_plain(x)
         is_flat = rows.ndim == 2
         if is_flat and not self.has_whole_rows:

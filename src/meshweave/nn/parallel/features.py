@@ -115,8 +115,9 @@ class PlacedModules:
             for name, child in owner._modules.items()
             if path != layers
         ]
-        named = module.named_parameters()
-        self._memory = {name: _memory(each) for name, each in named if isinstance(each, DTensor)}
+        every, firsts = module.named_parameters(remove_duplicate=False), dict[int, str]()
+        self._firsts = {name: firsts.setdefault(id(p), name) for name, p in every if isinstance(p, DTensor)}
+        self._memory = {name: _memory(module.get_parameter(name)) for name in firsts.values()}
         owners = [
             (owner._parameters, key, f"{path}.{key}" if path else key, owner, len(owner._parameters))
             for path, owner in module.named_modules()
@@ -124,24 +125,24 @@ class PlacedModules:
         ]
         self._placed, self._owners = list(zip(*placed, strict=True)), list(zip(*owners, strict=True))
         self._passed: tuple[list[int], list[Callable[[], Tensor | None]]] = [], []
-        are_called = None if called is None else {id(module), *map(id, called)}
-        uncalled = [
-            (getattr(child, kind), path)
-            for path, child in module.named_modules()
-            if are_called is not None and id(child) not in are_called
-            for kind in HOOKS
-        ]
-        self._unused_hooks, self._uncalled = [hooks for hooks, _ in uncalled], [path for _, path in uncalled]
+        named = () if called is None else module.named_modules()
+        are_called = {id(module), *map(id, called or ())}
+        self._uncalled = [(path, vars(child)) for path, child in named if id(child) not in are_called]
+        self._unused_hooks = [own[kind] for _, own in self._uncalled for kind in HOOKS]
 
     def check(self) -> None:
-        """Raise UnsupportedError, naming the first module replaced or with hooks that would not run, or the first
+        """Raise UnsupportedError, naming the first module replaced, or with what would not run, or the first
         parameter added, replaced, tied or removed since it was noted, on the meta device or with `.data` set.
         """
-        unused = zip(self._uncalled, self._unused_hooks, strict=True) if any(self._unused_hooks) else ()
-        if name := next((path for path, hooks in unused if any(map(_is_of_user, hooks.values()))), None):
+        unused = [(path, own["forward"]) for path, own in self._uncalled if "forward" in own]
+        if any(self._unused_hooks):
+            hooked = [(path, own[kind]) for path, own in self._uncalled for kind in HOOKS]
+            unused += [(path, hook) for path, hooks in hooked for hook in hooks.values()]
+        if name := next((path for path, each in unused if _is_of_user(each)), None):
             raise UnsupportedError(
-                f"{name} has a hook, which would not run: its layer computes with its weights, and does not call "
-                "it; hooks on whole layers, norms, activations, the embedding and the model run"
+                f"{name} has a hook, or a forward set on it, which would not run: its layer computes with its "
+                "weights, and does not call it; those of whole layers, norms, activations, the embedding and the "
+                "model run"
             )
         modules, names, children, _ = self._placed
         if not all(map(is_, map(dict.get, modules, names), children)):
@@ -172,9 +173,9 @@ class PlacedModules:
                     f"{name} is no parameter any more, as after pruning, and ranks would use the one of the last "
                     "call: do it before parallelize, and make it permanent"
                 )
-            own = name in self._memory and isinstance(parameter, Tensor)
+            own = name in self._firsts and isinstance(parameter, Tensor)
             at = seen.setdefault(id(parameter), name) if isinstance(parameter, DTensor) and own else ""
-            is_other = own and at != name
+            is_other = own and at != self._firsts[name]  # of tied ones the first name
             if is_other or (len(parameters) > count and type(owner).__module__.startswith("meshweave.")):
                 put = name if is_other else f"a parameter beside {name}"
                 raise UnsupportedError(
@@ -186,8 +187,7 @@ class PlacedModules:
                         f"{name} is on the meta device: to_empty() gives it memory, and load_weights or an "
                         "initialisation values, before a call"
                     )
-                if own:  # of tied names the first, for which a name after it is another's
-                    self._check_data(name, parameter)
+                self._check_data(name, parameter)
 
     def _check_data(self, name: str, parameter: DTensor) -> None:
         """Raise UnsupportedError where `.data` of a parameter was assigned: a DTensor takes no notice of it."""
