@@ -79,16 +79,24 @@ with q:
 
 
 def rotated_in_place(context, rank):
-    """Return y and w where y lies where x does, and v within w at other places than its own; none for rank 3."""
+    """Return y and w of ten runs where y lies where x does, and v within w elsewhere than its own; none for rank 3.
+
+    Rank 1 receives before it sends: its y is apart. Rank 0 waits for it, and may not yet receive where its x is.
+    """
     if rank == 3:
         return []
     memory, whole = torch.full((3,), rank), torch.zeros(11, dtype=torch.int64)
     part = (whole[7:], whole[:4], whole[1:4])[rank]
-    part.copy_(10 * rank + torch.arange(len(part)))
-    calls = {"late": lambda: (time.sleep(0.1), torch.zeros(1, dtype=torch.int64))[1]}
-    given = {"x": memory, "y": memory, "v": part, "w": whole}
-    bind(parse(ROTATION), rank, given, context=context, calls=calls).run()
-    return [memory.tolist(), whole.tolist()]
+    calls = {"late": lambda: (time.sleep(0.02), torch.zeros(1, dtype=torch.int64))[1]}
+    given = {"x": memory, "y": torch.zeros_like(memory) if rank == 1 else memory, "v": part, "w": whole}
+    bound = bind(parse(ROTATION), rank, given, context=context, calls=calls)
+    results = []
+    for _ in range(10):
+        memory.fill_(rank)
+        part.copy_(10 * rank + torch.arange(len(part)))
+        bound.run()
+        results.append([given["y"].tolist(), whole.tolist()])
+    return results
 
 
 def compare(context, payload):

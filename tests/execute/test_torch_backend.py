@@ -69,7 +69,7 @@ def test_every_program_equals_its_numpy_run(num_ranks):
     found = launch("backend_rank_functions:compare", num_ranks, {"programs": names}, timeout_s=120.0, env=ENV)
     assert [rank["wrong"] for rank in found] == [[]] * num_ranks
     whole = [0, 1, 2, 3, 10, 11, 12, 13, 20, 21, 22]
-    in_place = [[[source] * 3, whole] for source in (2, 0, 1)]
+    in_place = [[[[source] * 3, whole]] * 10 for source in (2, 0, 1)]
     assert [rank["in_place"] for rank in found if rank["in_place"]] == (in_place if num_ranks == 4 else [])
     for name in names:
         program = PROGRAMS[name]()
