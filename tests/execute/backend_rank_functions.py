@@ -79,7 +79,7 @@ with q:
 
 
 def rotated_in_place(context, rank):
-    """Return y and w of ten runs where y lies where x does, and v within w elsewhere than its own; none for rank 3.
+    """Return y and w of ten runs where y lies where x does, and v at another place of w; nothing for rank 3.
 
     Rank 1 receives before it sends: its y is apart. Rank 0 waits for it, and may not yet receive where its x is.
     """
