@@ -31,6 +31,7 @@ from meshweave.nn.custom_ops import refuse_second_derivative
 from meshweave.nn.dtensor import mesh_of, require_member, size_text
 from meshweave.nn.in_graphs import context_of, traced_product
 from meshweave.nn.matmul2d_programs import Slices, backward_problem, product_program, slice_widths
+from meshweave.nn.matmul_plans import check_dtypes
 from meshweave.nn.products import DTYPES
 
 
@@ -97,10 +98,7 @@ def matmul2d(
         if mesh.ndim != 2:
             raise LayoutError(f"matmul2d needs a 2D mesh, this one has {mesh.ndim} dims")
         a, b = autocast_operands(a.device.type, a, b)
-        if a.dtype != b.dtype or a.dtype not in DTYPES:
-            raise BindError(
-                f"a is {a.dtype} and b {b.dtype}; both must be one of {', '.join(DTYPES.values())}"
-            )
+        check_dtypes(a=a, b=b)
         rows, columns = mesh_of(mesh).shape
         problem = Matmul2dProblem(*shape, (rows, columns), dataflow, DTYPES[a.dtype], ranks)
         rank = ranks[_position(mesh)]

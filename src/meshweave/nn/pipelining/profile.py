@@ -100,6 +100,8 @@ def profile_stage(
             each of `targets`, or passes on one that is not floating point.
     """
     clone = _on_meta(module)
+    if isinstance(loss_fn, nn.Module):  # as one with a weight of each class
+        loss_fn = _on_meta(loss_fn)
     batch = tuple(torch.empty(kind.shape, dtype=kind.dtype, device="meta") for kind in inputs)
     kinds = _run(clone, number, batch, sources)
     if targets and len(kinds) != len(targets):
@@ -177,13 +179,18 @@ def _run(
         makers = f"what stage {' and '.join(map(str, sources))} makes" if sources else "the batch"
         raise LayoutError(
             f"stage {number} does not run on {makers}, {given}, on the meta device: {_first_line(error)}; "
-            f"where it reads values, give outputs={{{number}: [what it passes on for a micro-batch]}}"
+            + _REMEDY.format(number)
         ) from error
     outs = made if isinstance(made, (tuple, list)) else [made]
     for out in outs:
         if not isinstance(out, Tensor):
             raise LayoutError(f"stage {number} returns a {type(out).__name__}; it must return tensors")
     return tuple(TensorKind.of(out) for out in outs)
+
+
+_REMEDY = (
+    "where it or the loss reads values, give outputs={{{}: [what it passes on for a micro-batch, if any]}}"
+)
 
 
 class _NotSplitError(Exception):
@@ -240,7 +247,8 @@ def _measured(
         raise
     except Exception as error:
         raise LayoutError(
-            f"stage {shape.number} does not run on the meta device: {_first_line(error.__cause__ or error)}"
+            f"stage {shape.number} does not run on the meta device: {_first_line(error.__cause__ or error)}; "
+            + _REMEDY.format(shape.number)
         ) from error
     lost = sorted(_with_gradients(module) - split)
     return (forward, input_grad, weight_grad), (after_forward, after_input_grad), lost[0] if lost else ""

@@ -18,7 +18,7 @@ from torch import nn
 
 from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
 from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Recompute, Stage, Stash
-from meshweave.base.errors import BindError, LayoutError, UnsupportedError
+from meshweave.base.errors import BindError, LayoutError, UnsupportedError, printable
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.ranks.blame import ranks_text
@@ -122,7 +122,14 @@ def agreed_places(
     missing = next((stage for stage in range(max(holders) + 1) if stage not in holders), None)
     if missing is not None:
         raise LayoutError(f"no rank has stage {missing}, and there is a stage {max(holders)}")
-    mesh_of = {frozenset(mesh.ranks): mesh for mesh in meshes}
+    if isinstance(data_axes, str):
+        raise LayoutError(f"data_axes is '{printable(data_axes)}'; give a sequence of axes, such as ('dp',)")
+    mesh_of: dict[frozenset[int], Mesh] = {}
+    for each in meshes:
+        if (first := mesh_of.setdefault(frozenset(each.ranks), each)) != each:
+            raise LayoutError(
+                f"meshes {first.name} and {each.name} have the same ranks; stages on them share one"
+            )
     placed = []
     for stage in range(len(holders)):
         mesh = mesh_of.get(frozenset(holders[stage]))
