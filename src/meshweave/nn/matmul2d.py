@@ -101,7 +101,7 @@ def matmul2d(
         check_dtypes(a=a, b=b)
         rows, columns = mesh_of(mesh).shape
         problem = Matmul2dProblem(*shape, (rows, columns), dataflow, DTYPES[a.dtype], ranks)
-        rank = ranks[_position(mesh)]
+        rank = mesh.get_rank()
         _check_shard(problem, "a", a, rank)
         _check_shard(problem, "b", b, rank)
         config = Matmul2dConfig(slice_widths(slices), block)
@@ -156,12 +156,6 @@ def _matmul2d_in_graph(
 
 def _title(dataflow: str, shape: tuple[int, int, int]) -> str:
     return f"matmul2d {dataflow} of sizes {size_text(shape)}"
-
-
-def _position(mesh: DeviceMesh) -> int:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    return int(coordinate[0]) * mesh_of(mesh).shape[1] + int(coordinate[1])
 
 
 def _check_shard(problem: Matmul2dProblem, operand: str, shard: Tensor, rank: int) -> None:

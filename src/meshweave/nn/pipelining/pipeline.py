@@ -322,7 +322,9 @@ class Pipeline:
         """
         if trains not in self._bound:
             with share_refusal(self._context, self.places.ranks, "pipeline"):
-                self._bound[trains] = self._bind(batch, target, trains)
+                data = self._data(batch, target, trains=trains)
+                own = self._stages, self.places, self._options, self._context
+                self._bound[trains] = bind_stages(*own, data, self._memory, trains=trains)
         return self._bound[trains]
 
     @property
@@ -389,11 +391,6 @@ class Pipeline:
         if not rows or rows % count:
             raise LayoutError(f"{count} micro-batches do not divide a batch of {rows} rows")
         return TensorKind((rows // count, *value.shape[1:]), value.dtype)
-
-    def _bind(self, batch: Batch, target: Tensor | None, trains: bool) -> BoundPipeline:
-        data = self._data(batch, target, trains=trains)
-        own = self._stages, self.places, self._options, self._context
-        return bind_stages(*own, data, self._memory, trains=trains)
 
 
 def _tensors(batch: Batch) -> tuple[Tensor, ...]:

@@ -129,8 +129,6 @@ def profile_stage(
             flops, kept, lost = _measured(clone, shape, loss_fn, step, splits=False)
     elif not trains:
         flops = (_counted_flops(lambda: clone(*batch)), 0, 0)
-    trained = [parameter for parameter in clone.parameters() if parameter.requires_grad]
-    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in trained}
     moved = [
         *clone.parameters(),
         *batch,
@@ -142,11 +140,17 @@ def profile_stage(
         sum(num_local_elements(tensor) * tensor.element_size() for tensor in moved),
         kept,
         sum(value.numel() * value.element_size() for value in batch) if sources else 0,
-        sum(map(num_local_elements, trained)),
-        dtypes.pop() if len(dtypes) == 1 else "",
+        *trained_elements(clone),
         lost,
         unsplit,
     )
+
+
+def trained_elements(module: nn.Module) -> tuple[int, str]:
+    """Return (`StageProfile.num_parameters`, its dtype) of a module."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in trained}
+    return sum(map(num_local_elements, trained)), dtypes.pop() if len(dtypes) == 1 else ""
 
 
 def _on_meta(module: nn.Module) -> nn.Module:

@@ -25,17 +25,13 @@ class ForwardState:
         tensors = (*inputs, *itertools.islice(module.parameters(), 1))
         has_cuda = any(tensor.device.type == "cuda" for tensor in tensors)
         self._module, self._random = module, _random_states(("cpu", "cuda") if has_cuda else ("cpu",))
-        held = {name: each for name, each in self._named_buffers() if names is None or name in names}
-        copies = {id(each): each.clone() for each in held.values()}
-        self._buffers = {name: copies[id(each)] for name, each in held.items()}
-
-    def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        named: Iterator[tuple[str, Tensor]] = self._module.named_buffers(remove_duplicate=False)
-        return named
+        named = dict(module.named_buffers(remove_duplicate=False))
+        copies = {id(each): each.clone() for name, each in named.items() if names is None or name in names}
+        self._buffers = {name: copies[id(each)] for name, each in named.items() if id(each) in copies}
 
     def keep_changed(self) -> set[str]:
         """Drop the copies of buffers that have the same values now; return the names of the others."""
-        for name, each in self._named_buffers():
+        for name, each in self._module.named_buffers(remove_duplicate=False):
             if name in self._buffers and torch.equal(*compat.local_tensors((each, self._buffers[name]))):
                 del self._buffers[name]
         return set(self._buffers)

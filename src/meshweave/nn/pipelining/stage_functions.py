@@ -384,11 +384,5 @@ def _unwrapped_errors() -> Iterator[None]:
         raise
 
 
-class _NothingKept:
-    """Stands for kept tensors that nobody counts."""
-
-    def release(self) -> None:
-        """Do nothing."""
-
-
-_NOTHING = _NothingKept()
+_NOTHING = SavedMemory().keep(())
+"""Stands for kept tensors that nobody counts."""

@@ -24,9 +24,9 @@ from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch.buffers import torch_dtype
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.pipelining.gradients import num_local_elements, num_loss_elements
+from meshweave.nn.pipelining.gradients import num_loss_elements
 from meshweave.nn.pipelining.missed_gradients import missed_gradient
-from meshweave.nn.pipelining.profile import StageProfile, profile_stage
+from meshweave.nn.pipelining.profile import StageProfile, profile_stage, trained_elements
 from meshweave.nn.pipelining.stage_functions import LossFunction, StageShape, TensorKind
 from meshweave.nn.products import DTYPES
 
@@ -253,10 +253,7 @@ def _profile(
     parts, sources, targets = places.data_parallelism(stage), places.sources(stage), places.targets(stage)
     if outputs is not None:
         kinds = tuple(map(TensorKind.of, outputs)) if targets else ()
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in trained}
-        size = sum(map(num_local_elements, trained))
-        return StageProfile(kinds, (0, 0, 0), 0, (0, 0), 0, size, dtypes.pop() if len(dtypes) == 1 else "")
+        return StageProfile(kinds, (0, 0, 0), 0, (0, 0), 0, *trained_elements(module))
     whole = [made[source, stage] for source in sources] if sources else list(data.batch if data else ())
     for kind in whole:
         if kind.shape[0] % parts:
