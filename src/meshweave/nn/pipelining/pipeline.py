@@ -376,16 +376,16 @@ class Pipeline:
             raise LayoutError("ranks of the last stage must give a target")
         if 0 not in self._stages and not self._is_last:
             return None
-        given = _tensors(batch) if 0 in self._stages else ()
-        last = self.places.num_stages - 1
+        given, last = _tensors(batch) if 0 in self._stages else (), self.places.num_stages - 1
         whole = None if target is None or not self._is_last else self._whole_kind(last, target)
         return PipelineData(tuple(self._whole_kind(0, value) for value in given), whole)
 
     def _whole_kind(self, stage: int, value: Tensor) -> TensorKind:
         """Return the kind of one micro-batch over all data-parallel ranks."""
         if not isinstance(value, Tensor) or not value.ndim:
-            what = kind_text(value)
-            raise LayoutError(f"a batch or target is {what}; give tensors with a row for each sample")
+            raise LayoutError(
+                f"a batch or target is {kind_text(value)}; give tensors with a row for each sample"
+            )
         count = self._options.micro_batches
         rows = len(value) * (self.places.data_parallelism(stage) if self._options.has_local_batch else 1)
         if not rows or rows % count:

@@ -100,7 +100,7 @@ def profile_stage(
             each of `targets`, or passes on one that is not floating point.
     """
     clone = _on_meta(module)
-    if isinstance(loss_fn, nn.Module):  # as one with a weight of each class
+    if isinstance(loss_fn, nn.Module) and [*loss_fn.parameters(), *loss_fn.buffers()]:
         loss_fn = _on_meta(loss_fn)
     batch = tuple(torch.empty(kind.shape, dtype=kind.dtype, device="meta") for kind in inputs)
     kinds = _run(clone, number, batch, sources)
