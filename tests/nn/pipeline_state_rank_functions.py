@@ -262,7 +262,7 @@ class Decays(nn.Module):
         self.register_buffer("factor", torch.ones((), dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor.mul_(0.5)
+        return x * self.factor.mul_(0.5).clone()
 
 
 def statistics_once(check: Check) -> None:
