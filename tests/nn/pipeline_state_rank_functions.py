@@ -254,12 +254,25 @@ class Fails:
         return mse(output, target)
 
 
+class Decays(nn.Module):
+    """A layer whose factor becomes less with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor.mul_(0.5).clone()
+
+
 def statistics_once(check: Check) -> None:
-    """A stage that runs again changes the statistics of its batch norm once, and gets the same gradients."""
+    """A stage that runs again changes its buffers once, computes with those of its first run, and gets the same
+    gradients.
+    """
     found, (batch, target) = [], _data(6)
     for recompute in ((), (0,)):
         first, second = _linears(2)
-        stages = {0: nn.Sequential(first, nn.BatchNorm1d(models.WIDTH).double()), 1: second}
+        stages = {0: nn.Sequential(first, nn.BatchNorm1d(models.WIDTH).double(), Decays()), 1: second}
         pipeline = mw.pipeline(
             stages, "gpipe", micro_batches=3, loss_fn=mse, ranks=(dist.get_rank(),), context=_context(check),
             recompute=recompute,
@@ -356,6 +369,19 @@ def given_wrongly(check: Check) -> None:
     check.refused("array", "LayoutError", "ndarray", lambda: step(batch.numpy()))
     check.refused("target", "LayoutError", "the target has 3 rows", lambda: step(wanted=target[:3]))
     check.refused("no batch later", "LayoutError", "must give a batch", lambda: step(None))
+    for wrong in (3, torch.tensor(1.0), batch.tolist(), {"x": batch}):
+        check.refused(f"{wrong} later", "LayoutError", "a row for each", lambda: pipeline.step(wrong, target))  # noqa: B023
+        check.refused(f"target {wrong}", "LayoutError", "a row for each", lambda: pipeline.step(batch, wrong))  # noqa: B023
+    check.refused("axes", "LayoutError", "data_axes is 'dp'", partial(step, data_axes="dp"))
+    meshes = [mw.Mesh.of(name, (1,), (name,), rank) for name in ("dp", "tp")]
+    check.refused("meshes", "LayoutError", "dp and tp have the same ranks", partial(step, meshes=meshes))
+    loss = Weighted()
+    check.refused("trained", "LayoutError", "the loss has a parameter weight", partial(step, loss_fn=loss))
+    step(loss_fn=loss.requires_grad_(False))
+    words = "give outputs={1: ["
+    check.refused(
+        "values", "LayoutError", words, partial(step, loss_fn=lambda y, t: mse(y, t) * float(t[0, 0]))
+    )
     example = [torch.zeros(2, models.WIDTH, dtype=torch.float64)]
     lost = [_linears(1)[0], Aside().double(), _linears(1)[0], Joined().double()]
     words = "stage 1: a backward in two parts misses the gradient of table.weight"
@@ -371,6 +397,17 @@ def given_wrongly(check: Check) -> None:
         check.refused(
             "autocast", "LayoutError", "autocast", lambda: step(batch.float(), target.float(), narrow)
         )
+
+
+class Weighted(nn.Module):
+    """A loss with a weight for each column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(models.WIDTH, dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return mse(output * self.weight, target)
 
 
 class Doubles(nn.Module):

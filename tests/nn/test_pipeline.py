@@ -15,9 +15,11 @@ pytest.importorskip("torch", reason="torch is not installed: the torch rung cann
 import torch
 from sections import launched
 
-from meshweave.base.errors import LayoutError, RankLostError
+from meshweave.base.errors import RankLostError
 from meshweave.execute.ranks.launch import launch
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.tokens import TokenLimits
+from meshweave.nn.pipelining import parallel_stage
 from meshweave.nn.pipelining.gradients import LossSum, StageGradients, num_loss_elements
 from meshweave.nn.pipelining.parallel_stage import ParallelStage
 from meshweave.nn.pipelining.pipeline import Pipeline
@@ -171,16 +173,17 @@ def test_torch_refuses_skip_connections() -> None:
             runtime.step(batch, target=target)
 
 
-def test_targets_of_a_stage_weigh_alike_where_all_are_known() -> None:
+def test_targets_of_a_stage_weigh_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many a micro-batch or a rank with rows of its own has; here another pair of ranks has two."""
     stage = ParallelStage.__new__(ParallelStage)
     torch.nn.Module.__init__(stage)
     stage._model = SimpleNamespace(agreement=SimpleNamespace(limits=TokenLimits(8, 8)))  # type: ignore[assignment]
     targets = torch.tensor([[1, 2, 3], [1, -100, -100], [-100, -100, -100], [1, 2, -100]])
-    stage.count_targets(targets, 4, is_whole=True)
+    context, ranks = TorchContext(), (4, 5, 6, 7)
+    stage.count_targets(targets, 4, 1, ranks, context)
     assert stage._num_items == 6 / 4
-    stage.count_targets(targets, 0, is_whole=False)  # losses are summed, each by its own number
+    stage.count_targets(targets, 0, 2, ranks, context)  # losses are summed, each by its own number
     assert stage._num_items is None
-    with pytest.raises(LayoutError, match=r"unequal numbers of targets.*without has_local_batch"):
-        stage.count_targets(targets, 4, is_whole=False)
-    stage.count_targets(targets[:, :1].clamp(min=0), 4, is_whole=False)
-    assert stage._num_items is None
+    monkeypatch.setattr(parallel_stage, "gathered", lambda own, *_: torch.tensor([[6], [6], [2], [2]]))
+    stage.count_targets(targets, 4, 2, ranks, context)
+    assert stage._num_items == (6 + 2) / 4

@@ -200,6 +200,8 @@ def test_two_tensors_under_one_name_are_refused_and_empty_ones_are_kept(tmp_path
     module.register_buffer("nothing", torch.zeros(0, 4))
     with pytest.raises(LayoutError, match="two tensors are to be stored as x"):
         save_weights(module, tmp_path, mapping={"weight": "x", "bias": "x"})
+    with pytest.raises(LayoutError, match="weight is on the meta device"):
+        save_weights(torch.nn.Linear(2, 2, device="meta"), tmp_path)
     save_weights(module, tmp_path)
     again = torch.nn.Linear(2, 2)
     again.register_buffer("nothing", torch.ones(0, 4))

@@ -31,6 +31,7 @@ from meshweave.nn.custom_ops import refuse_second_derivative
 from meshweave.nn.dtensor import mesh_of, require_member, size_text
 from meshweave.nn.in_graphs import context_of, traced_product
 from meshweave.nn.matmul2d_programs import Slices, backward_problem, product_program, slice_widths
+from meshweave.nn.matmul_plans import check_dtypes
 from meshweave.nn.products import DTYPES
 
 
@@ -97,13 +98,10 @@ def matmul2d(
         if mesh.ndim != 2:
             raise LayoutError(f"matmul2d needs a 2D mesh, this one has {mesh.ndim} dims")
         a, b = autocast_operands(a.device.type, a, b)
-        if a.dtype != b.dtype or a.dtype not in DTYPES:
-            raise BindError(
-                f"a is {a.dtype} and b {b.dtype}; both must be one of {', '.join(DTYPES.values())}"
-            )
+        check_dtypes(a=a, b=b)
         rows, columns = mesh_of(mesh).shape
         problem = Matmul2dProblem(*shape, (rows, columns), dataflow, DTYPES[a.dtype], ranks)
-        rank = ranks[_position(mesh)]
+        rank = mesh.get_rank()
         _check_shard(problem, "a", a, rank)
         _check_shard(problem, "b", b, rank)
         config = Matmul2dConfig(slice_widths(slices), block)
@@ -158,12 +156,6 @@ def _matmul2d_in_graph(
 
 def _title(dataflow: str, shape: tuple[int, int, int]) -> str:
     return f"matmul2d {dataflow} of sizes {size_text(shape)}"
-
-
-def _position(mesh: DeviceMesh) -> int:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    return int(coordinate[0]) * mesh_of(mesh).shape[1] + int(coordinate[1])
 
 
 def _check_shard(problem: Matmul2dProblem, operand: str, shard: Tensor, rank: int) -> None:

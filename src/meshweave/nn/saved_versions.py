@@ -54,7 +54,8 @@ def check_versions(
     """
     if versions(tensors) != before:
         raise RuntimeError(
-            f"{what} was modified by an inplace operation: run the backward pass before the optimizer steps"
+            f"{what} was modified by an inplace operation: run the backward pass before it changes, as by an "
+            "optimizer, or compute with a copy"
         )
 
 
@@ -78,8 +79,7 @@ class SavedVersions:
         """Raise RuntimeError, as autograd does, where a DTensor was changed in place since this was made."""
         for reference, version in self._saved:
             operand = reference()
-            if operand is not None and versions([operand]) != version:
-                raise RuntimeError(
-                    f"a DTensor {tuple(operand.shape)} that is needed for gradients was modified by an inplace "
-                    "operation: run the backward pass before it changes, or compute with a copy"
+            if operand is not None:
+                check_versions(
+                    [operand], version, f"a DTensor {tuple(operand.shape)} that is needed for gradients"
                 )

@@ -120,7 +120,7 @@ class ParameterLayout:
             placements,
             run_check=False,
             shape=whole.shape,
-            stride=_row_major(whole.shape),
+            stride=torch.empty(whole.shape, device="meta").stride(),
         )
         return nn.Parameter(made, requires_grad=requires_grad)
 
@@ -155,13 +155,6 @@ def ranges_of(module: nn.Module) -> dict[str, list[list[tuple[int, int]]]]:
         if hasattr(child, "layer_strategy")  # others may have layouts of their own
         for name, layout in getattr(child, "layouts", {}).items()
     }
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1] if shape else []
-    for size in reversed(list(shape)[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides))
 
 
 class _LocalParts(torch.autograd.Function):  # type: ignore[misc]

@@ -13,6 +13,7 @@ from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm
 from meshweave.algorithms.pipeline.problem import PipelineProblem
 from meshweave.algorithms.pipeline.program import pipeline_program
+from meshweave.base.errors import LayoutError
 from meshweave.execute.torch.bind import BoundProgram, bind
 from meshweave.execute.torch.buffers import torch_dtype
 from meshweave.execute.torch.context import TorchContext
@@ -89,9 +90,16 @@ def bind_stages(
         LayoutError, UnsupportedError: stages, their parameters, data and schedule do not fit together.
         BindError, RankLostError, DeadlineError: other ranks refuse, are missing or late.
     """
-    rank = context.rank or 0
+    rank, loss_fn = context.rank or 0, options.loss_fn
+    own = {each for stage in stages.values() for each in stage.parameters()}
+    for name, each in loss_fn.named_parameters() if trains and isinstance(loss_fn, nn.Module) else ():
+        if each.requires_grad and each not in own:
+            raise LayoutError(
+                f"the loss has a parameter {name}, and gradients of stages alone are summed and scaled: compute "
+                "with it in the last stage, or freeze it"
+            )
     profiles, rows = profile_all(
-        context, places, stages, data, options.loss_fn, trains=trains, outputs=options.outputs
+        context, places, stages, data, loss_fn, trains=trains, outputs=options.outputs
     )
     problem = pipeline_problem(
         places, profiles, options.micro_batches, rows, options.recompute, trains=trains

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.execute.torch import compat
 
 _PARTS = 3
 """16-bit numbers whose sum is a number in single precision."""
@@ -170,8 +171,7 @@ class StageGradients:
     def _lying_in(self, vector: Tensor) -> list[Tensor]:
         """Return the gradient of each parameter in a vector that begins with all of them."""
         start, made = 0, []
-        for parameter in self.parameters:
-            local = _local(parameter)
+        for parameter, local in zip(self.parameters, compat.local_tensors(self.parameters), strict=True):
             made.append(_like(parameter, vector[start : start + local.numel()].view(local.shape)))
             start += num_local_elements(parameter)
         return made
@@ -228,10 +228,6 @@ def num_local_elements(parameter: Tensor) -> int:
         if dim is not None:
             sizes[dim] = -(-sizes[dim] // ranks)
     return max(int(math.prod(sizes)), int(parameter.to_local().numel()))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:

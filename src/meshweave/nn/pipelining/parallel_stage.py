@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.base.errors import LayoutError
+from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.counted import gathered
 from meshweave.nn.parallel.loss import IGNORED
 from meshweave.nn.parallel.model import ParallelModel
 
@@ -101,30 +103,34 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         loss: Tensor = self._model.head_loss(self._taken_apart(x), targets, self._num_items)
         return loss
 
-    def count_targets(self, targets: Tensor, parts: int, is_whole: bool) -> None:
+    def count_targets(
+        self, targets: Tensor, parts: int, shares: int, ranks: tuple[int, ...], context: TorchContext
+    ) -> None:
         """Check the targets of a step, and let `loss` weigh all tokens alike, however many a micro-batch has.
 
         The mean of the losses of `parts` micro-batches, over all data-parallel ranks, is then the mean over
-        tokens.
+        tokens. Collective where `shares` is more than 1.
 
         Args:
             targets: (rows, sequence) of a step; -100 where there is no loss.
             parts: the number by which the sum of losses is divided: micro-batches times data-parallel ranks; 0
                 where it is not divided, and each loss is a mean by itself.
-            is_whole: whether targets are those of all data-parallel ranks.
+            shares: the number of data-parallel ranks that have rows of their own; 1 where targets are all rows.
+            ranks: those of the last stage.
+            context: communicates between them.
 
         Raises:
-            LayoutError: targets are outside the model's vocabulary, or rows have different numbers of targets and
-                those of other ranks are not known.
+            LayoutError: targets are outside the model's vocabulary.
+            BindError, RankLostError, DeadlineError: other ranks refuse, are missing or late.
         """
         self.check(targets=targets)
-        counts = (targets != IGNORED).sum(-1)
-        if parts and not is_whole and bool((counts != counts[0]).any()):
-            raise LayoutError(
-                "rows have unequal numbers of targets (others are -100), and ranks have rows of their own, so "
-                "their number is not known: give the whole batch on every rank, without has_local_batch"
+        count = (targets != IGNORED).sum()
+        if parts and shares > 1:
+            told = gathered(
+                count[None].to(context.device), context, ranks, "the numbers of targets of all ranks"
             )
-        self._num_items = int(counts.sum()) / parts if parts and is_whole else None
+            count = told.sum() * shares / len(ranks)
+        self._num_items = float(count) / parts if parts else None
 
     def check(self, tokens: Tensor | None = None, targets: Tensor | None = None) -> None:
         """Raise LayoutError where the model does not take tokens or targets (rows, sequence); None passes."""

@@ -115,7 +115,7 @@ def pipeline(
     with share_refusal(context, members, "pipeline"):
         chosen = plan_of(plan)
         count, given = micro_batches_of(chosen, micro_batches), meshes_of(meshes)
-        places = agreed_places(context, members, tuple(stages), given, tuple(data_axes), tuple(skips))
+        places = agreed_places(context, members, tuple(stages), given, data_axes, tuple(skips))
         check_stage_numbers("recompute", recompute, places.num_stages)
         check_stage_numbers("outputs", outputs or (), places.num_stages)
     if context.device.type == "cpu":
@@ -209,7 +209,7 @@ class Pipeline:
         bound = self.prepare(batch, target, trains=trains)
         trained = bound.gradients if trains else {}
         with share_refusal(self._context, self.places.ranks, "step of a pipeline"):
-            self._require(batch, target, trains=trains)
+            self._data(batch, target, trains=trains)
             self._compare(batch, target, trains=trains)
             for number, gradients in trained.items():
                 gradients.check(self._stages[number], number, bound.splits(number))
@@ -249,8 +249,11 @@ class Pipeline:
                 for tokens in _tensors(batch) if number == 0 else ():
                     stage.check(tokens)
                 if target is not None and stage.is_last:
-                    own_rows = self._options.has_local_batch and self._divisor > self._options.micro_batches
-                    stage.count_targets(target, self._divisor * self._options.scale_grads, not own_rows)
+                    parts = self._divisor * self._options.scale_grads
+                    shares = self.places.data_parallelism(number) if self._options.has_local_batch else 1
+                    stage.count_targets(
+                        target, parts, shares, self.places.meshes[number].ranks, self._context
+                    )
 
     @property
     def _is_last(self) -> bool:
@@ -319,7 +322,9 @@ class Pipeline:
         """
         if trains not in self._bound:
             with share_refusal(self._context, self.places.ranks, "pipeline"):
-                self._bound[trains] = self._bind(batch, target, trains)
+                data = self._data(batch, target, trains=trains)
+                own = self._stages, self.places, self._options, self._context
+                self._bound[trains] = bind_stages(*own, data, self._memory, trains=trains)
         return self._bound[trains]
 
     @property
@@ -358,18 +363,10 @@ class Pipeline:
         return self._bound[True]
 
     def _data(self, batch: Batch, target: Tensor | None, *, trains: bool) -> PipelineData | None:
-        """Return the kinds of the whole of a micro-batch, on ranks of the first or last stage."""
-        self._require(batch, target, trains=trains)
-        if 0 not in self._stages and not self._is_last:
-            return None
-        given = _tensors(batch) if 0 in self._stages else ()
-        last = self.places.num_stages - 1
-        whole = None if target is None or not self._is_last else self._whole_kind(last, target)
-        return PipelineData(tuple(self._whole_kind(0, value) for value in given), whole)
+        """Return the kinds of the whole of a micro-batch, on ranks of the first or last stage.
 
-    def _require(self, batch: Batch, target: Tensor | None, *, trains: bool) -> None:
-        """Raise LayoutError where a first or last stage is not given what it needs, UnsupportedError where a step
-        would have no gradients.
+        Raises LayoutError where such a rank is not given what it needs, UnsupportedError where a step would have
+        no gradients.
         """
         if trains and torch.is_inference_mode_enabled():
             raise UnsupportedError("step has no gradients in inference mode: call it outside, or evaluate")
@@ -377,23 +374,24 @@ class Pipeline:
             raise LayoutError("ranks of the first stage must give a batch")
         if self._is_last and trains and target is None:
             raise LayoutError("ranks of the last stage must give a target")
+        if 0 not in self._stages and not self._is_last:
+            return None
+        given, last = _tensors(batch) if 0 in self._stages else (), self.places.num_stages - 1
+        whole = None if target is None or not self._is_last else self._whole_kind(last, target)
+        return PipelineData(tuple(self._whole_kind(0, value) for value in given), whole)
 
     def _whole_kind(self, stage: int, value: Tensor) -> TensorKind:
         """Return the kind of one micro-batch over all data-parallel ranks."""
         if not isinstance(value, Tensor) or not value.ndim:
-            what = kind_text(value)
-            raise LayoutError(f"a batch or target is {what}; give tensors with a row for each sample")
+            raise LayoutError(
+                f"a batch or target is {kind_text(value)}; give tensors with a row for each sample"
+            )
         count = self._options.micro_batches
         rows = len(value) * (self.places.data_parallelism(stage) if self._options.has_local_batch else 1)
         if not rows or rows % count:
             raise LayoutError(f"{count} micro-batches do not divide a batch of {rows} rows")
         return TensorKind((rows // count, *value.shape[1:]), value.dtype)
 
-    def _bind(self, batch: Batch, target: Tensor | None, trains: bool) -> BoundPipeline:
-        data = self._data(batch, target, trains=trains)
-        own = self._stages, self.places, self._options, self._context
-        return bind_stages(*own, data, self._memory, trains=trains)
-
 
 def _tensors(batch: Batch) -> tuple[Tensor, ...]:
-    return (batch,) if isinstance(batch, Tensor) else () if batch is None else tuple(batch)
+    return tuple(batch) if isinstance(batch, list | tuple) else () if batch is None else (batch,)

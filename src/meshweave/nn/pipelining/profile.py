@@ -100,6 +100,8 @@ def profile_stage(
             each of `targets`, or passes on one that is not floating point.
     """
     clone = _on_meta(module)
+    if isinstance(loss_fn, nn.Module) and [*loss_fn.parameters(), *loss_fn.buffers()]:
+        loss_fn = _on_meta(loss_fn)
     batch = tuple(torch.empty(kind.shape, dtype=kind.dtype, device="meta") for kind in inputs)
     kinds = _run(clone, number, batch, sources)
     if targets and len(kinds) != len(targets):
@@ -127,8 +129,6 @@ def profile_stage(
             flops, kept, lost = _measured(clone, shape, loss_fn, step, splits=False)
     elif not trains:
         flops = (_counted_flops(lambda: clone(*batch)), 0, 0)
-    trained = [parameter for parameter in clone.parameters() if parameter.requires_grad]
-    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in trained}
     moved = [
         *clone.parameters(),
         *batch,
@@ -140,11 +140,17 @@ def profile_stage(
         sum(num_local_elements(tensor) * tensor.element_size() for tensor in moved),
         kept,
         sum(value.numel() * value.element_size() for value in batch) if sources else 0,
-        sum(map(num_local_elements, trained)),
-        dtypes.pop() if len(dtypes) == 1 else "",
+        *trained_elements(clone),
         lost,
         unsplit,
     )
+
+
+def trained_elements(module: nn.Module) -> tuple[int, str]:
+    """Return (`StageProfile.num_parameters`, its dtype) of a module."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in trained}
+    return sum(map(num_local_elements, trained)), dtypes.pop() if len(dtypes) == 1 else ""
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
@@ -177,13 +183,18 @@ def _run(
         makers = f"what stage {' and '.join(map(str, sources))} makes" if sources else "the batch"
         raise LayoutError(
             f"stage {number} does not run on {makers}, {given}, on the meta device: {_first_line(error)}; "
-            f"where it reads values, give outputs={{{number}: [what it passes on for a micro-batch]}}"
+            + _REMEDY.format(number)
         ) from error
     outs = made if isinstance(made, (tuple, list)) else [made]
     for out in outs:
         if not isinstance(out, Tensor):
             raise LayoutError(f"stage {number} returns a {type(out).__name__}; it must return tensors")
     return tuple(TensorKind.of(out) for out in outs)
+
+
+_REMEDY = (
+    "where it or the loss reads values, give outputs={{{}: [what it passes on for a micro-batch, if any]}}"
+)
 
 
 class _NotSplitError(Exception):
@@ -240,7 +251,8 @@ def _measured(
         raise
     except Exception as error:
         raise LayoutError(
-            f"stage {shape.number} does not run on the meta device: {_first_line(error.__cause__ or error)}"
+            f"stage {shape.number} does not run on the meta device: {_first_line(error.__cause__ or error)}; "
+            + _REMEDY.format(shape.number)
         ) from error
     lost = sorted(_with_gradients(module) - split)
     return (forward, input_grad, weight_grad), (after_forward, after_input_grad), lost[0] if lost else ""

@@ -2,50 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from meshweave.nn.saved_versions import versions
+from meshweave.execute.torch import compat
 
 
-def random_states(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """Return [(type of device, state of its generator)]: "cpu", then "cuda" if one of the tensors is there."""
-    states = [("cpu", torch.get_rng_state())]
-    if any(tensor.device.type == "cuda" for tensor in tensors):
-        states.append(("cuda", torch.cuda.get_rng_state()))
-    return states
+class ForwardState:
+    """What a forward of a module depends on besides its inputs and parameters, as it was before that ran.
 
-
-def set_random_states(states: Sequence[tuple[str, Tensor]]) -> None:
-    """Set generators to the states that `random_states` has returned."""
-    for kind, state in states:
-        if kind == "cuda":
-            torch.cuda.set_rng_state(state)
-        else:
-            torch.set_rng_state(state)
-
-
-@contextmanager
-def kept_buffers(module: nn.Module, before: Sequence[int]) -> Iterator[None]:
-    """Let a module run again in the block on copies of buffers that its first forward changed; restore them.
-
-    So a second forward of a micro-batch does not change buffers, such as running statistics, a second time. Copied
-    are buffers that have changed since `before`, the `versions` of all buffers before the first forward, and
-    statistics of norms, whose changes torch does not count.
+    Args:
+        module: the module.
+        inputs: of the forward; like the module's parameters they may be on a GPU, whose generator then counts.
+        names: of the buffers that a forward may change; None for all.
     """
-    unique = list(module.buffers())
-    pairs = zip(before, versions(unique), [*unique, *unique], strict=False)
-    changed = {id(each) for then, now, each in pairs if then != now}
-    held = [(owner._buffers, dict(owner._buffers)) for owner in module.modules() if owner._buffers]
-    for buffers, were in held:
-        for name, each in were.items():
-            if each is not None and ("running_mean" in were or id(each) in changed):
-                buffers[name] = each.clone()
-    try:
-        yield
-    finally:
-        for buffers, were in held:
-            buffers.update(were)
+
+    def __init__(self, module: nn.Module, inputs: Sequence[Tensor], names: Collection[str] | None) -> None:
+        tensors = (*inputs, *itertools.islice(module.parameters(), 1))
+        has_cuda = any(tensor.device.type == "cuda" for tensor in tensors)
+        self._module, self._random = module, _random_states(("cpu", "cuda") if has_cuda else ("cpu",))
+        named = dict(module.named_buffers(remove_duplicate=False))
+        copies = {id(each): each.clone() for name, each in named.items() if names is None or name in names}
+        self._buffers = {name: copies[id(each)] for name, each in named.items() if id(each) in copies}
+
+    def keep_changed(self) -> set[str]:
+        """Drop the copies of buffers that have the same values now; return the names of the others."""
+        for name, each in self._module.named_buffers(remove_duplicate=False):
+            if name in self._buffers and torch.equal(*compat.local_tensors((each, self._buffers[name]))):
+                del self._buffers[name]
+        return set(self._buffers)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Let the module run again in the block as from this state; then set random states and buffers back.
+
+        So a second forward of a micro-batch computes what the first did, as with a spectral norm, and does not
+        change buffers, such as running statistics, a second time.
+        """
+        now = _random_states([kind for kind, _ in self._random])
+        held = [(owner._buffers, dict(owner._buffers)) for owner in self._module.modules()]
+        _set_random_states(self._random)
+        for name, each in self._buffers.items():
+            path, _, key = name.rpartition(".")
+            self._module.get_submodule(path)._buffers[key] = each
+        try:
+            yield
+        finally:
+            _set_random_states(now)
+            for buffers, were in held:
+                buffers.clear()
+                buffers.update(were)
+
+
+def _random_states(kinds: Sequence[str]) -> list[tuple[str, Tensor]]:
+    return [(k, torch.cuda.get_rng_state() if k == "cuda" else torch.get_rng_state()) for k in kinds]
+
+
+def _set_random_states(states: Sequence[tuple[str, Tensor]]) -> None:
+    for kind, state in states:
+        (torch.cuda.set_rng_state if kind == "cuda" else torch.set_rng_state)(state)

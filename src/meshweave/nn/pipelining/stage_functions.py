@@ -11,7 +11,6 @@ the gradients of all parameters where several data-parallel ranks add them up.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from meshweave.execute.torch.compat_pipelining import (
 )
 from meshweave.nn.pipelining.gradients import LossSum
 from meshweave.nn.pipelining.missed_gradients import reached_parameters, require_all
-from meshweave.nn.pipelining.run_again import kept_buffers, random_states, set_random_states
+from meshweave.nn.pipelining.run_again import ForwardState
 from meshweave.nn.pipelining.saved_memory import SavedMemory
 from meshweave.nn.saved_versions import versions
 
@@ -127,6 +126,7 @@ class StageFunctions:
         self.losses = losses
         self.memory, self.recomputes, self.has_signals = memory, recomputes, has_signals
         self.step, self.refuses_missed = StageStep(), True
+        self._changing: set[str] | None = None  # buffers that a forward has changed; all until one has run
         if memory is not None:
             memory.exclude(module)
 
@@ -164,8 +164,8 @@ class StageFunctions:
         *arrived, token, micro_batch = operands
         inputs = self._inputs(arrived[: len(self.shape.ins)], micro_batch)
         if self.recomputes and self.trains:
-            stash["inputs"], stash["random"] = inputs, self._random_states(inputs)
-            before, stash["buffers"] = versions(inputs), versions(list(self.module.buffers()))
+            state, before = ForwardState(self.module, inputs, self._changing), versions(inputs)
+            stash["inputs"], stash["state"] = inputs, state
             with torch.no_grad():
                 outputs = self._run(inputs, micro_batch)
             if versions(inputs) != before:
@@ -173,6 +173,7 @@ class StageFunctions:
                     f"stage {self.shape.number} changes its inputs in place, and is to run on them again: "
                     "leave it out of recompute, or let it work on a copy"
                 )
+            self._changing = {*(self._changing or ()), *state.keep_changed()}
             stash["kept"] = self._keep(inputs)
             self._count()
             self._note(outputs, micro_batch)
@@ -192,11 +193,8 @@ class StageFunctions:
         `operands` end with the micro-batch's number; nothing else of them is read.
         """
         inputs = stash["inputs"]
-        now = self._random_states(inputs)
-        set_random_states(stash.pop("random"))
-        with torch.enable_grad(), self._hooks(), kept_buffers(self.module, stash.pop("buffers")):
+        with torch.enable_grad(), self._hooks(), stash.pop("state").restored():
             outputs = self._run(inputs, operands[-1])
-        set_random_states(now)
         stash["kept"].release()
         stash["outputs"] = outputs[-1:] if self.is_last else outputs
         stash["kept"] = self._keep([*inputs, *stash["outputs"]])
@@ -236,8 +234,8 @@ class StageFunctions:
             if not isinstance(out, Tensor) or TensorKind.of(out) != kind:
                 made = TensorKind.of(out) if isinstance(out, Tensor) else type(out).__name__
                 said = f"stage {number} returns {made} for stage {target}, which expects {kind}"
-                if isinstance(out, Tensor) and torch.is_autocast_enabled(out.device.type):
-                    said += "; that was found without autocast: enter it inside of the stage's forward"
+                if isinstance(made, TensorKind) and made.shape == kind.shape:
+                    said += f", as it does without autocast: let it, or give outputs={{{number}: [examples]}}"
                 raise LayoutError(said)
 
     def _note(self, outputs: Sequence[Tensor], micro_batch: int) -> None:
@@ -359,9 +357,6 @@ class StageFunctions:
         device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         return [torch.zeros(kind.shape, dtype=kind.dtype, device=device) for kind in kinds]
 
-    def _random_states(self, inputs: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        return random_states([*inputs, *itertools.islice(self.module.parameters(), 1)])
-
     def _parameters(self) -> Any:
         return (parameter for parameter in self.module.parameters() if parameter.requires_grad)
 
@@ -389,11 +384,5 @@ def _unwrapped_errors() -> Iterator[None]:
         raise
 
 
-class _NothingKept:
-    """Stands for kept tensors that nobody counts."""
-
-    def release(self) -> None:
-        """Do nothing."""
-
-
-_NOTHING = _NothingKept()
+_NOTHING = SavedMemory().keep(())
+"""Stands for kept tensors that nobody counts."""

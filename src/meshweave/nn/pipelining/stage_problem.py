@@ -18,15 +18,15 @@ from torch import nn
 
 from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
 from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Recompute, Stage, Stash
-from meshweave.base.errors import BindError, LayoutError, UnsupportedError
+from meshweave.base.errors import BindError, LayoutError, UnsupportedError, printable
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch.buffers import torch_dtype
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.pipelining.gradients import num_local_elements, num_loss_elements
+from meshweave.nn.pipelining.gradients import num_loss_elements
 from meshweave.nn.pipelining.missed_gradients import missed_gradient
-from meshweave.nn.pipelining.profile import StageProfile, profile_stage
+from meshweave.nn.pipelining.profile import StageProfile, profile_stage, trained_elements
 from meshweave.nn.pipelining.stage_functions import LossFunction, StageShape, TensorKind
 from meshweave.nn.products import DTYPES
 
@@ -122,7 +122,14 @@ def agreed_places(
     missing = next((stage for stage in range(max(holders) + 1) if stage not in holders), None)
     if missing is not None:
         raise LayoutError(f"no rank has stage {missing}, and there is a stage {max(holders)}")
-    mesh_of = {frozenset(mesh.ranks): mesh for mesh in meshes}
+    if isinstance(data_axes, str):
+        raise LayoutError(f"data_axes is '{printable(data_axes)}'; give a sequence of axes, such as ('dp',)")
+    mesh_of: dict[frozenset[int], Mesh] = {}
+    for each in meshes:
+        if (first := mesh_of.setdefault(frozenset(each.ranks), each)) != each:
+            raise LayoutError(
+                f"meshes {first.name} and {each.name} have the same ranks; stages on them share one"
+            )
     placed = []
     for stage in range(len(holders)):
         mesh = mesh_of.get(frozenset(holders[stage]))
@@ -246,10 +253,7 @@ def _profile(
     parts, sources, targets = places.data_parallelism(stage), places.sources(stage), places.targets(stage)
     if outputs is not None:
         kinds = tuple(map(TensorKind.of, outputs)) if targets else ()
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in trained}
-        size = sum(map(num_local_elements, trained))
-        return StageProfile(kinds, (0, 0, 0), 0, (0, 0), 0, size, dtypes.pop() if len(dtypes) == 1 else "")
+        return StageProfile(kinds, (0, 0, 0), 0, (0, 0), 0, *trained_elements(module))
     whole = [made[source, stage] for source in sources] if sources else list(data.batch if data else ())
     for kind in whole:
         if kind.shape[0] % parts:

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.algorithms.block.sites import MoveSite, move_program
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import BoundProgram, bind
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.checksums import checksum
@@ -81,10 +81,11 @@ class TiedTable:
         Raises LayoutError, and sets nothing, where a copy on this rank has no gradient or, on a CPU, copies
         differ.
         """
-        grads = [_local(copy.grad) for copy in self._copies.values() if copy.grad is not None]
-        if len(grads) != len(self._copies):
+        copies = list(self._copies.values())
+        grads = compat.local_tensors(copy.grad for copy in copies if copy.grad is not None)
+        if len(grads) != len(copies):
             raise LayoutError("embedding and head are one tensor, and a stage has no gradient of it")
-        numbers = [_digits(_local(copy)) for copy in self._copies.values()]
+        numbers = list(map(_digits, compat.local_tensors(copies)))
         if self._bound is None:
             total, both = grads[0] + grads[-1], numbers[0] + numbers[-1]
         else:
@@ -101,10 +102,6 @@ class TiedTable:
             )
         for grad in grads:
             grad.copy_(total)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _digits(copy: Tensor) -> Tensor:

@@ -218,21 +218,15 @@ class TrainingState:
             return {}, {}, "was not saved by a TrainingState"
         own.setdefault("places", None)
         if len(groups) != len(self._optimizer.param_groups):
-            return (
-                own,
-                given,
-                (
-                    f"has an optimizer of {len(groups)} groups of parameters, and this one has "
-                    f"{len(self._optimizer.param_groups)}"
-                ),
-            )
+            here = len(self._optimizer.param_groups)
+            wrong = f"has an optimizer of {len(groups)} groups of parameters, and this one has {here}"
+            return own, given, wrong
         for group in groups:
             if not isinstance(group, dict) or "params" in group or not all(map(_is_setting, group.values())):
                 return own, given, "has settings of an optimizer that are no settings"
         members = own.get("members", [[]] * len(groups))  # earlier versions kept none
-        if not isinstance(members, list) or [type(names) for names in members] != [list] * len(groups):
-            return own, given, "has groups of an optimizer that are no lists of names"
-        if not all(isinstance(name, str) for name in chain(*members)):
+        are_lists = isinstance(members, list) and [type(names) for names in members] == [list] * len(groups)
+        if not are_lists or not all(isinstance(name, str) for name in chain(*members)):
             return own, given, "has groups of an optimizer that are no lists of names"
         return own, given, ""
 

@@ -74,7 +74,8 @@ def save_weights(
 
     Raises:
         CheckpointError: a rank cannot write; on all ranks.
-        LayoutError: ranks differ in the shape or dtype of a tensor, do not have all of it, or it is a partial sum.
+        LayoutError: ranks differ in the shape or dtype of a tensor, do not have all of it, or it is a partial sum
+            or on the meta device.
         UnsupportedError: safetensors is not installed.
         BindError: another rank refuses what it was given.
         RankLostError, DeadlineError: other ranks are missing or late.
@@ -95,6 +96,10 @@ def _saved(
     for slot in slots_of(module):
         stored = stored_as(mapping, slot.names[0])
         local = compat.local_tensor(slot.tensor) if isinstance(slot.tensor, DTensor) else slot.tensor.detach()
+        if local.is_meta:
+            raise LayoutError(
+                f"{slot.names[0]} is on the meta device, where it has no values; load weights first"
+            )
         block, shape = block_of(slot.names[0], slot.tensor), tuple(slot.tensor.shape)
         if isinstance(slot.tensor, DTensor) and slot.tensor.device_mesh.get_coordinate() is None:
             continue  # torch has a value here for a tensor without dims, which is not that of the mesh
