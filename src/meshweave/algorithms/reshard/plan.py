@@ -10,6 +10,7 @@ messages, and NICs that idle because their tasks wait for other NICs.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,6 +38,9 @@ MAX_ROUNDS = 4
 """How often the larger multicasts are halved."""
 MAX_DIVIDED = 512
 """The most multicasts after they are divided."""
+
+MAX_SENDER_LANES = 4
+"""The most lanes beside each other for ranks that send to each other: over gloo each lane is a thread."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,30 @@ class ReshardPlan:
         return nic_bound_s(self.tasks, self.network)
 
     @cached_property
+    def sender_lanes(self) -> dict[int, str]:
+        """Return by global rank what is appended to the names of the lanes in which it sends; "" for most.
+
+        A rank that receives from another in one lane and sends in it would do one after the other. So of ranks
+        that both send, and of which one sends to the other, each has lanes of its own, up to `MAX_SENDER_LANES`.
+        """
+        senders = {rank for scheduled in self.multicasts for rank in scheduled.multicast.senders}
+        peers: dict[int, set[int]] = defaultdict(set)
+        for multicast in (scheduled.multicast for scheduled in self.multicasts):
+            both = senders.intersection(multicast.receivers)
+            for sender in multicast.senders if both else ():
+                peers[sender] |= both
+                for receiver in both:
+                    peers[receiver].add(sender)
+        numbers: dict[int, int] = {}
+        for rank in sorted(peers):
+            used = {numbers[peer] for peer in peers[rank] if peer in numbers}
+            free = (number for number in range(MAX_SENDER_LANES) if number not in used)
+            numbers[rank] = next(free, rank % MAX_SENDER_LANES)
+        return {rank: f"_{number}" for rank, number in numbers.items() if number}
+
+    @cached_property
     def _traffic(self) -> TrafficCounter:
-        traffic = TrafficCounter(self.network)
+        traffic = TrafficCounter(self.network, self.sender_lanes)
         for scheduled in self.multicasts:
             self.strategy.write(traffic, scheduled.multicast, scheduled.chunks)
         return traffic
