@@ -212,13 +212,20 @@ class _Planner:
         """Return the multicasts of all tasks in the order of their starts, and whether they run one by one."""
         multicasts = [each for task in tasks for each in multicasts_of(task, self.network, self.strategy)]
         multicasts, schedule = self.order_multicasts(self.put_senders_last(multicasts), tasks)
+        chosen = [
+            routes_of(number, each, self.network, self.strategy)[route].multicast
+            for number, (each, route) in enumerate(zip(multicasts, schedule.routes, strict=True))
+        ]
+        turns, free_s = _local_turns(chosen), defaultdict[_Port, float](float)
         out = []
-        for number in sorted(range(len(multicasts)), key=lambda n: (schedule.starts[n], n)):
-            routes = routes_of(number, multicasts[number], self.network, self.strategy)
-            multicast = routes[schedule.routes[number]].multicast
+        for number in sorted(range(len(chosen)), key=lambda n: (schedule.starts[n], turns[n], n)):
+            multicast, start_s = chosen[number], schedule.starts[number] / PS_PER_S
             chunks = self.num_chunks(multicast)
             cost = self.strategy.cost(multicast, self.network, chunks)
-            out.append(ScheduledMulticast(multicast, chunks, cost, schedule.starts[number] / PS_PER_S))
+            ports = _local_ports(multicast)
+            start_s = max(start_s, *(free_s[port] for port in ports)) if ports else start_s
+            free_s.update(dict.fromkeys(ports, start_s + cost.occupied_s))
+            out.append(ScheduledMulticast(multicast, chunks, cost, start_s))
         return tuple(out), schedule.serial
 
     def put_senders_last(self, multicasts: Sequence[Multicast]) -> list[Multicast]:
@@ -283,3 +290,30 @@ class _Planner:
             self.strategy.cost(each, self.network, self.num_chunks(each)).occupied_s for each in multicasts
         ]
         return jobs_of(multicasts, occupied_s, self.network, self.strategy)
+
+
+_Port = tuple[str, int]
+"""("in" or "out", global rank): one direction of the link of a rank inside its host."""
+
+
+def _local_ports(multicast: Multicast) -> list[_Port]:
+    """Return the ports that a multicast inside one host occupies; [] between hosts, where NICs are slower."""
+    if not multicast.is_local:
+        return []
+    passing_on = multicast.receivers if len(multicast.receivers) > 1 else ()
+    out = dict.fromkeys((*multicast.senders, *passing_on))
+    return [*(("out", rank) for rank in out), *(("in", rank) for rank in multicast.receivers)]
+
+
+def _local_turns(multicasts: Sequence[Multicast]) -> list[int]:
+    """Return for each multicast the first turn in which none before it occupies one of its ports in its host."""
+    taken, turns = defaultdict[_Port, int](int), []
+    for ports in map(_local_ports, multicasts):
+        busy = 0  # bit t: turn t is taken
+        for port in ports:
+            busy |= taken[port]
+        turn = ~busy & (busy + 1)
+        for port in ports:
+            taken[port] |= turn
+        turns.append(turn.bit_length() - 1)
+    return turns
