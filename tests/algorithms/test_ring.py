@@ -116,3 +116,16 @@ def test_the_memory_of_a_rank_is_that_of_its_place_on_the_mesh() -> None:
     assert [entry.peak_bytes(problem, config, rank) for rank in ranks] == [
         peak_bytes(program, r) for r in ranks
     ]
+
+
+@pytest.mark.parametrize("name", ["wang", "tp1d", "fsdp"])
+@pytest.mark.parametrize("parts", [2, 3, 4, 5, 6, 9])
+def test_the_memory_of_a_ring_is_that_of_its_program(name: str, parts: int) -> None:
+    entry = PRODUCTS_2D[name]
+    for shape in (
+        shape for size in (parts, 2 * parts) for shape in entry.mesh_shapes(size) if parts in shape
+    ):
+        for dataflow in entry.dataflows:
+            problem = Matmul2dProblem(2 * parts, 2 * parts, 2 * parts, shape, dataflow)
+            for config in entry.candidates(problem):
+                assert entry.peak_bytes(problem, config) == peak_bytes(entry.program(problem, config), 0)

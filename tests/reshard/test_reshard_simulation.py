@@ -23,7 +23,7 @@ from meshweave.algorithms.reshard import (
 from meshweave.algorithms.reshard.tasks import TensorPiece
 from meshweave.cost.fabric import HostTopology
 from meshweave.cost.machine import Machine
-from meshweave.describe.layout import Layout, Replicate, Shard
+from meshweave.describe.layout import Layout, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.layout.spec import layout_of_spec
 from meshweave.describe.machine.chip import Chip
@@ -207,3 +207,21 @@ def test_a_piece_is_strided_by_its_shards() -> None:
     for shape, shard, is_strided in shards:
         piece = TensorPiece(0, (0, 0), (0, 0), shape, math.prod(shape), shard, ())
         assert piece.is_strided == (is_strided, False)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "src", "dst", "strategy", "low"),
+    [
+        (range(4), Shard(0), Shard(1), "local_all_gather", 0.9),  # inside a host: ports are shared
+        (range(4), Shard(0), Replicate(), "send_recv", 0.7),
+        (range(0, 16, 4), Shard(0), Shard(1), "send_recv", 0.9),  # all ranks send and receive at once
+        (range(0, 16, 4), Shard(0), Replicate(), "broadcast", 0.9),
+    ],
+)
+def test_ranks_that_send_and_receive_take_what_the_plan_says(
+    ranks: range, src: Placement, dst: Placement, strategy: str, low: float
+) -> None:
+    all_ranks = Mesh("m", (len(ranks),), ("x",), tuple(ranks))
+    move = TensorMove("T", (1920, 1920), "float32", Layout(all_ranks, (src,)), Layout(all_ranks, (dst,)))
+    plan = plan_reshard(ReshardProblem((move,)), HostTopology.of(CLUSTER), strategy=strategy)
+    assert low < plan.predicted_s / simulated_s(plan) < 1.02

@@ -10,6 +10,7 @@ messages, and NICs that idle because their tasks wait for other NICs.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,6 +38,9 @@ MAX_ROUNDS = 4
 """How often the larger multicasts are halved."""
 MAX_DIVIDED = 512
 """The most multicasts after they are divided."""
+
+MAX_SENDER_LANES = 4
+"""The most lanes beside each other for ranks that send to each other: over gloo each lane is a thread."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,30 @@ class ReshardPlan:
         return nic_bound_s(self.tasks, self.network)
 
     @cached_property
+    def sender_lanes(self) -> dict[int, str]:
+        """Return by global rank what is appended to the names of the lanes in which it sends; "" for most.
+
+        A rank that receives from another in one lane and sends in it would do one after the other. So of ranks
+        that both send, and of which one sends to the other, each has lanes of its own, up to `MAX_SENDER_LANES`.
+        """
+        senders = {rank for scheduled in self.multicasts for rank in scheduled.multicast.senders}
+        peers: dict[int, set[int]] = defaultdict(set)
+        for multicast in (scheduled.multicast for scheduled in self.multicasts):
+            both = senders.intersection(multicast.receivers)
+            for sender in multicast.senders if both else ():
+                peers[sender] |= both
+                for receiver in both:
+                    peers[receiver].add(sender)
+        numbers: dict[int, int] = {}
+        for rank in sorted(peers):
+            used = {numbers[peer] for peer in peers[rank] if peer in numbers}
+            free = (number for number in range(MAX_SENDER_LANES) if number not in used)
+            numbers[rank] = next(free, rank % MAX_SENDER_LANES)
+        return {rank: f"_{number}" for rank, number in numbers.items() if number}
+
+    @cached_property
     def _traffic(self) -> TrafficCounter:
-        traffic = TrafficCounter(self.network)
+        traffic = TrafficCounter(self.network, self.sender_lanes)
         for scheduled in self.multicasts:
             self.strategy.write(traffic, scheduled.multicast, scheduled.chunks)
         return traffic
@@ -186,13 +212,20 @@ class _Planner:
         """Return the multicasts of all tasks in the order of their starts, and whether they run one by one."""
         multicasts = [each for task in tasks for each in multicasts_of(task, self.network, self.strategy)]
         multicasts, schedule = self.order_multicasts(self.put_senders_last(multicasts), tasks)
+        chosen = [
+            routes_of(number, each, self.network, self.strategy)[route].multicast
+            for number, (each, route) in enumerate(zip(multicasts, schedule.routes, strict=True))
+        ]
+        turns, free_s = _local_turns(chosen), defaultdict[_Port, float](float)
         out = []
-        for number in sorted(range(len(multicasts)), key=lambda n: (schedule.starts[n], n)):
-            routes = routes_of(number, multicasts[number], self.network, self.strategy)
-            multicast = routes[schedule.routes[number]].multicast
+        for number in sorted(range(len(chosen)), key=lambda n: (schedule.starts[n], turns[n], n)):
+            multicast, start_s = chosen[number], schedule.starts[number] / PS_PER_S
             chunks = self.num_chunks(multicast)
             cost = self.strategy.cost(multicast, self.network, chunks)
-            out.append(ScheduledMulticast(multicast, chunks, cost, schedule.starts[number] / PS_PER_S))
+            ports = _local_ports(multicast)
+            start_s = max(start_s, *(free_s[port] for port in ports)) if ports else start_s
+            free_s.update(dict.fromkeys(ports, start_s + cost.occupied_s))
+            out.append(ScheduledMulticast(multicast, chunks, cost, start_s))
         return tuple(out), schedule.serial
 
     def put_senders_last(self, multicasts: Sequence[Multicast]) -> list[Multicast]:
@@ -257,3 +290,30 @@ class _Planner:
             self.strategy.cost(each, self.network, self.num_chunks(each)).occupied_s for each in multicasts
         ]
         return jobs_of(multicasts, occupied_s, self.network, self.strategy)
+
+
+_Port = tuple[str, int]
+"""("in" or "out", global rank): one direction of the link of a rank inside its host."""
+
+
+def _local_ports(multicast: Multicast) -> list[_Port]:
+    """Return the ports that a multicast inside one host occupies; [] between hosts, where NICs are slower."""
+    if not multicast.is_local:
+        return []
+    passing_on = multicast.receivers if len(multicast.receivers) > 1 else ()
+    out = dict.fromkeys((*multicast.senders, *passing_on))
+    return [*(("out", rank) for rank in out), *(("in", rank) for rank in multicast.receivers)]
+
+
+def _local_turns(multicasts: Sequence[Multicast]) -> list[int]:
+    """Return for each multicast the first turn in which none before it occupies one of its ports in its host."""
+    taken, turns = defaultdict[_Port, int](int), []
+    for ports in map(_local_ports, multicasts):
+        busy = 0  # bit t: turn t is taken
+        for port in ports:
+            busy |= taken[port]
+        turn = ~busy & (busy + 1)
+        for port in ports:
+            taken[port] |= turn
+        turns.append(turn.bit_length() - 1)
+    return turns

@@ -17,7 +17,7 @@ def reshard_program(plan: ReshardPlan) -> Program:
 
     Buffers "x{i}" and "y{i}" hold tensor i of the problem on its source mesh and on its destination mesh.
     """
-    writer = ReshardWriter(plan.problem)
+    writer = ReshardWriter(plan.problem, plan.sender_lanes)
     for task in plan.tasks:
         for rank in task.destinations:
             if rank in task.sources:

@@ -6,6 +6,8 @@ A rank passes on only what it has received into its output, so no other buffer i
 Every message stands at one place of the program, its send before its recv, and each lane runs its ops in program
 order. So of all messages that are not done the first one can always proceed, and no order of multicasts deadlocks.
 
+A rank that receives and sends does both at once: what it sends has lanes of its own (`ReshardPlan.sender_lanes`).
+
 Completion signals. A NIC serves one multicast after another, but the ranks of a host know nothing of one another.
 Where a NIC changes from one sender to another, the rank that received the last piece sends one element of it to
 the next sender, which waits for it. This is a data dependence like any other.
@@ -13,7 +15,7 @@ the next sender, which waits for it. This is a data dependence like any other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 from typing import Protocol
@@ -76,8 +78,8 @@ class TrafficCounter:
         num_messages: number of all messages.
     """
 
-    def __init__(self, network: HostTopology) -> None:
-        self._host_of = network.host_of
+    def __init__(self, network: HostTopology, sender_lanes: Mapping[int, str]) -> None:
+        self._host_of, self._sender_lanes = network.host_of, sender_lanes
         self.bytes_across_hosts = 0
         self.num_messages = 0
         self.largest: dict[tuple[int, str, str], int] = {}
@@ -114,6 +116,7 @@ class TrafficCounter:
         self.num_messages += self._times
         if self._host_of[src] != self._host_of[dst]:
             self.bytes_across_hosts += self._times * piece.num_bytes
+        lane += self._sender_lanes.get(src, "")
         self._count(src, lane, "out", piece.num_bytes)
         self._count(dst, lane, "in", piece.num_bytes)
 
@@ -137,8 +140,8 @@ class ReshardWriter:
     use a NIC.
     """
 
-    def __init__(self, problem: ReshardProblem) -> None:
-        self._problem = problem
+    def __init__(self, problem: ReshardProblem, sender_lanes: Mapping[int, str]) -> None:
+        self._problem, self._sender_lanes = problem, sender_lanes
         self._body: list[Statement] = []
         self._lanes: dict[str, None] = {}
         self._arrived: dict[int, tuple[TensorPiece, TensorPiece | None]] = {}
@@ -171,7 +174,7 @@ class ReshardWriter:
     def message(
         self, piece: TensorPiece, src: int, dst: int, lane: str, *, from_source: bool, signals: bool = True
     ) -> None:
-        """Append a send on rank `src` and a recv on rank `dst`, both in `lane`; the piece arrives in an output.
+        """Append a send on rank `src` and a recv on rank `dst`, both in `lane` of `src`, to an output.
 
         Args:
             from_source: whether the send reads the input of `src`; else it reads its output.
@@ -181,6 +184,7 @@ class ReshardWriter:
         if piece.shape and signals:
             before = self._arrived.get(dst)
             self._arrived[dst] = piece, before[0] if before else None
+        lane += self._sender_lanes.get(src, "")
         self._on(src, Send(src=self._source(piece) if from_source else target, peer=dst, lane=lane))
         self._on(dst, Recv(out=target, peer=src, lane=lane))
 
@@ -242,7 +246,7 @@ class ReshardWriter:
 
         `dtype` is that of the element.
         """
-        num_dims = len(signal.selectors)
+        num_dims, lane = len(signal.selectors), lane + self._sender_lanes.get(rank, "")
         name = f"go_{dtype}_{num_dims}d_{lane}"
         self._scratch[name] = dtype, (1,) * num_dims
         self._on(rank, Copy(out=View(name, (Range(0, 1),) * num_dims), src=signal, lane=lane, name="gate"))
