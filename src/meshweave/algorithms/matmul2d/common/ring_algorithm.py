@@ -20,6 +20,7 @@ class RingAlgorithm(Matmul2d):
     """
 
     estimate_accuracy = "upper_bound"
+    config_fields = ("slices",)
 
     @abstractmethod
     def ring(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> RingProduct:
