@@ -80,7 +80,7 @@ def summa() -> tuple[Any, Any]:
         ("rank", ([], "dgx-h100:8"), "problem is []; give a value that is hashable"),
         ("Workload", (8, np.float64(8)), "sequence is np.float64(8.0); give a whole number"),
         ("Workload", (True, 8), "batch is True; give a whole number"),
-        ("Machine", ("dgx-h100:8", object()), "meshes is a object; give a sequence, each a Mesh"),
+        ("Machine", ("dgx-h100:8", object()), "meshes is an object; give a sequence, each a Mesh"),
         (
             "Mesh",
             ("m", (2, "x"), ("a", "b"), (0, 1)),

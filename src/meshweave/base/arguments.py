@@ -127,7 +127,7 @@ class _Parameters:
         try:
             return taken(value, wanted)
         except _Unfit:
-            given = printable(repr(value)) if isinstance(value, _SHOWN) else f"a {type(value).__name__}"
+            given = printable(repr(value)) if isinstance(value, _SHOWN) else _one(type(value).__name__)
             raise BindError(f"{self.name}: {parameter} is {given}; give {_words(wanted)}") from None
 
 
@@ -152,12 +152,12 @@ def taken(value: Any, wanted: Any) -> Any:
     kind = NoneType if wanted is None else origin or wanted
     if not isinstance(kind, type) or kind in (Any, Parameter.empty) or getattr(kind, "_is_protocol", False):
         return value
-    if origin is not None and issubclass(kind, Mapping):
+    if args and issubclass(kind, Mapping):
         items = islice(value.items() if isinstance(value, Mapping) else _refused(), _MOST_ITEMS)
         return (
             value if all(_fits(key, args[0]) and _fits(each, args[1]) for key, each in items) else _refused()
         )
-    if origin is not None and issubclass(kind, Collection | Iterable) and kind is not type and args:
+    if args and kind.__module__ in ("builtins", "collections.abc") and issubclass(kind, Iterable):
         return _items(value, kind, args)
     return _instance(value, kind)
 
@@ -190,7 +190,8 @@ def _instance(value: Any, kind: Any) -> Any:
     if kind in (int, float):
         if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
             return _refused()
-        return value if type(value) in (int, float) else kind(value)
+        own: type = type(value)
+        return value if own in (int, float) else kind(value)
     if kind is bool:
         return bool(value) if type(value).__name__ in ("bool", "bool_") else _refused()
     if kind is Hashable:
@@ -258,4 +259,8 @@ def _words(wanted: Any) -> str:
         return f"a sequence, each {_words(args[0])}"
     name = getattr(kind, "__name__", str(kind))
     loads = f"{getattr(kind, '__module__', '')}.{name}" in _LOADERS
-    return f"{'an' if name[:1] in 'AEIO' else 'a'} {name}{', or its name or file' if loads else ''}"
+    return f"{_one(name)}{', or its name or file' if loads else ''}"
+
+
+def _one(name: str) -> str:
+    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
