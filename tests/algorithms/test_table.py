@@ -212,7 +212,7 @@ def test_every_offered_configuration_works(name: str, sizes: tuple[int, int, int
 @pytest.mark.parametrize("name", PRODUCTS_2D)
 def test_programs_depend_on_the_fields_that_the_entry_names(name: str) -> None:
     entry = PRODUCTS_2D[name]
-    mesh = max((shape for chips in (4, 8) for shape in entry.mesh_shapes(chips)), key=min)
+    mesh = max(next(filter(None, map(entry.mesh_shapes, (16, 32)))), key=min)
     problem, usual = Matmul2dProblem(512, 512, 512, mesh), Matmul2dConfig((1,) * 4)
     others: dict[str, list[Any]] = {
         "slices": [(1,), (1,) * 8], "block": [1, 4], "packets": [2], "overlap": ["row"],
