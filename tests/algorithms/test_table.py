@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -206,6 +207,25 @@ def test_every_offered_configuration_works(name: str, sizes: tuple[int, int, int
         assert offered
         for config in offered[:: max(len(offered) // scaled(6), 1)]:
             validate(entry.program(problem, config))
+
+
+@pytest.mark.parametrize("name", PRODUCTS_2D)
+def test_programs_depend_on_the_fields_that_the_entry_names(name: str) -> None:
+    entry = PRODUCTS_2D[name]
+    mesh = max(next(filter(None, map(entry.mesh_shapes, (16, 32)))), key=min)
+    problem, usual = Matmul2dProblem(512, 512, 512, mesh), Matmul2dConfig((1,) * 4)
+    others: dict[str, list[Any]] = {
+        "slices": [(1,), (1,) * 8], "block": [1, 4], "packets": [2], "overlap": ["row"],
+    }  # fmt: skip
+    before = entry.program(problem, usual)
+    read = {
+        field
+        for field, values in others.items()
+        if any(
+            entry.program(problem, replace(usual, **{field: value})).body != before.body for value in values
+        )
+    }
+    assert read == set(entry.config_fields)
 
 
 def test_too_many_slices_is_a_user_error() -> None:

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshweave.algorithms.pipeline.by_name import schedule_names
 from meshweave.algorithms.pipeline.torch_csv import schedule_from_csv
+from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.units import to_ps
 from meshweave.cli.app import run_app
 from meshweave.cli.pipeline_options import transfer_times
@@ -37,7 +37,7 @@ def read_json(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
     return data
 
 
-@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_named_schedule_is_printed_as_csv_and_read_again(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -157,6 +157,13 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], plan_path: Path, args: lis
     assert message in captured.err
 
 
+def test_a_config_without_a_program_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["verify", "1f1b", "--set", "micro_batches=100000000"]) == 0
+    out = capsys.readouterr().out
+    assert "no program: 1f1b: has 200,000,000 forwards" in out
+    assert out.endswith("0 configs right, 0 wrong, 2 skipped\n")
+
+
 def test_a_plan_that_contradicts_itself_is_refused(
     capsys: pytest.CaptureFixture[str], plan_path: Path, tmp_path: Path
 ) -> None:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import typer
 
-from meshweave.algorithms.pipeline import ENTRIES, DelayedWeights
 from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.action_times import ActionTimes, time_schedule
 from meshweave.algorithms.pipeline.actions import Schedule
-from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name, schedule_names
+from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
 from meshweave.algorithms.pipeline.torch_csv import schedule_from_csv, schedule_to_csv
 from meshweave.algorithms.pipeline.transfer_order import list_transfers
-from meshweave.algorithms.pipeline.zero_bubble import ZeroBubbleAuto
+from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError, printable
 from meshweave.base.limits import (
     SCHEDULE_BYTES,
     SCHEDULE_CELLS,
     SCHEDULE_FORWARDS,
     SCHEDULE_STAGES,
-    SEARCHED_FORWARDS,
     Limit,
 )
 from meshweave.base.outputs import write_file
@@ -42,7 +40,6 @@ from meshweave.cli.pipeline_tables import (
 )
 from meshweave.describe.files import read_stdin, read_text
 
-_SEARCHED = tuple(entry.name for entry in ENTRIES if isinstance(entry, ZeroBubbleAuto))
 _OF_A_NAME = ("stages", "micro_batches", "per_rank", "delay", "stash_rest")
 """The options of schedules given by name."""
 
@@ -98,11 +95,11 @@ def _refuse_unread(names: list[str], options: ScheduleTextOptions) -> None:
     what, named = " and ".join(names), [name for name in names if _is_named(name)]
     if not named:
         refuse_given(options, _OF_A_NAME, what, "lists all of its actions")
-    if set(named) <= set(schedule_names()):  # of an unknown name the error lists them all
-        if DelayedWeights.name not in named:
-            refuse_given(options, ("delay",), what, f"is not {DelayedWeights.name}")
-        if not set(named) & set(_SEARCHED):
-            refuse_given(options, ("stash_rest",), what, f"is not {' or '.join(_SEARCHED)}")
+    if set(named) <= set(SCHEDULES):  # of an unknown name the error lists them all
+        for option in ("delay", "stash_rest"):
+            readers = [name for name, entry in SCHEDULES.items() if option in entry.options]
+            if not set(named) & set(readers):
+                refuse_given(options, (option,), what, f"is not {' or '.join(readers)}")
     if options.cluster is None:
         refuse_given(options, ("activation", "chips_per_rank"), "the command", "has no --cluster")
     has_csv = _is_named(names[0]) and (options.out is not None or not (options.json or options.beside))
@@ -150,7 +147,7 @@ def _refuse_over(limit: Limit, count: int, what: str) -> None:
 
 
 def _is_named(what: str) -> bool:
-    return what in schedule_names() or not is_file(what)
+    return what in SCHEDULES or not is_file(what)
 
 
 def _prepare(what: str, request: ScheduleRequest, costs: _Costs, runtime: TransferRuntime) -> ShownSchedule:
@@ -177,8 +174,6 @@ def _further(error: MeshweaveError) -> tuple[object, ...]:
 
 def _named(what: str, request: ScheduleRequest, costs: _Costs) -> tuple[Schedule, ActionTimes]:
     """Return the schedule of a name; where its stages lie may change the time of transfers."""
-    limit = SEARCHED_FORWARDS if what in _SEARCHED else SCHEDULE_FORWARDS
-    _refuse_over(limit, request.num_stages * request.num_micro_batches, what)
     flat = costs.times(tuple(range(request.num_stages)))
     schedule = schedule_by_name(what, request, flat)
     if schedule.stage_ranks == tuple(range(request.num_stages)):

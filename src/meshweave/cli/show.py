@@ -10,7 +10,7 @@ import typer
 
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.table import ALGORITHMS, PRODUCTS_2D
-from meshweave.base.errors import LayoutError, MeshweaveError, ProgramError, printable
+from meshweave.base.errors import LayoutError, ProgramError, printable
 from meshweave.base.limits import CHECKED_STEPS, LISTED_STEPS
 from meshweave.cli.entries import (
     ConfigOption,
@@ -103,7 +103,9 @@ def show(
         program = read_program_or_entry(what, options.settings, options.config)
     else:
         program = _product(what, options)
-        _refuse_unread(what, options)
+        for name in ("slices", "block"):
+            if name not in PRODUCTS_2D[what].config_fields:
+                refuse_given(options, (name,), what, f"is the same program with any --{name}")
     if options.rings:
         program = lower_rings(program, 1 if options.rings == 1 else 2)
     if options.rank is not None and options.rank not in program.ranks:
@@ -197,19 +199,3 @@ def _product(what: str, options: ShowOptions) -> Program:
     mesh, dataflow = read_mesh(options.mesh), options.dataflow
     product = Matmul2dProblem(*sizes, mesh, dataflow, options.dtype)  # type: ignore[arg-type]
     return PRODUCTS_2D[what].program(product, Matmul2dConfig(read_slices(options.slices), options.block))
-
-
-def _refuse_unread(what: str, options: ShowOptions) -> None:
-    """Raise DescriptionError where --slices or --block is given, of which the algorithm makes nothing.
-
-    Shown by a product of the usual size, for of a small one any number may come to the same.
-    """
-    usual = replace(ShowOptions(), mesh=options.mesh, dataflow=options.dataflow)
-    tried: dict[str, tuple[Any, ...]] = {"slices": ("1", "8"), "block": (1, 4)}
-    for name, others in tried.items():
-        try:
-            made = [_product(what, usual), *(_product(what, replace(usual, **{name: x})) for x in others)]
-        except MeshweaveError:  # it may be right with other options
-            continue
-        if all(each.body == made[0].body and each.buffers == made[0].buffers for each in made):
-            refuse_given(options, (name,), what, f"is the same program with any --{name}")

@@ -119,7 +119,9 @@ def _verify_entry(name: str, settings: list[str], json: bool) -> int:
             continue
         verdict = proof.failed or ", ".join(filter(None, [f"right, {proof.num_ops} ops", proof.replicas]))
         typer.echo(f"{name}, {proof.config}: {verdict}{proof.unproved and '; not proved: ' + proof.unproved}")
-    typer.echo(f"{len(proofs) - num_wrong} configs right, {num_wrong} wrong")
+    num_right = sum(proof.num_ops > 0 and not proof.is_wrong for proof in proofs)
+    num_skipped = len(proofs) - num_right - num_wrong
+    typer.echo(f"{num_right} configs right, {num_wrong} wrong, {num_skipped} skipped")
     return 1 if num_wrong else 0
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from meshweave.base.units import to_ps
 from meshweave.cost.flows import Counts, Flows, Links, TorusLinks, least_rate, torus_flows
 from meshweave.cost.placed import PlacedMeshes
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.cluster import Cluster, described
 from meshweave.describe.machine.links import ONE_DIRECTION, CommConstants, NetworkAxis, slowest_axis
 from meshweave.describe.machine.network import (
     FullMeshNetwork,
@@ -73,6 +74,11 @@ class Machine(PlacedMeshes):
         With `logical` meshes that a torus does not carry are allowed. Raises LayoutError as the class does.
         """
         return cls(cluster, program.expanded.meshes, logical)
+
+    @classmethod
+    def under(cls, given: Machine | Cluster | str | Path, program: Program) -> Machine:
+        """Return a machine as it is; of a cluster, its name or file the machine of a program (`of`)."""
+        return given if isinstance(given, Machine) else cls.of(described(given), program)
 
     def require(self, program: Program) -> None:
         """Raise LayoutError where a mesh of `program` differs from its namesake here, or a rank has no chip.

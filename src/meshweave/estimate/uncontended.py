@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from pathlib import Path
 
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
 from meshweave.cost.packing import message_price, op_price
 from meshweave.cost.price import Price, price
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.estimate.chains import launch_and_packet_ps
 from meshweave.estimate.skeletons import Estimate
 from meshweave.ir.analysis.dataflow import Dataflow, Issuer, analyse
@@ -182,12 +184,15 @@ class UncontendedSimulator(TraceRecorder):
             self._issue(issued)
 
 
-def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
+def estimate(program: Program | Dataflow, machine: Machine | Cluster | str | Path) -> Estimate:
     """Return the seconds of a program, in all and by part, without contention: ops share no link and no engine.
 
     Each op takes the time that it takes on an idle machine. `total_s` is until the last rank ends. The other
     fields are sums over the ops of the lowest rank; a message counts on its sender, and the packing at both of
     its ends as copies.
+
+    Args:
+        machine: a machine, or a cluster, its name or file, on which the meshes of the program are laid.
 
     Raises:
         ProgramError: messages or collectives do not match, or the program deadlocks.
@@ -196,7 +201,7 @@ def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
             or an op has no price (`cost.price.price`).
     """
     flow = analyse(program) if isinstance(program, Program) else program
-    simulator = UncontendedSimulator(flow, machine)
+    simulator = UncontendedSimulator(flow, Machine.under(machine, flow.program))
     total_s = simulator.run().duration_s
     compute = copy = launch = sync = transfer = 0
     for index in range(len(flow.program.ops_by_rank[flow.program.ranks[0]])):

@@ -105,16 +105,17 @@ class MatmulOptions:
         if not isinstance(limits, StageLimits):
             raise LayoutError(f"limits is {limits!r}; it must be a meshweave.algorithms.StageLimits")
         check_transport(transport)
+        machine = None if cluster is None else described(cluster)
         return cls(
             None if stationary == "auto" else stationary,
             transport,
-            None if cluster is None else _rates(cluster),
+            None if machine is None else _rates(machine),
             _rates(_MACHINES.get(device_type, "local-cpu")),
             context or TorchContext.default(device_type),
             schedule,
             limits,
             overlap,
-            cluster=None if cluster is None else described(cluster),
+            cluster=machine,
         )
 
     @property

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from meshweave.cost.libraries import sized_price
 from meshweave.cost.machine import Machine
 from meshweave.cost.placed import Link
 from meshweave.cost.price import price
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.host import HostRates
 from meshweave.describe.machine.links import COMM_KINDS
 from meshweave.describe.machine.network import HostsNetwork, RingNetwork, TorusNetwork
@@ -67,10 +69,13 @@ _IDLE = "too many statements"
 """In the core's words for loops that turn and turn and do nothing."""
 
 
-def simulate(program: Program, machine: Machine, *, limited: bool = False) -> Simulation:
+def simulate(
+    program: Program, machine: Machine | Cluster | str | Path, *, limited: bool = False
+) -> Simulation:
     """Return the simulation of a program on a machine, with contention; its times are integer picoseconds.
 
     Args:
+        machine: a machine, or a cluster, its name or file, on which the meshes of the program are laid.
         limited: refuse a program whose simulation takes more than seconds: one over `SIMULATED_OPS` or another
             such limit of `base.limits`.
 
@@ -82,6 +87,7 @@ def simulate(program: Program, machine: Machine, *, limited: bool = False) -> Si
             has neither FLOPs nor a known kind of work, or a product is outside of a table of measured ones.
     """
     program = program.expanded
+    machine = Machine.under(machine, program)
     machine.require(program)
     try:
         columns = Columns(program, machine.copies)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule, folded, looped
-from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name, schedule_names
+from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
+from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import LayoutError
 
 KIND = ActionKind
@@ -64,7 +65,7 @@ def sound_schedules(draw: st.DrawFn) -> Schedule:
 def named_schedules(counts: tuple[int, ...] = (3, 8)) -> list[tuple[str, Schedule]]:
     """Every schedule by name, over several numbers of stages and micro-batches."""
     schedules = []
-    for name in schedule_names():
+    for name in SCHEDULES:
         for stages in (1, 2, 4, 6):
             for count in counts:
                 times = ActionTimes.uniform(stages, 3, 4, 2, 1)

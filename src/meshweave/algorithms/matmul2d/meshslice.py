@@ -307,6 +307,7 @@ class MeshSlice(Matmul2d):
     name = "meshslice"
     title = "MeshSlice"
     source = "Nam et al., ISCA '25, section 3.1"
+    config_fields = ("slices", "block")
 
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None

@@ -273,6 +273,7 @@ class Summa(Matmul2d):
     name = "summa"
     title = "SUMMA"
     source = "van de Geijn and Watts 1997; MeshSlice, sections 2.3.3 and 4.2"
+    config_fields = ("slices", "packets")
 
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None

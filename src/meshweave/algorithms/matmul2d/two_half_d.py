@@ -64,6 +64,7 @@ class TwoHalfD(Matmul2d):
     name = "25d"
     title = "2.5D"
     source = "Solomonik and Demmel 2011; MeshSlice, section 7"
+    config_fields = ()
     estimate_accuracy = "upper_bound"
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:

@@ -31,6 +31,7 @@ class Wang(RingAlgorithm):
     name = "wang"
     title = "Wang"
     source = "Wang et al., ASPLOS '23; MeshSlice, sections 2.3.4 and 4.2"
+    config_fields = ("slices", "overlap")
 
     def ring(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> RingProduct:
         """Return the ring along mesh axis `config.overlap`, with one whole collective along the other axis."""

@@ -21,8 +21,8 @@ from meshweave.algorithms.pipeline.least_makespan import whole_ticks
 from meshweave.algorithms.pipeline.problem import PipelineProblem
 from meshweave.algorithms.pipeline.program import Transfers, pipeline_program
 from meshweave.algorithms.pipeline.tensors import tensor_layouts
-from meshweave.base.errors import LayoutError
-from meshweave.base.limits import SCHEDULE_FORWARDS
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.base.limits import SCHEDULE_FORWARDS, Limit
 from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster
@@ -60,6 +60,26 @@ class PipelineConfig:
         return ", ".join(parts)
 
 
+@dataclass(frozen=True)
+class ScheduleRequest:
+    """The sizes of a schedule that `schedule_by_name` makes.
+
+    Attributes:
+        num_stages: stages of the model.
+        num_micro_batches: micro-batches of a step.
+        per_rank: stages per rank; 0: one if the schedule accepts that, else two.
+        delay: micro-batches by which weight gradients are put off, for `eager-1f1b-delayed`.
+        stash_rest: share (0 to 1) of a micro-batch's stash that stays from the input gradient to the weight
+            gradient; for the automatic schedules `zb-1p` and `zb-2p`.
+    """
+
+    num_stages: int
+    num_micro_batches: int
+    per_rank: int = 0
+    delay: int = 0
+    stash_rest: float = 1.0
+
+
 def network_of(problem: PipelineProblem, cluster: Cluster | None) -> HostTopology | None:
     """Return the hosts and NICs that a problem's ranks have on `cluster`.
 
@@ -92,6 +112,8 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
             of all micro-batches are alive at once; else those of one are.
         names_elsewhere: what others call the schedule, by "torch" (torch.distributed.pipelining) or "megatron-lm";
             who does not have it is left out.
+        options: the fields of a `ScheduleRequest` beside its sizes that change the schedule.
+        most_forwards: the most forwards, stages times micro-batches, of a schedule that is written out.
     """
 
     problem_type = PipelineProblem
@@ -102,10 +124,28 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
     waits_at_ends: ClassVar[bool] = False
     forwards_first: ClassVar[bool] = False
     names_elsewhere: ClassVar[Mapping[str, str]] = {}
+    options: ClassVar[tuple[str, ...]] = ()
+    most_forwards: ClassVar[Limit] = SCHEDULE_FORWARDS
 
     @abstractmethod
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
         """Return the compute actions of each pipeline rank in order; its `stage_ranks` are the problem's."""
+
+    def requested(self, problem: PipelineProblem, request: ScheduleRequest, times: ActionTimes) -> Schedule:
+        """Return the schedule that is asked for by name; by default that of the problem and `request.delay`.
+
+        Args:
+            problem: the sizes of the request, on one chip per rank; costs are those of `times`.
+            times: the ticks of each stage's actions.
+        """
+        return self.schedule(problem, PipelineConfig(delay=request.delay))
+
+    def require_writable(self, problem: PipelineProblem) -> None:
+        """Raise UnsupportedError where the schedule of a problem has over `most_forwards` forwards."""
+        num_forwards = problem.num_stages * problem.micro_batches
+        if num_forwards > self.most_forwards.most:
+            refusal = self.most_forwards.refusal(num_forwards)
+            raise UnsupportedError(f"{self.name}: {refusal}; give fewer stages or micro-batches")
 
     def for_stages(self, per_rank: int) -> PipelineAlgorithm:
         """Return the variant of this schedule for `per_rank` stages on each rank; by default itself."""
@@ -176,13 +216,12 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
     def program(self, problem: PipelineProblem, config: PipelineConfig) -> Program:
         """Return the program of the schedule.
 
-        Raises LayoutError where `refusal` has a reason, and where the schedule is over `SCHEDULE_FORWARDS`.
+        Raises LayoutError where `refusal` has a reason, and UnsupportedError over `most_forwards`.
         """
-        refusal, num_forwards = self.refusal(problem), problem.num_stages * problem.micro_batches
-        if refusal is None and num_forwards > SCHEDULE_FORWARDS.most:
-            refusal = SCHEDULE_FORWARDS.refusal(num_forwards)
+        refusal = self.refusal(problem)
         if refusal is not None:
             raise LayoutError(f"{self.name}: {refusal}")
+        self.require_writable(problem)
         return pipeline_program(
             problem,
             self.schedule(problem, config),

@@ -2,54 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Schedule, folded, looped
-from meshweave.algorithms.pipeline.algorithm import PipelineConfig
+from meshweave.algorithms.pipeline.algorithm import ScheduleRequest as ScheduleRequest
 from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Stage
-from meshweave.algorithms.pipeline.zb_auto import StashLimit, zb_auto
-from meshweave.algorithms.pipeline.zero_bubble import ZeroBubbleAuto
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean, printable
 from meshweave.describe.layout.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class ScheduleRequest:
-    """The sizes of a schedule that `schedule_by_name` makes.
-
-    Attributes:
-        num_stages: stages of the model.
-        num_micro_batches: micro-batches of a step.
-        per_rank: stages per rank; 0: one if the schedule accepts that, else two.
-        delay: micro-batches by which weight gradients are put off, for `eager-1f1b-delayed`.
-        stash_rest: share (0 to 1) of a micro-batch's stash that stays from the input gradient to the weight
-            gradient; for the automatic schedules `zb-1p` and `zb-2p`.
-    """
-
-    num_stages: int
-    num_micro_batches: int
-    per_rank: int = 0
-    delay: int = 0
-    stash_rest: float = 1.0
-
-
-def schedule_names() -> tuple[str, ...]:
-    """Return the names of the schedules that `schedule_by_name` makes."""
-    return tuple(SCHEDULES)
 
 
 def schedule_by_name(name: str, request: ScheduleRequest, times: ActionTimes) -> Schedule:
     """Return the schedule called `name`, on one chip per rank.
 
     Args:
-        name: a name of `schedule_names`.
+        name: a name in `SCHEDULES`.
         request: the sizes.
         times: the ticks of each of the request's `num_stages` stages, by which some schedules order actions.
 
     Raises:
-        UnsupportedError: there is no such schedule.
+        UnsupportedError: there is no such schedule, or it has over `most_forwards` forwards.
         LayoutError: the schedule does not take these numbers of stages or micro-batches, `per_rank` does not
             divide the stages, or times are of another number of stages.
     """
@@ -66,17 +37,10 @@ def schedule_by_name(name: str, request: ScheduleRequest, times: ActionTimes) ->
         problem = _problem(placement, request.num_micro_batches, times)
         refusal = entry.refusal(problem)
         if refusal is None:
-            if isinstance(entry, ZeroBubbleAuto):
-                limit = _limit(entry.factor * problem.num_ranks, request.stash_rest)
-                return zb_auto(request.num_micro_batches, times, limit)
-            return entry.schedule(problem, PipelineConfig(delay=request.delay))
+            entry.require_writable(problem)
+            return entry.requested(problem, request, times)
         reason = reason or refusal
     raise LayoutError(f"{entry.title}: {reason}")
-
-
-def _limit(stashes: int, rest: float) -> StashLimit:
-    """Return a limit of so many whole stashes, in thousandths of one."""
-    return StashLimit(1000 * stashes, 1000, round(1000 * rest))
 
 
 def _placements(request: ScheduleRequest) -> list[tuple[int, ...]]:

@@ -7,7 +7,12 @@ from typing import ClassVar
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Schedule, folded
-from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig, network_of
+from meshweave.algorithms.pipeline.algorithm import (
+    PipelineAlgorithm,
+    PipelineConfig,
+    ScheduleRequest,
+    network_of,
+)
 from meshweave.algorithms.pipeline.dualpipe import dualpipe_v
 from meshweave.algorithms.pipeline.examples import chain_of_ranks
 from meshweave.algorithms.pipeline.least_makespan import least_of_split
@@ -16,6 +21,7 @@ from meshweave.algorithms.pipeline.program import stage_flops
 from meshweave.algorithms.pipeline.zb_auto import StashLimit, zb_auto
 from meshweave.algorithms.pipeline.zb_h1 import zb_h1
 from meshweave.algorithms.pipeline.zbv import zbv
+from meshweave.base.limits import SEARCHED_FORWARDS
 from meshweave.describe.machine.cluster import Cluster
 
 _SOURCE = "Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241"
@@ -139,6 +145,8 @@ class ZeroBubbleAuto(_ZeroBubble):
     is_searched = False  # made anew for each choice
     stages_per_rank = (1,)
     uses_times = True
+    options = ("stash_rest",)
+    most_forwards = SEARCHED_FORWARDS
     factor: ClassVar[int]
     """A rank's memory limit in whole stashes, divided by the number of pipeline ranks."""
 
@@ -158,6 +166,12 @@ class ZeroBubbleAuto(_ZeroBubble):
         forward, input_grad, weight_grad = (tuple(part) for part in zip(*durations, strict=True))
         times = ActionTimes(forward, input_grad, weight_grad, (0,) * (problem.num_stages - 1))
         return zb_auto(problem.micro_batches, times, self._limit(problem))
+
+    def requested(self, problem: PipelineProblem, request: ScheduleRequest, times: ActionTimes) -> Schedule:
+        """Return the best schedule of `zb_auto` for `times`; of stashes the share `request.stash_rest` stays."""
+        # In thousandths of a stash.
+        limit = StashLimit(1000 * self.factor * problem.num_ranks, 1000, round(1000 * request.stash_rest))
+        return zb_auto(problem.micro_batches, times, limit)
 
     def _limit(self, problem: PipelineProblem) -> StashLimit:
         """Return the limit in bytes, or in stashes where no stage says how many bytes it keeps."""

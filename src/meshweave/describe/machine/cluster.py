@@ -143,8 +143,12 @@ def described(cluster: Cluster | str | Path) -> Cluster:
     """Return `cluster` itself if it is a `Cluster`; else load it: a catalog name, a file, or words.
 
     Raises:
-        DescriptionError: nothing has that name, or the description is wrong.
+        DescriptionError: nothing has that name, the description is wrong, or it is neither.
     """
+    if not isinstance(cluster, Cluster | str | Path):
+        raise DescriptionError(
+            f"a {type(cluster).__name__} is no cluster; give a Cluster, or its name or file"
+        )
     return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
 
 
