@@ -42,6 +42,9 @@ MAX_DIVIDED = 512
 MAX_SENDER_LANES = 4
 """The most lanes beside each other for ranks that send to each other: over gloo each lane is a thread."""
 
+LEAST_BYTES_APART = 1 << 16
+"""The size of the largest multicast from which on that is worth more lanes: a thread is woken for each message."""
+
 
 @dataclass(frozen=True)
 class ScheduledMulticast:
@@ -100,8 +103,11 @@ class ReshardPlan:
         """Return by global rank what is appended to the names of the lanes in which it sends; "" for most.
 
         A rank that receives from another in one lane and sends in it would do one after the other. So of ranks
-        that both send, and of which one sends to the other, each has lanes of its own, up to `MAX_SENDER_LANES`.
+        that both send, and of which one sends to the other, each has lanes of its own, up to `MAX_SENDER_LANES`,
+        unless all multicasts are below `LEAST_BYTES_APART`.
         """
+        if all(scheduled.multicast.num_bytes < LEAST_BYTES_APART for scheduled in self.multicasts):
+            return {}
         senders = {rank for scheduled in self.multicasts for rank in scheduled.multicast.senders}
         peers: dict[int, set[int]] = defaultdict(set)
         for multicast in (scheduled.multicast for scheduled in self.multicasts):
