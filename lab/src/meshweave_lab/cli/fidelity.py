@@ -13,8 +13,8 @@ import meshweave_lab.cli.bench_options as options
 from meshweave.base.errors import DescriptionError, LayoutError, ProgramError
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
-from meshweave.cli.option_fields import refuse_given, with_options
-from meshweave.cli.options import print_json
+from meshweave.cli.option_fields import option, refuse_given, with_options
+from meshweave.cli.options import output, print_json
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.report.timeline import timeline_svg, write_chrome
 from meshweave_lab.provenance import describe_environment
@@ -27,15 +27,19 @@ if TYPE_CHECKING:
 class FidelityOptions:
     """What is measured beside its predictions, and what is written."""
 
-    cluster: options.DescribedLab = ""
-    cases: options.NumCases = 40
+    cluster: str = option(
+        "", "Calibrated description of the lab. Default: its nominal rates and no other costs."
+    )
+    cases: int = option(40, "Number of random cases, 1 to 1000.")
     seed: options.Seed = 0
     algorithms: options.Algorithms = "all"
-    repeat: options.CaseRepeat = 3
+    repeat: int = option(3, "Measured runs of each case, after one to warm up.")
     mesh: options.MeshShape = ""
-    trace: options.TraceFile = None
-    svg: options.TimelinePicture = None
-    trace_case: options.TracedCase = -1
+    trace: Path | None = output(
+        "Write estimate, simulation and measurement of one case as a Chrome / Perfetto trace here."
+    )
+    svg: Path | None = output("Write these three timelines of rank 0 as a picture here.")
+    trace_case: int = option(-1, "Number of the case to draw; -1: the case of median error.", min=-1)
     out: options.ResultsFile = None
     timeout: options.Timeout = 900.0
     json: options.Json = False

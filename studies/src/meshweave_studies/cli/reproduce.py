@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshweave.cli.option_fields import with_options
+from meshweave.cli.option_fields import option, with_options
 from meshweave.cli.options import progress_bar
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave_studies.cli.reproduce_all import every_paper
@@ -99,25 +99,15 @@ def meshslice(
 class SlicingOptions:
     """The machines of the figures, and what is drawn of them."""
 
-    pvc: Annotated[str, typer.Option(help="The machine of figure 2: a catalog cluster or a TOML file.")] = (
-        "pvc-node"
+    pvc: str = option("pvc-node", "The machine of figure 2: a catalog cluster or a TOML file.")
+    h100: str = option("h100-node", "The machine of figure 3: a catalog cluster or a TOML file.")
+    reading: str = option(
+        "all-factors",
+        "What the paper leaves open, by name: all-factors (replication), cut (every matrix stays cut) or "
+        "shapes (products in whole waves of tiles).",
     )
-    h100: Annotated[str, typer.Option(help="The machine of figure 3: a catalog cluster or a TOML file.")] = (
-        "h100-node"
-    )
-    reading: Annotated[
-        str,
-        typer.Option(
-            help="What the paper leaves open, by name: all-factors (replication), cut (every matrix stays cut) or "
-            "shapes (products in whole waves of tiles)."
-        ),
-    ] = "all-factors"
-    figures: Annotated[
-        str | None, typer.Option(help="Compute only these figures: 2, 3 or both, separated by a comma.")
-    ] = None
-    every: Annotated[
-        bool, typer.Option("--all", help="Draw figures with all 28 partitionings instead of the paper's six.")
-    ] = False
+    figures: str | None = option(None, "Compute only these figures: 2, 3 or both, separated by a comma.")
+    every: bool = option(False, "Draw figures with all 28 partitionings instead of the paper's six.", "--all")
 
 
 @reproduce.command()

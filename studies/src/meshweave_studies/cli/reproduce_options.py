@@ -10,6 +10,7 @@ import typer
 
 from meshweave.base.errors import DescriptionError, UnsupportedError, printable
 from meshweave.base.outputs import claim_output
+from meshweave.cli.option_fields import option
 from meshweave.cli.options import JSON_HELP, print_json
 from meshweave.report.tables import text_console, text_table
 
@@ -22,9 +23,6 @@ Rows = Annotated[
 Out = Annotated[
     Path | None,
     typer.Option(help="Write tables (Markdown and JSON) and pictures (SVG) into this directory."),
-]
-Png = Annotated[
-    bool, typer.Option("--png", help="With --out, write the pictures as PNG too (needs meshweave[png]).")
 ]
 Report = Annotated[
     Path | None,
@@ -47,7 +45,7 @@ class Outputs:
 
     rows: Rows = None
     out: Out = None
-    png: Png = False
+    png: bool = option(False, "With --out, write the pictures as PNG too (needs meshweave[png]).")
     report: Report = None
     json: Json = False
 

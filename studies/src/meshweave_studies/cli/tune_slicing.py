@@ -14,7 +14,7 @@ from meshweave.algorithms.universal.problem import OPERANDS
 from meshweave.base.errors import LayoutError, UnsupportedError, printable, require_known
 from meshweave.base.limits import SCHEDULED_PRODUCTS
 from meshweave.base.units import format_bytes, format_s
-from meshweave.cli.option_fields import refuse_given, with_options
+from meshweave.cli.option_fields import option, refuse_given, with_options
 from meshweave.cli.options import (
     BARE_CHIP_BYTES,
     print_json,
@@ -54,19 +54,14 @@ class LayoutsOptions:
     n: NOption = 4096
     k: KOption = 4096
     cluster: ClusterOption = "h100-node"
-    a: Annotated[
-        str | None, typer.Option(help="Keep A in this layout: a grid ROWSxCOLS or COPIESxROWSxCOLS.")
-    ] = None
-    b: Annotated[str | None, typer.Option(help="Keep B in this layout.")] = None
-    c: Annotated[str | None, typer.Option(help="Keep C in this layout.")] = None
+    a: str | None = option(None, "Keep A in this layout: a grid ROWSxCOLS or COPIESxROWSxCOLS.")
+    b: str | None = option(None, "Keep B in this layout.")
+    c: str | None = option(None, "Keep C in this layout.")
     dtype: DtypeOption = "float32"
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="The most that a rank may hold, such as 512MiB or 2GB. Default: the chip's memory."
-        ),
-    ] = None
-    count: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the best first.")] = 5
+    memory: str | None = option(
+        None, "The most that a rank may hold, such as 512MiB or 2GB. Default: the chip's memory."
+    )
+    count: int = option(5, "How many to list, the best first.", min=1, max=1000)
     json: JsonOption = False
 
 
@@ -121,37 +116,23 @@ class ScheduleOptions:
     n: NOption = 4096
     k: KOption = 4096
     cluster: ClusterOption = "h100-node"
-    a: Annotated[
-        str | None,
-        typer.Option(help="Layout of A: a grid ROWSxCOLS or COPIESxROWSxCOLS. Default: row blocks."),
-    ] = None
-    b: Annotated[str | None, typer.Option(help="Layout of B. Default: row blocks.")] = None
-    c: Annotated[str | None, typer.Option(help="Layout of C. Default: row blocks.")] = None
+    a: str | None = option(None, "Layout of A: a grid ROWSxCOLS or COPIESxROWSxCOLS. Default: row blocks.")
+    b: str | None = option(None, "Layout of B. Default: row blocks.")
+    c: str | None = option(None, "Layout of C. Default: row blocks.")
     dtype: DtypeOption = "float32"
-    kinds: Annotated[
-        str,
-        typer.Option(
-            "--kind", help="direct, greedy, cost-greedy or exhaustive, several with commas, or 'all'."
-        ),
-    ] = "all"
-    max_states: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="States that the exhaustive search may weigh per rank before it settles. "
-            "Default: up to 20,000, fewer where ranks have much work that differs.",
-        ),
-    ] = None
-    stationary: Annotated[
-        str, typer.Option(help="The matrix that stays put: a, b or c. Default: what is estimated fastest.")
-    ] = ""
-    products: Annotated[
-        int, typer.Option(min=1, max=MAX_AT_ONCE, help="Products of one stage, and at once on a rank.")
-    ] = 1
-    fetches: Annotated[int, typer.Option(min=1, max=MAX_AT_ONCE, help="Fetches of one stage.")] = 2
-    accumulates: Annotated[
-        int, typer.Option(min=1, max=MAX_AT_ONCE, help="Accumulates of one stage, and at once on a rank.")
-    ] = 1
+    kinds: str = option(
+        "all", "direct, greedy, cost-greedy or exhaustive, several with commas, or 'all'.", "--kind"
+    )
+    max_states: int | None = option(
+        None,
+        "States that the exhaustive search may weigh per rank before it settles. "
+        "Default: up to 20,000, fewer where ranks have much work that differs.",
+        min=1,
+    )
+    stationary: str = option("", "The matrix that stays put: a, b or c. Default: what is estimated fastest.")
+    products: int = option(1, "Products of one stage, and at once on a rank.", min=1, max=MAX_AT_ONCE)
+    fetches: int = option(2, "Fetches of one stage.", min=1, max=MAX_AT_ONCE)
+    accumulates: int = option(1, "Accumulates of one stage, and at once on a rank.", min=1, max=MAX_AT_ONCE)
     json: JsonOption = False
 
 
