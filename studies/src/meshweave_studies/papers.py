@@ -7,7 +7,7 @@ Each returns a `Reproduction`: rows (published number, our value, verdict) and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from meshweave_studies.meshslice import rows as meshslice_rows
 from meshweave_studies.meshslice.readings import PUBLIC, READINGS, PaperReading
 from meshweave_studies.meshslice.study import MeshSliceStudy
 from meshweave_studies.meshslice.times import Reading, Timer
-from meshweave_studies.published import StudyT, published_rows, reading_named, select_rows
+from meshweave_studies.published import NamedReading, StudyT, published_rows, reading_named, select_rows
 from meshweave_studies.reproduction import PaperSummary, Reproduction, Selection, file_stem
 from meshweave_studies.slicing import figures as slicing_figures
 from meshweave_studies.slicing import readings as slicing_readings
@@ -396,3 +396,14 @@ def _inputs(machines: Sequence[tuple[str, str]], kind: str, **more: Any) -> dict
     """Return what the JSON says of a run: its machines under the name of their kind, and more."""
     listed = [{"name": name, "source": source} for name, source in machines]
     return {kind: listed if kind.endswith("s") else listed[0], **more}
+
+
+STUDIES: dict[str, tuple[Callable[..., Reproduction], Mapping[str, NamedReading]]] = {
+    MESHSLICE: (reproduce_meshslice, READINGS),
+    SLICING: (reproduce_slicing, slicing_readings.READINGS),
+    ALPACOMM: (reproduce_alpacomm, alpacomm_readings.READINGS),
+    ATP: (reproduce_atp, atp_readings.READINGS),
+    ZERO_BUBBLE: (reproduce_zero_bubble, {}),
+    T3: (reproduce_t3, t3_readings.READINGS),
+}
+"""By paper the call that computes it and its readings; the longest run is the last."""

@@ -15,7 +15,7 @@ from meshweave.cli.options import JSON_HELP, print_json
 from meshweave.report.tables import text_console, text_table
 
 if TYPE_CHECKING:
-    from meshweave_studies import Reproduction
+    from meshweave_studies import Reproduction, Selection
 
 Rows = Annotated[
     str | None, typer.Option(help="Compute only these rows: ids separated by commas, as --json shows them.")
@@ -70,6 +70,20 @@ class Outputs:
                     f"{printable(self.report)}: lies among the tables of --out; name the page *.html"
                 )
             claim_output(self.report, "--report")
+
+    def selection(self, paper: str, reading: str = "", figures: str | None = None) -> Selection:
+        """Return the rows and figures of a paper that are to be computed, once all options are checked.
+
+        Raises what `check` raises, and UnsupportedError for a row, figure or reading that the paper does not have.
+        """
+        from meshweave_studies.papers import STUDIES, select
+        from meshweave_studies.published import reading_named
+
+        selected = select(paper, split_names(self.rows), split_names(figures))
+        if reading:
+            reading_named(STUDIES[paper][1], reading)
+        self.check()
+        return selected
 
     def write(self, reproduction: Reproduction) -> None:
         """Write the files that the options name, and print JSON or tables."""
