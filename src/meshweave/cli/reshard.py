@@ -11,12 +11,11 @@ import typer
 
 from meshweave.algorithms.reshard import STRATEGIES
 from meshweave.algorithms.reshard.order import ORDERS
-from meshweave.algorithms.reshard.strategies import check_known
-from meshweave.base.errors import LayoutError, UnsupportedError, printable
+from meshweave.base.errors import LayoutError, UnsupportedError, require_known
 from meshweave.base.limits import RESHARD_MESSAGES
 from meshweave.base.outputs import write_file
 from meshweave.cli.option_fields import option, refuse_given, with_options
-from meshweave.cli.options import JSON_HELP, output, print_json, progress_bar, read_ranks
+from meshweave.cli.options import JSON_HELP, output, print_json, progress_bar, read_ranks, say_written
 from meshweave.cli.reshard_problem import MeshPositions, ReshardRequest, read_request
 from meshweave.cli.reshard_tables import print_comparison, to_json
 from meshweave.ir.program.text import to_text
@@ -142,9 +141,7 @@ def reshard(
         print_json(to_json(request, comparison))
         return
     print_comparison(request, comparison)
-    for path in (options.svg, options.trace, options.out):
-        if path is not None:
-            typer.echo(f"written: {path}")
+    say_written(options.svg, options.trace, options.out)
 
 
 def _compare(
@@ -189,7 +186,9 @@ def _listed(text: str, table: Iterable[str], what: str, has_all: bool = False) -
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise UnsupportedError(f"no {what} named; known: {', '.join(known)}")
-    return tuple(check_known(printable(name), known, what) for name in names)
+    for name in names:
+        require_known(name, known, f"there is no {what}", UnsupportedError, "known:")
+    return names
 
 
 def _write(

@@ -12,7 +12,7 @@ from meshweave.base.errors import ProgramError
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
 from meshweave.cli.option_fields import option, with_options
-from meshweave.cli.options import JSON_HELP, output, print_json, read_names, read_plan
+from meshweave.cli.options import JSON_HELP, output, print_json, read_names, read_plan, say_written
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.report.timeline import timeline_svg, timeline_text, write_chrome
 from meshweave.trace import Trace
@@ -104,9 +104,8 @@ def _write(report: RunReport, trace: Path | None, svg: Path | None, *, quiet: bo
         write_chrome(trace, [Trace(record.program, title, record.spans) for title, record in named])
     if svg is not None:
         write_file(svg, timeline_svg(named))
-    for path in (trace, svg):
-        if path is not None and not quiet:
-            typer.echo(f"written: {path}")
+    if not quiet:
+        say_written(trace, svg)
 
 
 def _print(product: MeasuredProduct) -> None:

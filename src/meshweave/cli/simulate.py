@@ -26,6 +26,7 @@ from meshweave.cli.options import (
     read_names,
     read_plan,
     read_ranks,
+    say_written,
 )
 from meshweave.report.tables import text_console, text_table
 from meshweave.report.timeline import write_chrome
@@ -125,11 +126,6 @@ class SimulateOutputs:
     )
     json: bool = option(False, JSON_HELP)
 
-    @property
-    def paths(self) -> tuple[Path | None, ...]:
-        """Return (trace, svg, png, report), None for each that is not to be written."""
-        return self.trace, self.svg, self.png, self.report
-
 
 # --- simulate ---------------------------------------------------------------------------------------------
 
@@ -179,7 +175,9 @@ def simulate(
     if outputs.json:
         print_json([item.to_json(_TOP_LINKS) for item in simulated])
     else:
-        _show(simulated, outputs.paths)
+        for item in simulated:
+            _print(item)
+        say_written(outputs.trace, outputs.svg, outputs.png, outputs.report)
 
 
 def _refuse_in_detail(case: SimulationCase) -> None:
@@ -190,14 +188,6 @@ def _refuse_in_detail(case: SimulationCase) -> None:
             f"{printable(cluster.name)} describes its GPU in detail: `meshweave simulate-gpu` simulates that, and "
             "--fast takes the rates of the cluster, as on others"
         )
-
-
-def _show(simulated: Sequence[SimulatedCase], written: Sequence[Path | None]) -> None:
-    for item in simulated:
-        _print(item)
-    for path in written:
-        if path is not None:
-            typer.echo(f"written: {path}")
 
 
 def _plan_cases(what: str, machine: MachineOptions, options: PlannedOptions) -> list[SimulationCase]:

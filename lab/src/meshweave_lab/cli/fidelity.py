@@ -14,7 +14,7 @@ from meshweave.base.errors import DescriptionError, LayoutError, ProgramError
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
 from meshweave.cli.option_fields import option, refuse_given, with_options
-from meshweave.cli.options import output, print_json
+from meshweave.cli.options import output, print_json, say_written
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.report.timeline import timeline_svg, write_chrome
 from meshweave_lab.provenance import describe_environment
@@ -92,7 +92,7 @@ def fidelity(lab: options.LabFile, given: FidelityOptions) -> None:
         print_json(result)
     else:
         _print(report, described_lab.description.name, described, bool(given.cluster))
-        _print_written(given.out, given.trace, given.svg)
+        say_written(given.out, given.trace, given.svg)
     _refuse_wrong_results(report)
 
 
@@ -106,12 +106,6 @@ def _check_cases(cases: int, repeat: int, timeout: float, trace_case: int) -> No
 def _write_json(path: Path | None, result: dict[str, Any]) -> None:
     if path is not None:
         write_file(path, dumps(result, indent=1) + "\n")
-
-
-def _print_written(*paths: Path | None) -> None:
-    for path in paths:
-        if path is not None:
-            typer.echo(f"written: {path}")
 
 
 def _cluster(path: str, nominal: Cluster) -> Cluster:

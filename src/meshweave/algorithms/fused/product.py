@@ -141,9 +141,7 @@ class RingText:
         (m, n, k), dtype = own.sizes, own.dtype
         a, b, c = (
             f"tp[{layout.placements[0]}]" + ("" if order is None else f", order={order}")
-            for layout, order in zip(
-                (self.problem.a, self.problem.b, self.problem.c), self.problem.orders, strict=True
-            )
+            for layout, order in zip((own.a, own.b, own.c), own.orders, strict=True)
         )
         mesh = mesh_to_text(replace(own.a.mesh, name="tp", axes=("x",)))
         return f"""program("{title}")

@@ -13,7 +13,7 @@ from meshweave.base.errors import ProgramError, UnsupportedError, printable
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s, to_s
 from meshweave.cli.option_fields import option, with_options
-from meshweave.cli.options import JSON_HELP, output, print_json
+from meshweave.cli.options import JSON_HELP, output, print_json, say_written
 from meshweave.cli.simulate import MachineOptions, read_program_case
 from meshweave.describe.machine.gpu import ARBITRATIONS
 from meshweave.report.tables import text_console, text_table
@@ -91,9 +91,7 @@ def simulate_gpu(
         print_json([simulated.to_json()])
         return
     _print(simulated)
-    for path in (options.trace, options.report):
-        if path is not None:
-            typer.echo(f"written: {path}")
+    say_written(options.trace, options.report)
 
 
 def read_arbiter(policy: str | None, threshold: str, starvation: int | None) -> Arbiter:

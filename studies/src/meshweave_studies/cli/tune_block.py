@@ -22,6 +22,7 @@ from meshweave.cli.options import (
     read_mesh,
     read_names,
     read_sequence,
+    say_written,
 )
 from meshweave.cli.tune import JsonOption
 from meshweave.describe.machine.cluster import load_cluster
@@ -104,8 +105,7 @@ def block(
         print_json(_ranking_json(ranking, options.count))
         return
     _print_ranking(ranking, options.count)
-    if options.svg is not None:
-        typer.echo(f"written: {options.svg}")
+    say_written(options.svg)
 
 
 def _meshes(text: str) -> tuple[MeshShape, ...] | None:
