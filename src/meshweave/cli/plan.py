@@ -49,10 +49,6 @@ ClusterOption = Annotated[
         "'16 x H100, 8 a host' or '2 hosts of 8 H100'."
     ),
 ]
-BatchOption = Annotated[
-    int | None,
-    typer.Option(help="Sequences of a step. With --products, half the number of chips if left out."),
-]
 _SAME = " and ".join(f"{name} is {stack}" for name, stack in SAME_STACK.items())
 _RESERVE = "5%"
 
@@ -61,7 +57,9 @@ _RESERVE = "5%"
 class PlanVerbOptions:
     """The step that is planned, what is fixed of it, and what is shown and written."""
 
-    batch: BatchOption = None
+    batch: int | None = option(
+        None, "Sequences of a step. With --products, half the number of chips if left out."
+    )
     sequence: int = option(2048, "Tokens per sequence.")
     seq: OldSequenceOption = None
     dtype: str = option("bfloat16", "Element type of activations and weights.")

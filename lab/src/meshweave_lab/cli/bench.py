@@ -48,7 +48,9 @@ class LayerBenchOptions:
     cluster: options.CalibratedFile = None
     algorithms: options.Algorithms = "all"
     slices: options.Slices = ""
-    widths: options.Widths = ""
+    widths: str = option(
+        "", "Run MeshSlice with slices of these relative widths too, such as 1:2:4:8,1:2:2:1."
+    )
     repeat: options.Repeat = 5
     timeout: options.Timeout = 600.0
     out: options.Out = None

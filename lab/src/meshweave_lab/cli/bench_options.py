@@ -55,9 +55,6 @@ CalibratedFile = Annotated[
         "`meshweave calibrate`, and show the estimates. Default: the ideal lab, without latencies."
     ),
 ]
-Widths = Annotated[
-    str, typer.Option(help="Run MeshSlice with slices of these relative widths too, such as 1:2:4:8,1:2:2:1.")
-]
 
 # --- of `shapes` ------------------------------------------------------------------------------------------
 

@@ -17,13 +17,6 @@ from meshweave.report.tables import text_console, text_table
 if TYPE_CHECKING:
     from meshweave_studies import Reproduction, Selection
 
-Rows = Annotated[
-    str | None, typer.Option(help="Compute only these rows: ids separated by commas, as --json shows them.")
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(help="Write tables (Markdown and JSON) and pictures (SVG) into this directory."),
-]
 Report = Annotated[
     Path | None,
     typer.Option(help="Write the table and all pictures as one self-contained HTML page here."),
@@ -43,8 +36,10 @@ def split_names(text: str | None) -> tuple[str, ...]:
 class Outputs:
     """Which rows of a paper are computed, and where they and its figures are written."""
 
-    rows: Rows = None
-    out: Out = None
+    rows: str | None = option(None, "Compute only these rows: ids separated by commas, as --json shows them.")
+    out: Path | None = option(
+        None, "Write tables (Markdown and JSON) and pictures (SVG) into this directory."
+    )
     png: bool = option(False, "With --out, write the pictures as PNG too (needs meshweave[png]).")
     report: Report = None
     json: Json = False

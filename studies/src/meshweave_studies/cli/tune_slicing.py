@@ -24,7 +24,7 @@ from meshweave.cli.options import (
     read_mesh,
     read_names,
 )
-from meshweave.cli.tune import ClusterOption, JsonOption
+from meshweave.cli.tune import JsonOption
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.grid import ProcessGrid
@@ -40,20 +40,23 @@ MAX_SIZE = 1 << 24
 MAX_AT_ONCE = 8
 """Of products, fetches or accumulates: a stage of more has too many selections to weigh."""
 
-MOption = Annotated[int, typer.Option("--m", min=1, max=MAX_SIZE, help="Rows of A and C.")]
-NOption = Annotated[int, typer.Option("--n", min=1, max=MAX_SIZE, help="Columns of B and C.")]
 DtypeOption = Annotated[str, typer.Option(help="Element type.")]
-KOption = Annotated[int, typer.Option("--k", min=1, max=MAX_SIZE, help="Columns of A, rows of B.")]
 
 
 @dataclass(frozen=True)
-class LayoutsOptions:
+class ProductOptions:
+    """The sizes of a product, and the machine."""
+
+    m: int = option(4096, "Rows of A and C.", min=1, max=MAX_SIZE)
+    n: int = option(4096, "Columns of B and C.", min=1, max=MAX_SIZE)
+    k: int = option(4096, "Columns of A, rows of B.", min=1, max=MAX_SIZE)
+    cluster: str = option("h100-node", "A catalog cluster or a TOML file; ':N' sets the number of chips.")
+
+
+@dataclass(frozen=True)
+class LayoutsOptions(ProductOptions):
     """The product whose layouts are searched, those that are given, and the limit of memory."""
 
-    m: MOption = 4096
-    n: NOption = 4096
-    k: KOption = 4096
-    cluster: ClusterOption = "h100-node"
     a: str | None = option(None, "Keep A in this layout: a grid ROWSxCOLS or COPIESxROWSxCOLS.")
     b: str | None = option(None, "Keep B in this layout.")
     c: str | None = option(None, "Keep C in this layout.")
@@ -109,13 +112,9 @@ def layouts(options: LayoutsOptions) -> None:
 
 
 @dataclass(frozen=True)
-class ScheduleOptions:
+class ScheduleOptions(ProductOptions):
     """The product whose order is searched, its layouts, and the limits of its stages."""
 
-    m: MOption = 4096
-    n: NOption = 4096
-    k: KOption = 4096
-    cluster: ClusterOption = "h100-node"
     a: str | None = option(None, "Layout of A: a grid ROWSxCOLS or COPIESxROWSxCOLS. Default: row blocks.")
     b: str | None = option(None, "Layout of B. Default: row blocks.")
     c: str | None = option(None, "Layout of C. Default: row blocks.")
