@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_origin, get_type_hints
 
@@ -135,12 +135,15 @@ def plan(model: ModelArgument, cluster: ClusterOption, options: PlanVerbOptions)
     from meshweave.algorithms.step.stacks import default_stack
 
     stack = load_stack(options.stack or default_stack(architecture))
-    problem = StepProblem(architecture, target, batch, sequence, options.dtype, stack=stack)
-    reserve = read_reserve(options.reserve)
-    problem = replace(
-        problem,
+    problem = StepProblem(
+        architecture,
+        target,
+        batch,
+        sequence,
+        options.dtype,
+        stack=stack,
         overlap=options.overlap,  # type: ignore[arg-type]
-        reserve=reserve,
+        reserve=read_reserve(options.reserve),
         precision=options.precision,
     )
     _plan_step(problem, options)

@@ -257,19 +257,16 @@ def _check_ranks(case: SimulationCase, shown: tuple[int, ...]) -> None:
 def _all_simulated(
     what: str, cases: Sequence[SimulationCase], ranks: tuple[int, ...], *, closed_form: bool, limited: bool
 ) -> list[SimulatedCase]:
-    try:
-        return [_simulated(case, ranks, closed_form=closed_form, limited=limited) for case in cases]
-    except ProgramError as error:
-        raise ProgramError(f"{printable(what)}: {error}") from None
-
-
-def _simulated(
-    case: SimulationCase, ranks: tuple[int, ...], *, closed_form: bool, limited: bool
-) -> SimulatedCase:
     from meshweave.tune.cases import simulate_case
 
-    with _status(case):
-        return simulate_case(case, ranks, closed_form=closed_form, limited=limited)
+    simulated = []
+    try:
+        for case in cases:
+            with _status(case):
+                simulated.append(simulate_case(case, ranks, closed_form=closed_form, limited=limited))
+    except ProgramError as error:
+        raise ProgramError(f"{printable(what)}: {error}") from None
+    return simulated
 
 
 @contextmanager

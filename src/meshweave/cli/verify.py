@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -67,24 +66,20 @@ def verify(
         refuse_given(options, _OF_A_PLAN, what, "is an algorithm, which is proved in this process")
         return _verify_entry(what, options.settings, options.json)
     refuse_given(options, ("settings",), what, "is a plan, and no algorithm")
-    verify_plan = partial(
-        check.verify,
-        read_plan(what),
-        num_ranks=options.ranks,
-        layers=read_names(options.layer),
-        algorithms=read_names(options.algorithms),
-        max_dim=options.max_dim,
-        num_ring_directions=options.rings,  # type: ignore[arg-type]
-        seed=options.seed,
-        timeout_s=options.timeout,
-    )
-    return _verify_plan(verify_plan, options.json)
-
-
-def _verify_plan(verify_plan: Callable[..., VerifyReport], json: bool) -> int:
+    plan = read_plan(what)
     with progress_bar("checking", plain_lines=True) as progress:
-        report = verify_plan(progress=progress)
-    if json:
+        report = check.verify(
+            plan,
+            num_ranks=options.ranks,
+            layers=read_names(options.layer),
+            algorithms=read_names(options.algorithms),
+            max_dim=options.max_dim,
+            num_ring_directions=options.rings,  # type: ignore[arg-type]
+            seed=options.seed,
+            timeout_s=options.timeout,
+            progress=progress,
+        )
+    if options.json:
         print_json(report.to_json())
     else:
         _print(report)
