@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_origin, get_type_hints
 
@@ -135,15 +135,12 @@ def plan(model: ModelArgument, cluster: ClusterOption, options: PlanVerbOptions)
     from meshweave.algorithms.step.stacks import default_stack
 
     stack = load_stack(options.stack or default_stack(architecture))
-    problem = StepProblem(
-        architecture,
-        target,
-        batch,
-        sequence,
-        options.dtype,
-        stack=stack,
+    problem = StepProblem(architecture, target, batch, sequence, options.dtype, stack=stack)
+    reserve = read_reserve(options.reserve)
+    problem = replace(
+        problem,
         overlap=options.overlap,  # type: ignore[arg-type]
-        reserve=read_reserve(options.reserve),
+        reserve=reserve,
         precision=options.precision,
     )
     _plan_step(problem, options)

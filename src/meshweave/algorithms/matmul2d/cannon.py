@@ -363,21 +363,27 @@ class Cannon(Matmul2d):
         side = math.isqrt(num_chips)
         return ((side, side),) if side * side == num_chips else ()
 
+    def steps(self, problem: Matmul2dProblem) -> CannonSteps:
+        """Return the steps that each square mesh does. Raises LayoutError where the mesh does not fit."""
+        return all_steps(problem)
+
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-        """Return the program: a skew of moving inputs, then P products with shifts by one chip between them.
+        """Return the program: a skew of moving inputs, then products with shifts by one chip between them.
+
+        If several meshes share the steps, it ends in a reduce-scatter of C over `depth`.
 
         Raises:
-            LayoutError: the mesh is not square.
+            LayoutError: the mesh does not fit (`steps`).
         """
-        return build(problem, all_steps(problem), self.name)
+        return build(problem, self.steps(problem), self.name, self.operand_placements(problem))
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
         """Return a skeleton whose time is an upper bound, exact on equal shards (`build_skeleton`).
 
         Raises:
-            LayoutError: the mesh is not square.
+            LayoutError: the mesh does not fit (`steps`).
         """
-        return build_skeleton(problem, all_steps(problem))
+        return build_skeleton(problem, self.steps(problem))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
         """Return the bytes that a global rank receives in the whole product, by "mesh.axis", such as "tp.row"."""
