@@ -88,6 +88,17 @@ class Parts:
         return "" if self.are_equal else f", sizes={self.extent('peer')}"
 
 
+def rank_of(mesh: Mesh, member: str) -> str:
+    """Return as program text the global rank at position `member` (from 0) of a mesh.
+
+    `member` is an expression. On ranks 0, 1, 2, ... it is the rank: "(tp.x + 1) % 4" is returned unchanged. On
+    ranks (4, 6) it indexes them: "tp.x" -> "(4, 6)[tp.x]".
+    """
+    if mesh.ranks == tuple(range(mesh.num_ranks)):
+        return member
+    return f"{mesh.ranks}[{member}]"
+
+
 @dataclass(frozen=True)
 class RingText:
     """What the texts of programs on a ring share: the problem, its parts, and pieces of text."""
@@ -105,15 +116,8 @@ class RingText:
         return Parts(self.problem.m, self.count)
 
     def rank(self, member: str) -> str:
-        """Return as program text the global rank at position `member` (from 0) of the ring.
-
-        `member` is an expression. On ranks 0, 1, 2, ... it is the rank: "(tp.x + 1) % 4" is returned unchanged. On
-        ranks (4, 6) it indexes them: "tp.x" -> "(4, 6)[tp.x]".
-        """
-        mesh = self.problem.a.mesh
-        if mesh.ranks == tuple(range(mesh.num_ranks)):
-            return member
-        return f"{mesh.ranks}[{member}]"
+        """Return as program text the global rank at position `member` of the ring, as `rank_of` does."""
+        return rank_of(self.problem.a.mesh, member)
 
     def each(self, region: str, count: int) -> str:
         """Return program text that lists `region`, an expression in `s`, for s = 0 .. count - 1.
