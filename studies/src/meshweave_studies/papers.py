@@ -120,13 +120,8 @@ def reproduce_meshslice(
     pod = load_cluster(where) if isinstance(where, str) else where
     fits = bool(chosen.fit) or pod.name != chosen.pod
     study = MeshSliceStudy(pod, Timer(by, chosen.rule), measured=chosen.mesh)
-    rows, figures = _compute(
-        study,
-        selection,
-        partial(meshslice_rows.rows, reading=chosen, fits=fits),
-        meshslice_figures.figures,
-        progress_bar,
-    )
+    compute_rows = partial(meshslice_rows.rows, reading=chosen, fits=fits)
+    rows, figures = _compute(study, selection, compute_rows, meshslice_figures.figures, progress_bar)
     summary = PaperSummary(
         "MeshSlice",
         "Nam, Gerogiannis, Torrellas: MeshSlice (ISCA '25, doi 10.1145/3695053.3731077).",
@@ -233,13 +228,8 @@ def reproduce_alpacomm(
     where = cluster or chosen.cluster
     hosts = load_cluster(where) if isinstance(where, str) else where
     study = AlpaCommStudy(hosts, rivals=chosen.rivals)
-    rows, figures = _compute(
-        study,
-        selection,
-        partial(alpacomm_rows.rows, reading=chosen),
-        alpacomm_figures.figures,
-        progress_bar,
-    )
+    compute_rows = partial(alpacomm_rows.rows, reading=chosen)
+    rows, figures = _compute(study, selection, compute_rows, alpacomm_figures.figures, progress_bar)
     summary = PaperSummary(
         "AlpaComm",
         "Zhuang, Zhao, Zheng, Li, Xing, Ho, Gonzalez, Stoica, Zhang: On Optimizing the Communication of Model "
@@ -275,9 +265,8 @@ def reproduce_atp(
     if chosen.rows:
         selection = selection.without_figures(chosen.name)
     study = AtpStudy(reading=chosen)
-    rows, figures = _compute(
-        study, selection, partial(atp_rows.rows, reading=chosen), atp_figures.figures, progress_bar
-    )
+    compute_rows = partial(atp_rows.rows, reading=chosen)
+    rows, figures = _compute(study, selection, compute_rows, atp_figures.figures, progress_bar)
     machines = [load_cluster(name) for name in ATP_MACHINES.values()]
     summary = PaperSummary(
         "ATP",
@@ -303,13 +292,8 @@ def reproduce_zero_bubble(
         progress_bar: shows how many rows are done.
     """
     study = ZeroBubbleStudy()
-    rows, figures = _compute(
-        study,
-        selection,
-        zero_bubble_rows.rows,
-        PaperFigures[ZeroBubbleStudy]({}),
-        progress_bar,
-    )
+    no_figures = PaperFigures[ZeroBubbleStudy]({})
+    rows, figures = _compute(study, selection, zero_bubble_rows.rows, no_figures, progress_bar)
     hosts = load_cluster(ZERO_BUBBLE_HOSTS)
     summary = PaperSummary(
         "Zero Bubble",
@@ -350,9 +334,8 @@ def reproduce_t3(
             layers = t3_groups.SMALL if chosen.rows else ()
             jobs = [job for layer in layers for job in times_jobs(layer)] or t3_groups.every_job()
             study.prefetch(jobs, progress)
-    rows, figures = _compute(
-        study, selection, partial(t3_rows.rows, reading=chosen), t3_figures.figures, progress_bar
-    )
+    compute_rows = partial(t3_rows.rows, reading=chosen)
+    rows, figures = _compute(study, selection, compute_rows, t3_figures.figures, progress_bar)
     gpus = [load_gpu(name) for name in (T3_GPU, T3_GPU_2X)]
     summary = PaperSummary(
         "T3",
