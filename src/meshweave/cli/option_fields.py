@@ -76,20 +76,20 @@ def _annotation(declared: Field[Any], hint: Any) -> Any:
     # Without a name of its own typer gives a flag a second one, --no-NAME.
     own = (f"--{declared.name.replace('_', '-')}",) if hint is bool else ()
     names = declared.metadata["names"] or own
-    return Annotated[hint, typer.Option(*names, **declared.metadata["settings"])]
+    annotated: Any = Annotated
+    return annotated[hint, typer.Option(*names, **declared.metadata["settings"])]
+
+
+def _default(declared: Field[Any]) -> Any:
+    if declared.default_factory is not MISSING:
+        return declared.default_factory()
+    return inspect.Parameter.empty if declared.default is MISSING else declared.default
 
 
 def _annotated_fields(group: Any) -> list[tuple[str, Any, Any]]:
     """Return name, annotation for typer, and default of each field of a dataclass of options."""
     hints = get_type_hints(group, include_extras=True)
-    return [
-        (
-            each.name,
-            _annotation(each, hints[each.name]),
-            each.default if each.default_factory is MISSING else each.default_factory(),
-        )
-        for each in fields(group)
-    ]
+    return [(each.name, _annotation(each, hints[each.name]), _default(each)) for each in fields(group)]
 
 
 def refuse_given(options: Any, names: tuple[str, ...], what: str, why: str) -> None:
