@@ -19,7 +19,8 @@ def remembered(method: Callable[Concatenate[Of, Given], Result]) -> Callable[Con
     name = f"_results_of_{method.__name__}"
 
     @wraps(method)
-    def called(of: Of, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def called(of: Of, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        assert not kwargs, "arguments are given by position"
         results: dict[tuple[Any, ...], Result] = of.__dict__.setdefault(name, {})
         if args not in results:
             results[args] = method(of, *args, **kwargs)
