@@ -21,7 +21,7 @@ from meshweave.calibrate.target import (
     local_target,
     torchrun_target,
 )
-from meshweave.cli.option_fields import refuse_given, with_options
+from meshweave.cli.option_fields import option, refuse_given, with_options
 from meshweave.cli.options import JSON_HELP, print_json, read_mesh
 
 CALIBRATION = "meshweave.calibration"
@@ -37,52 +37,29 @@ _OF_RANKS = ("mesh", "flops_per_s", "sizes", "timeout", "median_error", "worst_e
 class CalibrateOptions:
     """What is calibrated, how long it is measured, and how well constants must fit."""
 
-    lab: Annotated[
-        Path | None,
-        typer.Option(help="Build the lab of this LAB.toml and calibrate it, see `meshweave lab`."),
-    ] = None
-    ranks: Annotated[int, typer.Option(help="Calibrate this many local processes, without a lab.")] = 0
-    device: Annotated[
-        str,
-        typer.Option(
-            help="Calibrate the products of one torch device (cpu, cuda, cuda:1), or as the compiler of a TPU "
-            "expects them (tpu-v4, tpu-v4-core, tpu-v5e, tpu-v6e; needs no TPU), and write a kernels file, "
-            "which a cluster file names by chip.kernels."
-        ),
-    ] = ""
-    dtype: Annotated[
-        str, typer.Option(help="With --device: the dtype. Default: float32 on cpu, else bfloat16.")
-    ] = ""
-    products: Annotated[int, typer.Option(help="With --device: the number of products, of at least 20.")] = (
-        150
+    lab: Path | None = option(None, "Build the lab of this LAB.toml and calibrate it, see `meshweave lab`.")
+    ranks: int = option(0, "Calibrate this many local processes, without a lab.")
+    device: str = option(
+        "",
+        "Calibrate the products of one torch device (cpu, cuda, cuda:1), or as the compiler of a TPU "
+        "expects them (tpu-v4, tpu-v4-core, tpu-v5e, tpu-v6e; needs no TPU), and write a kernels file, "
+        "which a cluster file names by chip.kernels.",
     )
-    mesh: Annotated[
-        str,
-        typer.Option(
-            help="Mesh shape, ROWSxCOLS. Default: the shape of a torus lab, else the shape nearest to a square."
-        ),
-    ] = ""
-    flops_per_s: Annotated[
-        float, typer.Option(help="Pace products of a lab at this rate instead of the one in LAB.toml.")
-    ] = 0.0
-    sizes: Annotated[
-        str,
-        typer.Option(help="Bytes per part, separated by commas. Default: five sizes that suit the links."),
-    ] = ""
-    repeat: Annotated[int, typer.Option(help="Number of measured repetitions, after one to warm up.")] = 3
-    seed: Annotated[int, typer.Option(help="Seed of the order in which cases are measured.")] = 0
-    timeout: Annotated[float, typer.Option(help="Seconds after which everything is stopped.")] = 600.0
-    median_error: Annotated[
-        float, typer.Option(help="Refuse constants whose median relative error is above this.")
-    ] = 0.10
-    worst_error: Annotated[
-        float, typer.Option(help="Refuse constants whose relative error at any point is above this.")
-    ] = 0.30
-    accept_misfit: Annotated[
-        bool, typer.Option("--accept-misfit", help="Write the constants even if they do not fit the data.")
-    ] = False
-    force: Annotated[bool, typer.Option("--force", help="Overwrite CLUSTER.toml.")] = False
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False
+    dtype: str = option("", "With --device: the dtype. Default: float32 on cpu, else bfloat16.")
+    products: int = option(150, "With --device: the number of products, of at least 20.")
+    mesh: str = option(
+        "", "Mesh shape, ROWSxCOLS. Default: the shape of a torus lab, else the shape nearest to a square."
+    )
+    flops_per_s: float = option(0.0, "Pace products of a lab at this rate instead of the one in LAB.toml.")
+    sizes: str = option("", "Bytes per part, separated by commas. Default: five sizes that suit the links.")
+    repeat: int = option(3, "Number of measured repetitions, after one to warm up.")
+    seed: int = option(0, "Seed of the order in which cases are measured.")
+    timeout: float = option(600.0, "Seconds after which everything is stopped.")
+    median_error: float = option(0.10, "Refuse constants whose median relative error is above this.")
+    worst_error: float = option(0.30, "Refuse constants whose relative error at any point is above this.")
+    accept_misfit: bool = option(False, "Write the constants even if they do not fit the data.")
+    force: bool = option(False, "Overwrite CLUSTER.toml.")
+    json: bool = option(False, JSON_HELP)
 
 
 @with_options

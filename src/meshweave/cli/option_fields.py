@@ -2,8 +2,9 @@
 
     @dataclass(frozen=True)
     class ShowOptions:
-        mesh: Annotated[str, typer.Option(help="Mesh shape, ROWSxCOLS.")] = "2x2"
-        rings: Annotated[int, typer.Option(help="Directions of rings.")] = 0
+        mesh: str = option("2x2", "Mesh shape, ROWSxCOLS.")
+        rings: int = option(0, "Directions of rings.", min=0, max=2)
+        passes: str = option("all", "Passes to show.", "--pass")
 
     @with_options
     def show(what: Annotated[str, typer.Argument(help="An algorithm.")], options: ShowOptions) -> None: ...
@@ -16,13 +17,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, field, fields, is_dataclass
 from functools import wraps
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
 
 from meshweave.base.errors import DescriptionError, printable
 
 Result = TypeVar("Result")
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def with_options(verb: Callable[..., Result]) -> Callable[..., Result]:
@@ -35,10 +39,12 @@ def with_options(verb: Callable[..., Result]) -> Callable[..., Result]:
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(verb).parameters.values():
         if parameter.name in groups:
-            parameters += _fields_as_parameters(groups[parameter.name])
+            parameters += [
+                parameter.replace(name=name, annotation=annotation, default=default, kind=_KEYWORD)
+                for name, annotation, default in _annotated_fields(groups[parameter.name])
+            ]
         else:
-            hinted = parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
-            parameters.append(hinted)
+            parameters.append(parameter.replace(annotation=hints[parameter.name], kind=_KEYWORD))
 
     @wraps(verb)
     def called(**given: Any) -> Result:
@@ -53,20 +59,37 @@ def with_options(verb: Callable[..., Result]) -> Callable[..., Result]:
     return called
 
 
-def _fields_as_parameters(group: type) -> list[inspect.Parameter]:
+def option(default: Any, help: str, *names: str, **settings: Any) -> Any:
+    """Return a field of a dataclass that is an option, with its default and help text.
+
+    Args:
+        names: what it is called on the command line, such as "--pass"; by default `--` and the name of the field.
+        settings: further arguments of `typer.Option`, such as `min`.
+    """
+    return field(default=default, metadata={"names": names, "settings": {"help": help, **settings}})
+
+
+def _annotation(declared: Field[Any], hint: Any) -> Any:
+    """Return what typer is told of a field: its type and its option."""
+    if "settings" not in declared.metadata:
+        return hint
+    # Without a name of its own typer gives a flag a second one, --no-NAME.
+    own = (f"--{declared.name.replace('_', '-')}",) if hint is bool else ()
+    names = declared.metadata["names"] or own
+    annotated: Any = Annotated
+    return annotated[hint, typer.Option(*names, **declared.metadata["settings"])]
+
+
+def _default(declared: Field[Any]) -> Any:
+    if declared.default_factory is not MISSING:
+        return declared.default_factory()
+    return inspect.Parameter.empty if declared.default is MISSING else declared.default
+
+
+def _annotated_fields(group: Any) -> list[tuple[str, Any, Any]]:
+    """Return name, annotation for typer, and default of each field of a dataclass of options."""
     hints = get_type_hints(group, include_extras=True)
-    parameters = []
-    for field in fields(group):
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        parameters.append(
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                annotation=hints[field.name],
-                default=inspect.Parameter.empty if default is MISSING else default,
-            )
-        )
-    return parameters
+    return [(each.name, _annotation(each, hints[each.name]), _default(each)) for each in fields(group)]
 
 
 def refuse_given(options: Any, names: tuple[str, ...], what: str, why: str) -> None:
@@ -81,11 +104,9 @@ def refuse_given(options: Any, names: tuple[str, ...], what: str, why: str) -> N
         why: the predicate that says why the options change nothing, such as "is the plan of a step". The message
             is "--mesh changes nothing: plan.json is the plan of a step; leave it out".
     """
-    hints = get_type_hints(type(options), include_extras=True)
-    for field in fields(options):
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        if field.name in names and getattr(options, field.name) != default:
-            declared = hints[field.name].__metadata__[0]
-            names_of = (declared.default, *(declared.param_decls or ()), f"--{field.name.replace('_', '-')}")
-            option = next(name for name in names_of if isinstance(name, str) and name.startswith("--"))
-            raise DescriptionError(f"{option} changes nothing: {printable(what)} {why}; leave it out")
+    for name, annotation, default in _annotated_fields(type(options)):
+        if name in names and getattr(options, name) != default:
+            declared = annotation.__metadata__[0]
+            names_of = (declared.default, *(declared.param_decls or ()), f"--{name.replace('_', '-')}")
+            given = next(each for each in names_of if isinstance(each, str) and each.startswith("--"))
+            raise DescriptionError(f"{given} changes nothing: {printable(what)} {why}; leave it out")

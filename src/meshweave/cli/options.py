@@ -28,6 +28,7 @@ from meshweave.base.limits import PROGRAM_BYTES
 from meshweave.base.outputs import claim_output, note
 from meshweave.base.progress import Progress, no_progress
 from meshweave.base.units import DTYPES
+from meshweave.cli.option_fields import option
 from meshweave.describe.files import read_stdin, read_text
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
@@ -210,6 +211,18 @@ def _claimed(context: typer.Context, param: typer.CallbackParam, value: Path | N
 
 OutputOption = partial(typer.Option, callback=_claimed)
 """Of a file that a verb writes: refused at once where it cannot be written, or is an input or another output."""
+
+
+def output(help: str, *names: str) -> Any:
+    """Return a field of a dataclass for such a file, as `option_fields.option` does; its default is None."""
+    return option(None, help, *names, callback=_claimed)
+
+
+def say_written(*paths: Path | None) -> None:
+    """Print which files were written, those of options that were given."""
+    for path in paths:
+        if path is not None:
+            typer.echo(f"written: {path}")
 
 
 OldSequenceOption = Annotated[int | None, typer.Option("--seq", hidden=True)]

@@ -17,7 +17,8 @@ from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.base.errors import LayoutError, UnsupportedError, printable, require_known
 from meshweave.base.units import to_ps, work_ps
-from meshweave.cli.options import JSON_HELP, OutputOption, read_bytes
+from meshweave.cli.option_fields import option
+from meshweave.cli.options import JSON_HELP, output, read_bytes
 from meshweave.cli.reshard_problem import fitting_cluster
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout.mesh import Mesh
@@ -41,84 +42,43 @@ What = Annotated[
 class ScheduleTextOptions:
     """What a schedule given by name consists of, the times of a schedule's actions, and what is written."""
 
-    stages: Annotated[
-        int, typer.Option("--stages", help="Stages of the model, of a schedule given by name.")
-    ] = 4
-    micro_batches: Annotated[
-        int, typer.Option("--micro-batches", help="Micro-batches of a step, of a schedule given by name.")
-    ] = 8
-    per_rank: Annotated[
-        int,
-        typer.Option(
-            help="Stages a rank. Default: as many as the schedule needs; interleaved-1f1b takes any."
-        ),
-    ] = 0
-    delay: Annotated[
-        int, typer.Option(help="eager-1f1b-delayed: micro-batches by which weight gradients are put off.")
-    ] = 1
-    stash_rest: Annotated[
-        float,
-        typer.Option(
-            help="zb-1p, zb-2p: share of a stash that stays until the weight gradient, once the input gradient "
-            "has run; at most 1."
-        ),
-    ] = 1.0
-    forward: Annotated[
-        str,
-        typer.Option("--forward", help="Time of a stage's forward: 1.5ms, or one for each stage: 1ms,2ms."),
-    ] = "1ms"
-    input_grad: Annotated[
-        str, typer.Option("--input-grad", help="Time of an input gradient. Default: as the forward.")
-    ] = ""
-    weight_grad: Annotated[
-        str, typer.Option("--weight-grad", help="Time of a weight gradient. Default: as the forward.")
-    ] = ""
-    transfer: Annotated[
-        str,
-        typer.Option(
-            "--transfer", help="Time of a transfer between neighbouring stages; one, or one for each."
-        ),
-    ] = "0"
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="Take the time of transfers from a catalog cluster, a TOML file or words, and --activation; ':N' "
-            "sets the number of chips. Default of N: as many as the ranks have."
-        ),
-    ] = None
-    activation: Annotated[
-        str, typer.Option(help="Bytes that a stage sends to the next for a micro-batch: 16MiB.")
-    ] = "16MiB"
-    chips_per_rank: Annotated[
-        int,
-        typer.Option(
-            help="Chips of a pipeline rank; each sends its share of the activation to one of the next."
-        ),
-    ] = 1
-    runtime: Annotated[
-        str,
-        typer.Option(
-            "--runtime",
-            help="How transfers proceed: strict (one queue for each pair of ranks, as NCCL under torch), batched "
-            "(neighbouring ones together), buffered (sends end by themselves, as in our Programs and gloo).",
-        ),
-    ] = "strict"
-    beside: Annotated[
-        str | None, typer.Option(help="A second schedule to time and draw: a name or a CSV file.")
-    ] = None
-    out: Annotated[
-        Path | None,
-        OutputOption("--out", "-o", help="Write the CSV of a named schedule here, not on stdout."),
-    ] = None
-    with_transfers: Annotated[
-        bool,
-        typer.Option(
-            "--with-transfers", help="Write sends and receives too. torchtitan and torch's default take none."
-        ),
-    ] = False
-    svg: Annotated[Path | None, OutputOption(help="Write the timeline as a picture.")] = None
-    report: Annotated[Path | None, OutputOption(help="Write a page with table and timeline.")] = None
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False
+    stages: int = option(4, "Stages of the model, of a schedule given by name.")
+    micro_batches: int = option(8, "Micro-batches of a step, of a schedule given by name.")
+    per_rank: int = option(
+        0, "Stages a rank. Default: as many as the schedule needs; interleaved-1f1b takes any."
+    )
+    delay: int = option(1, "eager-1f1b-delayed: micro-batches by which weight gradients are put off.")
+    stash_rest: float = option(
+        1.0,
+        "zb-1p, zb-2p: share of a stash that stays until the weight gradient, once the input gradient "
+        "has run; at most 1.",
+    )
+    forward: str = option("1ms", "Time of a stage's forward: 1.5ms, or one for each stage: 1ms,2ms.")
+    input_grad: str = option("", "Time of an input gradient. Default: as the forward.")
+    weight_grad: str = option("", "Time of a weight gradient. Default: as the forward.")
+    transfer: str = option("0", "Time of a transfer between neighbouring stages; one, or one for each.")
+    cluster: str | None = option(
+        None,
+        "Take the time of transfers from a catalog cluster, a TOML file or words, and --activation; ':N' "
+        "sets the number of chips. Default of N: as many as the ranks have.",
+    )
+    activation: str = option("16MiB", "Bytes that a stage sends to the next for a micro-batch: 16MiB.")
+    chips_per_rank: int = option(
+        1, "Chips of a pipeline rank; each sends its share of the activation to one of the next."
+    )
+    runtime: str = option(
+        "strict",
+        "How transfers proceed: strict (one queue for each pair of ranks, as NCCL under torch), batched "
+        "(neighbouring ones together), buffered (sends end by themselves, as in our Programs and gloo).",
+    )
+    beside: str | None = option(None, "A second schedule to time and draw: a name or a CSV file.")
+    out: Path | None = output("Write the CSV of a named schedule here, not on stdout.", "--out", "-o")
+    with_transfers: bool = option(
+        False, "Write sends and receives too. torchtitan and torch's default take none."
+    )
+    svg: Path | None = output("Write the timeline as a picture.")
+    report: Path | None = output("Write a page with table and timeline.")
+    json: bool = option(False, JSON_HELP)
 
 
 def read_runtime(text: str) -> TransferRuntime:

@@ -14,12 +14,12 @@ import typer
 from meshweave.algorithms.step.stacks import SAME_STACK, stack_names
 from meshweave.base.errors import DescriptionError, printable
 from meshweave.base.outputs import write_file
-from meshweave.cli.option_fields import refuse_given, with_options
+from meshweave.cli.option_fields import option, refuse_given, with_options
 from meshweave.cli.options import (
     BARE_CHIP_BYTES,
     JSON_HELP,
     OldSequenceOption,
-    OutputOption,
+    output,
     print_json,
     progress_bar,
     read_bytes,
@@ -49,100 +49,61 @@ ClusterOption = Annotated[
         "'16 x H100, 8 a host' or '2 hosts of 8 H100'."
     ),
 ]
-BatchOption = Annotated[
-    int | None,
-    typer.Option(help="Sequences of a step. With --products, half the number of chips if left out."),
-]
-FixOption = Annotated[
-    str,
-    typer.Option(
-        help="Fix what the search would choose: dp, pp, cp, tp (8 or 2x4), vp, ep, etp, strategy, zero, schedule, "
-        "micro_batch, recompute, order; 'tp=8,pp=16', alternatives with colons, 'zero=0:1'."
-    ),
-]
-MemoryOption = Annotated[
-    str | None, typer.Option(help="Memory of a chip, such as 76GB. Default: what its description says.")
-]
-ReserveOption = Annotated[
-    str, typer.Option(help="What stays free of a chip's memory: a share such as 5%, or bytes such as 4GB.")
-]
 _SAME = " and ".join(f"{name} is {stack}" for name, stack in SAME_STACK.items())
-StackOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Software that executes the step: its overheads are added, and only what it executes is searched. "
-        f"{', '.join((*stack_names(), *SAME_STACK))}; ideal adds nothing and executes all. meshweave is this "
-        f"library's runtime with compiled blocks; {_SAME}. Default: meshweave, or ideal for a model with experts."
-    ),
-]
-OverlapOption = Annotated[
-    str,
-    typer.Option(
-        help="What communication of a layer runs beside: sites, for its own product alone, as in a model of "
-        "mw.parallelize; layers, for all that a program of the whole layer could have beside it."
-    ),
-]
-PrecisionOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Recipe by which products of layers run below 16 bits: fp8-delayed, fp8-current, fp8-token, "
-        "fp8-block, mxfp8, nvfp4 or mxfp4. One that was not measured on the chip is refused, or priced as another "
-        "one, which is said."
-    ),
-]
 _RESERVE = "5%"
-OutOption = Annotated[
-    Path | None,
-    OutputOption("--out", "--save", help="Write the plan here as JSON, for `simulate` and `run`."),
-]
-ReportOption = Annotated[
-    Path | None,
-    OutputOption(help="Write a page here: tables, timelines and curves, self-contained HTML."),
-]
 
 
 @dataclass(frozen=True)
 class PlanVerbOptions:
     """The step that is planned, what is fixed of it, and what is shown and written."""
 
-    batch: BatchOption = None
-    sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 2048
+    batch: int | None = option(
+        None, "Sequences of a step. With --products, half the number of chips if left out."
+    )
+    sequence: int = option(2048, "Tokens per sequence.")
     seq: OldSequenceOption = None
-    dtype: Annotated[str, typer.Option(help="Element type of activations and weights.")] = "bfloat16"
-    fix: FixOption = ""
-    memory: MemoryOption = None
-    reserve: ReserveOption = _RESERVE
-    table: Annotated[bool, typer.Option("--table", help="Print the ranking, and time against memory.")] = (
-        False
+    dtype: str = option("bfloat16", "Element type of activations and weights.")
+    fix: str = option(
+        "",
+        "Fix what the search would choose: dp, pp, cp, tp (8 or 2x4), vp, ep, etp, strategy, zero, schedule, "
+        "micro_batch, recompute, order; 'tp=8,pp=16', alternatives with colons, 'zero=0:1'.",
     )
-    sensitivity: Annotated[
-        bool, typer.Option("--sensitivity", help="Say what faster and slower links would change.")
-    ] = False
-    stack: StackOption = None
-    overlap: OverlapOption = "sites"
-    precision: PrecisionOption = None
-    margin: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=0.99,
-            help="Share of its time by which a strategy that no published run has must be faster than those that "
-            "published runs have, to be chosen. 0 chooses the fastest by prediction.",
-        ),
-    ] = MARGIN
-    price: Annotated[
-        float | None, typer.Option(min=0, help="Price of a chip-hour: adds the price of tokens to the table.")
-    ] = None
-    products: Annotated[
-        bool,
-        typer.Option("--products", help="Plan the products of one block on all chips, and nothing else."),
-    ] = False
-    algorithms: Annotated[str, typer.Option(help="With --products: names separated by commas, or 'all'.")] = (
-        "all"
+    memory: str | None = option(None, "Memory of a chip, such as 76GB. Default: what its description says.")
+    reserve: str = option(
+        _RESERVE, "What stays free of a chip's memory: a share such as 5%, or bytes such as 4GB."
     )
-    out: OutOption = None
-    report: ReportOption = None
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False
+    table: bool = option(False, "Print the ranking, and time against memory.")
+    sensitivity: bool = option(False, "Say what faster and slower links would change.")
+    stack: str | None = option(
+        None,
+        "Software that executes the step: its overheads are added, and only what it executes is searched. "
+        f"{', '.join((*stack_names(), *SAME_STACK))}; ideal adds nothing and executes all. meshweave is this "
+        f"library's runtime with compiled blocks; {_SAME}. Default: meshweave, or ideal for a model with experts.",
+    )
+    overlap: str = option(
+        "sites",
+        "What communication of a layer runs beside: sites, for its own product alone, as in a model of "
+        "mw.parallelize; layers, for all that a program of the whole layer could have beside it.",
+    )
+    precision: str | None = option(
+        None,
+        "Recipe by which products of layers run below 16 bits: fp8-delayed, fp8-current, fp8-token, "
+        "fp8-block, mxfp8, nvfp4 or mxfp4. One that was not measured on the chip is refused, or priced as another "
+        "one, which is said.",
+    )
+    margin: float = option(
+        MARGIN,
+        "Share of its time by which a strategy that no published run has must be faster than those that "
+        "published runs have, to be chosen. 0 chooses the fastest by prediction.",
+        min=0,
+        max=0.99,
+    )
+    price: float | None = option(None, "Price of a chip-hour: adds the price of tokens to the table.", min=0)
+    products: bool = option(False, "Plan the products of one block on all chips, and nothing else.")
+    algorithms: str = option("all", "With --products: names separated by commas, or 'all'.")
+    out: Path | None = output("Write the plan here as JSON, for `simulate` and `run`.", "--out", "--save")
+    report: Path | None = output("Write a page here: tables, timelines and curves, self-contained HTML.")
+    json: bool = option(False, JSON_HELP)
 
 
 @with_options

@@ -11,12 +11,11 @@ import typer
 
 from meshweave.algorithms.reshard import STRATEGIES
 from meshweave.algorithms.reshard.order import ORDERS
-from meshweave.algorithms.reshard.strategies import check_known
-from meshweave.base.errors import LayoutError, UnsupportedError, printable
+from meshweave.base.errors import LayoutError, UnsupportedError, require_known
 from meshweave.base.limits import RESHARD_MESSAGES
 from meshweave.base.outputs import write_file
-from meshweave.cli.option_fields import refuse_given, with_options
-from meshweave.cli.options import JSON_HELP, OutputOption, print_json, progress_bar, read_ranks
+from meshweave.cli.option_fields import option, refuse_given, with_options
+from meshweave.cli.options import JSON_HELP, output, print_json, progress_bar, read_ranks, say_written
 from meshweave.cli.reshard_problem import MeshPositions, ReshardRequest, read_request
 from meshweave.cli.reshard_tables import print_comparison, to_json
 from meshweave.ir.program.text import to_text
@@ -69,56 +68,32 @@ class ReshardOptions:
             "Hugging Face config.json or its folder. Left out: one tensor, given by --shape."
         ),
     ] = None
-    shape: Annotated[
-        str | None, typer.Option(help="Sizes of the tensor, separated by commas: 1024,1024,512.")
-    ] = None
-    dtype: Annotated[str, typer.Option(help="Element type.")] = "bfloat16"
-    at: Annotated[int, typer.Option(help="First rank of the mesh that has it; rank r is chip r.")] = 0
-    to_at: Annotated[
-        int | None,
-        typer.Option(
-            help="First rank of the mesh that gets it; meshes may overlap. Default: behind the other one."
-        ),
-    ] = None
-    row_per_host: Annotated[
-        bool,
-        typer.Option("--row-per-host", help="Start each row of a mesh (its last axis) in a host of its own."),
-    ] = False
-    strategies: Annotated[
-        str,
-        typer.Option(
-            "--strategy", help=f"How copies spread: {', '.join(STRATEGIES)}, with commas between, or 'all'."
-        ),
-    ] = "all"
-    orders: Annotated[
-        str,
-        typer.Option(
-            "--order",
-            help=f"Who sends and in which order: {', '.join(ORDERS)}, with commas between. exact needs "
-            "meshweave[exact] and up to 10 s.",
-        ),
-    ] = "best,naive"
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="Run every plan in the simulator, message by message.")
-    ] = False
-    ranks: Annotated[
-        str,
-        typer.Option(
-            help="Ranks in picture and trace, with commas between. Default: of each host the one that moves most "
-            "bytes between hosts, of up to 8 hosts."
-        ),
-    ] = ""
-    svg: Annotated[
-        Path | None, OutputOption(help="Write the simulated timeline of the chosen plan as a picture.")
-    ] = None
-    trace: Annotated[
-        Path | None, OutputOption(help="Write a Chrome / Perfetto trace of the same simulation.")
-    ] = None
-    out: Annotated[
-        Path | None,
-        OutputOption(help="Write the chosen plan as a program, for `meshweave show` and `simulate`."),
-    ] = None
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False
+    shape: str | None = option(None, "Sizes of the tensor, separated by commas: 1024,1024,512.")
+    dtype: str = option("bfloat16", "Element type.")
+    at: int = option(0, "First rank of the mesh that has it; rank r is chip r.")
+    to_at: int | None = option(
+        None, "First rank of the mesh that gets it; meshes may overlap. Default: behind the other one."
+    )
+    row_per_host: bool = option(False, "Start each row of a mesh (its last axis) in a host of its own.")
+    strategies: str = option(
+        "all", f"How copies spread: {', '.join(STRATEGIES)}, with commas between, or 'all'.", "--strategy"
+    )
+    orders: str = option(
+        "best,naive",
+        f"Who sends and in which order: {', '.join(ORDERS)}, with commas between. exact needs "
+        "meshweave[exact] and up to 10 s.",
+        "--order",
+    )
+    simulate: bool = option(False, "Run every plan in the simulator, message by message.")
+    ranks: str = option(
+        "",
+        "Ranks in picture and trace, with commas between. Default: of each host the one that moves most "
+        "bytes between hosts, of up to 8 hosts.",
+    )
+    svg: Path | None = output("Write the simulated timeline of the chosen plan as a picture.")
+    trace: Path | None = output("Write a Chrome / Perfetto trace of the same simulation.")
+    out: Path | None = output("Write the chosen plan as a program, for `meshweave show` and `simulate`.")
+    json: bool = option(False, JSON_HELP)
 
 
 # --- reshard ----------------------------------------------------------------------------------------------
@@ -166,9 +141,7 @@ def reshard(
         print_json(to_json(request, comparison))
         return
     print_comparison(request, comparison)
-    for path in (options.svg, options.trace, options.out):
-        if path is not None:
-            typer.echo(f"written: {path}")
+    say_written(options.svg, options.trace, options.out)
 
 
 def _compare(
@@ -213,7 +186,9 @@ def _listed(text: str, table: Iterable[str], what: str, has_all: bool = False) -
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise UnsupportedError(f"no {what} named; known: {', '.join(known)}")
-    return tuple(check_known(printable(name), known, what) for name in names)
+    for name in names:
+        require_known(name, known, f"there is no {what}", UnsupportedError, "known:")
+    return names
 
 
 def _write(

@@ -11,8 +11,8 @@ import typer
 from meshweave.base.errors import ProgramError
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
-from meshweave.cli.option_fields import with_options
-from meshweave.cli.options import JSON_HELP, OutputOption, print_json, read_names, read_plan
+from meshweave.cli.option_fields import option, with_options
+from meshweave.cli.options import JSON_HELP, output, print_json, read_names, read_plan, say_written
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.report.timeline import timeline_svg, timeline_text, write_chrome
 from meshweave.trace import Trace
@@ -25,36 +25,25 @@ if TYPE_CHECKING:
 class RunOptions:
     """Which products of a plan run, at which size, and what is written."""
 
-    layer: Annotated[str, typer.Option(help="Layer of the plan (qkv, out, ff1, ff2).")] = "ff1"
-    passes: Annotated[str, typer.Option("--pass", help="forward, backward_data, backward_weight or all.")] = (
-        "all"
+    layer: str = option("ff1", "Layer of the plan (qkv, out, ff1, ff2).")
+    passes: str = option("all", "forward, backward_data, backward_weight or all.", "--pass")
+    algorithms: str = option(
+        "best", "Algorithms of the plan, separated by commas; 'best'; or 'all'.", "--algorithm"
     )
-    algorithms: Annotated[
-        str,
-        typer.Option("--algorithm", help="Algorithms of the plan, separated by commas; 'best'; or 'all'."),
-    ] = "best"
-    ranks: Annotated[int, typer.Option(help="Local processes.")] = 4
-    max_dim: Annotated[int, typer.Option(help="Sizes are reduced in proportion until no dim is larger.")] = (
-        2048
+    ranks: int = option(4, "Local processes.")
+    max_dim: int = option(2048, "Sizes are reduced in proportion until no dim is larger.")
+    repeat: int = option(25, "Measured runs of each program, after one to warm up.")
+    rings: int = option(1, "Run collectives as rings in 1 or 2 directions, or 0: as gloo's own.")
+    seed: int = option(0, "Seed of the operands.")
+    machine: str = option(
+        "",
+        "Cluster description that the prediction beside the measurement is made with. Default: constants "
+        "of these processes, measured in turns with the runs.",
     )
-    repeat: Annotated[int, typer.Option(help="Measured runs of each program, after one to warm up.")] = 25
-    rings: Annotated[
-        int, typer.Option(help="Run collectives as rings in 1 or 2 directions, or 0: as gloo's own.")
-    ] = 1
-    seed: Annotated[int, typer.Option(help="Seed of the operands.")] = 0
-    machine: Annotated[
-        str,
-        typer.Option(
-            help="Cluster description that the prediction beside the measurement is made with. Default: constants "
-            "of these processes, measured in turns with the runs."
-        ),
-    ] = ""
-    trace: Annotated[
-        Path | None, OutputOption(help="Write a Chrome / Perfetto trace, predicted beside measured.")
-    ] = None
-    svg: Annotated[Path | None, OutputOption(help="Write the timeline of rank 0 as a picture.")] = None
-    timeout: Annotated[float, typer.Option(help="Seconds after which everything is stopped.")] = 120.0
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False
+    trace: Path | None = output("Write a Chrome / Perfetto trace, predicted beside measured.")
+    svg: Path | None = output("Write the timeline of rank 0 as a picture.")
+    timeout: float = option(120.0, "Seconds after which everything is stopped.")
+    json: bool = option(False, JSON_HELP)
 
 
 @with_options
@@ -115,9 +104,8 @@ def _write(report: RunReport, trace: Path | None, svg: Path | None, *, quiet: bo
         write_chrome(trace, [Trace(record.program, title, record.spans) for title, record in named])
     if svg is not None:
         write_file(svg, timeline_svg(named))
-    for path in (trace, svg):
-        if path is not None and not quiet:
-            typer.echo(f"written: {path}")
+    if not quiet:
+        say_written(trace, svg)
 
 
 def _print(product: MeasuredProduct) -> None:

@@ -17,15 +17,16 @@ from meshweave.base.limits import SIMULATED_RANKS
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s, to_s
 from meshweave.cli.entries import ConfigOption, SettingsOption, is_plan_file, read_program_or_entry
-from meshweave.cli.option_fields import refuse_given, with_options
+from meshweave.cli.option_fields import option, refuse_given, with_options
 from meshweave.cli.options import (
     JSON_HELP,
-    OutputOption,
+    output,
     print_json,
     read_mesh,
     read_names,
     read_plan,
     read_ranks,
+    say_written,
 )
 from meshweave.report.tables import text_console, text_table
 from meshweave.report.timeline import write_chrome
@@ -68,91 +69,62 @@ ProgramArgument = Annotated[
 class MachineOptions:
     """The machine on which programs run, how it carries them, and which program of an algorithm is taken."""
 
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="A catalog cluster, a TOML file or words; ':N' sets the number of chips. Default: the plan's "
-            "own, or as many chips as the program has ranks."
-        ),
-    ] = None
-    logical: Annotated[
-        bool,
-        typer.Option(
-            "--logical", help="Lay meshes on a torus that does not carry them, over links of several hops."
-        ),
-    ] = False
-    lower: Annotated[
-        Lowering,
-        typer.Option(
-            help="Write collectives out first: as rings of permutes, or broadcasts as chains of messages. The "
-            "simulator runs them step by step either way."
-        ),
-    ] = Lowering.none
+    cluster: str | None = option(
+        None,
+        "A catalog cluster, a TOML file or words; ':N' sets the number of chips. Default: the plan's "
+        "own, or as many chips as the program has ranks.",
+    )
+    logical: bool = option(
+        False, "Lay meshes on a torus that does not carry them, over links of several hops."
+    )
+    lower: Lowering = option(
+        Lowering.none,
+        "Write collectives out first: as rings of permutes, or broadcasts as chains of messages. The "
+        "simulator runs them step by step either way.",
+    )
     settings: SettingsOption = field(default_factory=list)
     config: ConfigOption = 0
-    limits: Annotated[
-        bool,
-        typer.Option("--limits/--no-limits", help="Of a program: refuse one that takes more than seconds."),
-    ] = True
+    limits: bool = option(
+        True, "Of a program: refuse one that takes more than seconds.", "--limits/--no-limits"
+    )
 
 
 @dataclass(frozen=True)
 class PlannedOptions:
     """Which products of a plan are simulated, or which step of its ranking, and which ranks are shown."""
 
-    layer: Annotated[str, typer.Option(help="Of a plan: the layer (qkv, out, ff1, ff2).")] = "ff1"
-    passes: Annotated[
-        str, typer.Option("--pass", help="Of a plan: forward, backward_data, backward_weight or all.")
-    ] = "all"
-    algorithms: Annotated[
-        str, typer.Option("--algorithm", help="Of a plan: algorithms separated by commas; 'best'; or 'all'.")
-    ] = "best"
-    mesh: Annotated[
-        str | None,
-        typer.Option(help="Of a plan: another mesh for all algorithms, ROWSxCOLS; slices are tuned for it."),
-    ] = None
-    place: Annotated[
-        int, typer.Option(help="Of a plan of a step: the place of the configuration in its ranking.")
-    ] = 1
-    against: Annotated[
-        Comparison | None, typer.Option(help="Show the closed form, which knows no contention, beside it.")
-    ] = None
-    fast: Annotated[
-        bool,
-        typer.Option(
-            "--fast",
-            help="On a cluster whose chip has a GPU in detail: take the rates of the cluster, as on other "
-            "clusters.",
-        ),
-    ] = False
-    ranks: Annotated[
-        str,
-        typer.Option(
-            help="Ranks to tell about, separated by commas; pictures of several runs show the first. Default: the "
-            "one in the middle of the mesh, the one that ends last, and the first."
-        ),
-    ] = ""
+    layer: str = option("ff1", "Of a plan: the layer (qkv, out, ff1, ff2).")
+    passes: str = option("all", "Of a plan: forward, backward_data, backward_weight or all.", "--pass")
+    algorithms: str = option(
+        "best", "Of a plan: algorithms separated by commas; 'best'; or 'all'.", "--algorithm"
+    )
+    mesh: str | None = option(
+        None, "Of a plan: another mesh for all algorithms, ROWSxCOLS; slices are tuned for it."
+    )
+    place: int = option(1, "Of a plan of a step: the place of the configuration in its ranking.")
+    against: Comparison | None = option(None, "Show the closed form, which knows no contention, beside it.")
+    fast: bool = option(
+        False,
+        "On a cluster whose chip has a GPU in detail: take the rates of the cluster, as on other clusters.",
+    )
+    ranks: str = option(
+        "",
+        "Ranks to tell about, separated by commas; pictures of several runs show the first. Default: the "
+        "one in the middle of the mesh, the one that ends last, and the first.",
+    )
 
 
 @dataclass(frozen=True)
 class SimulateOutputs:
     """The files that a simulation writes, and whether it prints JSON."""
 
-    trace: Annotated[Path | None, OutputOption(help="Write a Chrome / Perfetto trace of these ranks.")] = None
-    svg: Annotated[Path | None, OutputOption(help="Write the timeline as a picture.")] = None
-    png: Annotated[
-        Path | None, OutputOption(help="Write the same picture as PNG (needs meshweave[png]).")
-    ] = None
-    report: Annotated[
-        Path | None,
-        OutputOption(help="Write a page here: timelines, parts, links, critical path; self-contained HTML."),
-    ] = None
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False
-
-    @property
-    def paths(self) -> tuple[Path | None, ...]:
-        """Return (trace, svg, png, report), None for each that is not to be written."""
-        return self.trace, self.svg, self.png, self.report
+    trace: Path | None = output("Write a Chrome / Perfetto trace of these ranks.")
+    svg: Path | None = output("Write the timeline as a picture.")
+    png: Path | None = output("Write the same picture as PNG (needs meshweave[png]).")
+    report: Path | None = output(
+        "Write a page here: timelines, parts, links, critical path; self-contained HTML."
+    )
+    json: bool = option(False, JSON_HELP)
 
 
 # --- simulate ---------------------------------------------------------------------------------------------
@@ -203,7 +175,9 @@ def simulate(
     if outputs.json:
         print_json([item.to_json(_TOP_LINKS) for item in simulated])
     else:
-        _show(simulated, outputs.paths)
+        for item in simulated:
+            _print(item)
+        say_written(outputs.trace, outputs.svg, outputs.png, outputs.report)
 
 
 def _refuse_in_detail(case: SimulationCase) -> None:
@@ -214,14 +188,6 @@ def _refuse_in_detail(case: SimulationCase) -> None:
             f"{printable(cluster.name)} describes its GPU in detail: `meshweave simulate-gpu` simulates that, and "
             "--fast takes the rates of the cluster, as on others"
         )
-
-
-def _show(simulated: Sequence[SimulatedCase], written: Sequence[Path | None]) -> None:
-    for item in simulated:
-        _print(item)
-    for path in written:
-        if path is not None:
-            typer.echo(f"written: {path}")
 
 
 def _plan_cases(what: str, machine: MachineOptions, options: PlannedOptions) -> list[SimulationCase]:
@@ -291,19 +257,16 @@ def _check_ranks(case: SimulationCase, shown: tuple[int, ...]) -> None:
 def _all_simulated(
     what: str, cases: Sequence[SimulationCase], ranks: tuple[int, ...], *, closed_form: bool, limited: bool
 ) -> list[SimulatedCase]:
-    try:
-        return [_simulated(case, ranks, closed_form=closed_form, limited=limited) for case in cases]
-    except ProgramError as error:
-        raise ProgramError(f"{printable(what)}: {error}") from None
-
-
-def _simulated(
-    case: SimulationCase, ranks: tuple[int, ...], *, closed_form: bool, limited: bool
-) -> SimulatedCase:
     from meshweave.tune.cases import simulate_case
 
-    with _status(case):
-        return simulate_case(case, ranks, closed_form=closed_form, limited=limited)
+    simulated = []
+    try:
+        for case in cases:
+            with _status(case):
+                simulated.append(simulate_case(case, ranks, closed_form=closed_form, limited=limited))
+    except ProgramError as error:
+        raise ProgramError(f"{printable(what)}: {error}") from None
+    return simulated
 
 
 @contextmanager

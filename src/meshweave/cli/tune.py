@@ -31,9 +31,6 @@ tune = typer.Typer(
     help="Search how one product C = A B is best laid out and ordered; `plan` tunes a model.",
 )
 
-ClusterOption = Annotated[
-    str, typer.Option(help="A catalog cluster or a TOML file; ':N' sets the number of chips.")
-]
 JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshweave.cli.entries import SettingsOption, is_file, read_entry
-from meshweave.cli.option_fields import refuse_given, with_options
+from meshweave.cli.option_fields import option, refuse_given, with_options
 from meshweave.cli.options import JSON_HELP, print_json, progress_bar, read_names, read_plan
 from meshweave.report.tables import text_console, text_table
 
@@ -26,26 +25,17 @@ _OF_A_PLAN = ("ranks", "layer", "algorithms", "max_dim", "rings", "seed", "timeo
 class VerifyOptions:
     """Which products are verified, at which size, and how."""
 
-    ranks: Annotated[int, typer.Option(help="Local processes, and size of the meshes.")] = 4
-    layer: Annotated[
-        str, typer.Option(help="A layer of the plan (qkv, out, ff1, ff2), several with commas, or 'all'.")
-    ] = "all"
-    algorithms: Annotated[
-        str, typer.Option("--algorithm", help="Algorithms of the plan, with commas, or 'all'.")
-    ] = "all"
-    max_dim: Annotated[int, typer.Option(help="Sizes are reduced in proportion until no dim is larger.")] = (
-        512
+    ranks: int = option(4, "Local processes, and size of the meshes.")
+    layer: str = option("all", "A layer of the plan (qkv, out, ff1, ff2), several with commas, or 'all'.")
+    algorithms: str = option("all", "Algorithms of the plan, with commas, or 'all'.", "--algorithm")
+    max_dim: int = option(512, "Sizes are reduced in proportion until no dim is larger.")
+    rings: int = option(
+        1, "On processes, run collectives as rings in 1 or 2 directions, or 0: as gloo's own."
     )
-    rings: Annotated[
-        int,
-        typer.Option(
-            help="On processes, run collectives as rings in 1 or 2 directions, or 0: as gloo's own."
-        ),
-    ] = 1
-    seed: Annotated[int, typer.Option(help="Seed of the operands.")] = 0
-    timeout: Annotated[float, typer.Option(help="Seconds after which the processes are stopped.")] = 300.0
+    seed: int = option(0, "Seed of the operands.")
+    timeout: float = option(300.0, "Seconds after which the processes are stopped.")
     settings: SettingsOption = field(default_factory=list)
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False
+    json: bool = option(False, JSON_HELP)
 
 
 @with_options
@@ -76,24 +66,20 @@ def verify(
         refuse_given(options, _OF_A_PLAN, what, "is an algorithm, which is proved in this process")
         return _verify_entry(what, options.settings, options.json)
     refuse_given(options, ("settings",), what, "is a plan, and no algorithm")
-    verify_plan = partial(
-        check.verify,
-        read_plan(what),
-        num_ranks=options.ranks,
-        layers=read_names(options.layer),
-        algorithms=read_names(options.algorithms),
-        max_dim=options.max_dim,
-        num_ring_directions=options.rings,  # type: ignore[arg-type]
-        seed=options.seed,
-        timeout_s=options.timeout,
-    )
-    return _verify_plan(verify_plan, options.json)
-
-
-def _verify_plan(verify_plan: Callable[..., VerifyReport], json: bool) -> int:
+    plan = read_plan(what)
     with progress_bar("checking", plain_lines=True) as progress:
-        report = verify_plan(progress=progress)
-    if json:
+        report = check.verify(
+            plan,
+            num_ranks=options.ranks,
+            layers=read_names(options.layer),
+            algorithms=read_names(options.algorithms),
+            max_dim=options.max_dim,
+            num_ring_directions=options.rings,  # type: ignore[arg-type]
+            seed=options.seed,
+            timeout_s=options.timeout,
+            progress=progress,
+        )
+    if options.json:
         print_json(report.to_json())
     else:
         _print(report)

@@ -8,14 +8,8 @@ from functools import partial
 
 from meshweave.base.errors import UnsupportedError, require_known
 from meshweave_studies import papers
-from meshweave_studies.alpacomm.readings import READINGS as ALPACOMM_READINGS
-from meshweave_studies.atp.readings import READINGS as ATP_READINGS
-from meshweave_studies.meshslice.readings import READINGS as MESHSLICE_READINGS
-from meshweave_studies.meshslice.times import Reading
 from meshweave_studies.papers import ProgressBar
 from meshweave_studies.reproduction import Reproduction
-from meshweave_studies.slicing.readings import READINGS as SLICING_READINGS
-from meshweave_studies.t3.readings import READINGS as T3_READINGS
 from meshweave_studies.verdict import DIFFERS, HOLDS, NEAR
 
 
@@ -41,22 +35,17 @@ class PaperRun:
 
 def every_run() -> Iterator[PaperRun]:
     """Yield the papers under all their readings, the longest run last."""
-    for reading, of in MESHSLICE_READINGS.items():
-        by: Reading = "estimate" if of.rule == "pooled" else "simulate"
-        yield _run(papers.MESHSLICE, reading, partial(papers.reproduce_meshslice, reading=reading, by=by))
-    for reading in SLICING_READINGS:
-        yield _run(papers.SLICING, reading, partial(papers.reproduce_slicing, reading=reading))
-    for reading in ALPACOMM_READINGS:
-        yield _run(papers.ALPACOMM, reading, partial(papers.reproduce_alpacomm, reading=reading))
-    for reading in ATP_READINGS:
-        yield _run(papers.ATP, reading, partial(papers.reproduce_atp, reading=reading))
-    yield _run(papers.ZERO_BUBBLE, "", papers.reproduce_zero_bubble)
-    for reading in T3_READINGS:
-        yield _run(papers.T3, reading, partial(papers.reproduce_t3, reading=reading))
+    for paper, (compute, readings) in papers.STUDIES.items():
+        for name, reading in readings.items():
+            # Of links that both axes share there is no simulation.
+            more = {"by": "estimate"} if getattr(reading, "rule", "") == "pooled" else {}
+            yield PaperRun(paper, name, partial(_run, partial(compute, reading=name, **more)))
+        if not readings:
+            yield PaperRun(paper, "", partial(_run, compute))
 
 
-def _run(paper: str, reading: str, compute: Callable[..., Reproduction]) -> PaperRun:
-    return PaperRun(paper, reading, lambda progress_bar: compute(progress_bar=progress_bar))
+def _run(compute: Callable[..., Reproduction], progress_bar: ProgressBar) -> Reproduction:
+    return compute(progress_bar=progress_bar)
 
 
 def runs_of(names: Sequence[str] = ()) -> tuple[PaperRun, ...]:

@@ -7,7 +7,7 @@ Each returns a `Reproduction`: rows (published number, our value, verdict) and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from meshweave_studies.meshslice import rows as meshslice_rows
 from meshweave_studies.meshslice.readings import PUBLIC, READINGS, PaperReading
 from meshweave_studies.meshslice.study import MeshSliceStudy
 from meshweave_studies.meshslice.times import Reading, Timer
-from meshweave_studies.published import StudyT, published_rows, reading_named, select_rows
+from meshweave_studies.published import NamedReading, StudyT, published_rows, reading_named, select_rows
 from meshweave_studies.reproduction import PaperSummary, Reproduction, Selection, file_stem
 from meshweave_studies.slicing import figures as slicing_figures
 from meshweave_studies.slicing import readings as slicing_readings
@@ -120,13 +120,8 @@ def reproduce_meshslice(
     pod = load_cluster(where) if isinstance(where, str) else where
     fits = bool(chosen.fit) or pod.name != chosen.pod
     study = MeshSliceStudy(pod, Timer(by, chosen.rule), measured=chosen.mesh)
-    rows, figures = _compute(
-        study,
-        selection,
-        partial(meshslice_rows.rows, reading=chosen, fits=fits),
-        meshslice_figures.figures,
-        progress_bar,
-    )
+    compute_rows = partial(meshslice_rows.rows, reading=chosen, fits=fits)
+    rows, figures = _compute(study, selection, compute_rows, meshslice_figures.figures, progress_bar)
     summary = PaperSummary(
         "MeshSlice",
         "Nam, Gerogiannis, Torrellas: MeshSlice (ISCA '25, doi 10.1145/3695053.3731077).",
@@ -233,13 +228,8 @@ def reproduce_alpacomm(
     where = cluster or chosen.cluster
     hosts = load_cluster(where) if isinstance(where, str) else where
     study = AlpaCommStudy(hosts, rivals=chosen.rivals)
-    rows, figures = _compute(
-        study,
-        selection,
-        partial(alpacomm_rows.rows, reading=chosen),
-        alpacomm_figures.figures,
-        progress_bar,
-    )
+    compute_rows = partial(alpacomm_rows.rows, reading=chosen)
+    rows, figures = _compute(study, selection, compute_rows, alpacomm_figures.figures, progress_bar)
     summary = PaperSummary(
         "AlpaComm",
         "Zhuang, Zhao, Zheng, Li, Xing, Ho, Gonzalez, Stoica, Zhang: On Optimizing the Communication of Model "
@@ -275,9 +265,8 @@ def reproduce_atp(
     if chosen.rows:
         selection = selection.without_figures(chosen.name)
     study = AtpStudy(reading=chosen)
-    rows, figures = _compute(
-        study, selection, partial(atp_rows.rows, reading=chosen), atp_figures.figures, progress_bar
-    )
+    compute_rows = partial(atp_rows.rows, reading=chosen)
+    rows, figures = _compute(study, selection, compute_rows, atp_figures.figures, progress_bar)
     machines = [load_cluster(name) for name in ATP_MACHINES.values()]
     summary = PaperSummary(
         "ATP",
@@ -303,13 +292,8 @@ def reproduce_zero_bubble(
         progress_bar: shows how many rows are done.
     """
     study = ZeroBubbleStudy()
-    rows, figures = _compute(
-        study,
-        selection,
-        zero_bubble_rows.rows,
-        PaperFigures[ZeroBubbleStudy]({}),
-        progress_bar,
-    )
+    no_figures = PaperFigures[ZeroBubbleStudy]({})
+    rows, figures = _compute(study, selection, zero_bubble_rows.rows, no_figures, progress_bar)
     hosts = load_cluster(ZERO_BUBBLE_HOSTS)
     summary = PaperSummary(
         "Zero Bubble",
@@ -350,9 +334,8 @@ def reproduce_t3(
             layers = t3_groups.SMALL if chosen.rows else ()
             jobs = [job for layer in layers for job in times_jobs(layer)] or t3_groups.every_job()
             study.prefetch(jobs, progress)
-    rows, figures = _compute(
-        study, selection, partial(t3_rows.rows, reading=chosen), t3_figures.figures, progress_bar
-    )
+    compute_rows = partial(t3_rows.rows, reading=chosen)
+    rows, figures = _compute(study, selection, compute_rows, t3_figures.figures, progress_bar)
     gpus = [load_gpu(name) for name in (T3_GPU, T3_GPU_2X)]
     summary = PaperSummary(
         "T3",
@@ -396,3 +379,14 @@ def _inputs(machines: Sequence[tuple[str, str]], kind: str, **more: Any) -> dict
     """Return what the JSON says of a run: its machines under the name of their kind, and more."""
     listed = [{"name": name, "source": source} for name, source in machines]
     return {kind: listed if kind.endswith("s") else listed[0], **more}
+
+
+STUDIES: dict[str, tuple[Callable[..., Reproduction], Mapping[str, NamedReading]]] = {
+    MESHSLICE: (reproduce_meshslice, READINGS),
+    SLICING: (reproduce_slicing, slicing_readings.READINGS),
+    ALPACOMM: (reproduce_alpacomm, alpacomm_readings.READINGS),
+    ATP: (reproduce_atp, atp_readings.READINGS),
+    ZERO_BUBBLE: (reproduce_zero_bubble, {}),
+    T3: (reproduce_t3, t3_readings.READINGS),
+}
+"""By paper the call that computes it and its readings; the longest run is the last."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.resources import files
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from meshweave.base.errors import UnsupportedError, require_known
 from meshweave.base.progress import Progress, no_progress
@@ -147,19 +147,32 @@ def select_rows(rows: Sequence[PublishedRow], ids: Sequence[str]) -> tuple[Publi
     return tuple(row for row in rows if not ids or row.id in ids)
 
 
-class NamedReading(Protocol):
-    """A choice with a name for what a paper leaves open."""
+@dataclass(frozen=True)
+class NamedReading:
+    """A choice for what a paper leaves open.
 
-    @property
-    def name(self) -> str:
-        """Return the name by which it is chosen."""
+    Attributes:
+        name: that by which it is chosen.
+        title: the choice in a few words.
+        rows: the rows that it is of; () for all. A reading of some rows has no figures.
+    """
+
+    name: str
+    title: str
+    rows: tuple[str, ...] = field(default=(), kw_only=True)
 
     def covers(self, row: str) -> bool:
         """Return whether the reading says anything about a row of the paper."""
+        return not self.rows or row in self.rows
 
 
-ReadingT = TypeVar("ReadingT")
+ReadingT = TypeVar("ReadingT", bound=NamedReading)
 StudyT = TypeVar("StudyT")
+
+
+def by_name(*readings: ReadingT) -> dict[str, ReadingT]:
+    """Return readings by their names."""
+    return {reading.name: reading for reading in readings}
 
 
 def reading_named(readings: Mapping[str, ReadingT], name: str) -> ReadingT:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 import meshweave_lab.cli.bench_options as options
-from meshweave.cli.option_fields import with_options
+from meshweave.cli.option_fields import option, with_options
+from meshweave.cli.options import output
 from meshweave.describe.machine.cluster import Cluster
 from meshweave_lab.cli.bench_fused import fused
 from meshweave_lab.cli.bench_tables import heading, report_results
@@ -30,21 +32,29 @@ class LayerBenchOptions:
     """The layer that is measured, the algorithms, and what is written."""
 
     dataflow: options.DataflowName = "os"
-    m: options.LayerM = 384
-    n: options.LayerN = 384
-    k: options.LayerK = 24576
+    m: int = option(384, "Rows of Y and X.")
+    n: int = option(384, "Columns of Y and W.")
+    k: int = option(24576, "Columns of X, rows of W.")
     passes: options.Passes = "forward"
     mesh: options.MeshShape = ""
-    ratio: options.Ratios = "1"
-    unpaced: options.Unpaced = False
+    ratio: str = option(
+        "1",
+        "Pace each product so that compute takes this many times as long as communication; several ratios "
+        "are separated by commas. 0: unpaced.",
+    )
+    unpaced: bool = option(
+        False, "Measure all algorithms unpaced too, which shows how fast this machine's cores are."
+    )
     cluster: options.CalibratedFile = None
     algorithms: options.Algorithms = "all"
     slices: options.Slices = ""
-    widths: options.Widths = ""
+    widths: str = option(
+        "", "Run MeshSlice with slices of these relative widths too, such as 1:2:4:8,1:2:2:1."
+    )
     repeat: options.Repeat = 5
     timeout: options.Timeout = 600.0
     out: options.Out = None
-    svg: options.OverBoundPicture = None
+    svg: Path | None = output("Write a picture with bars of time over bound here.")
     json: options.Json = False
 
 
@@ -118,14 +128,20 @@ class ShapesBenchOptions:
     m: options.ProductM = 768
     n: options.ProductN = 192
     k: options.ProductK = 24576
-    ratio: options.FirstRatio = 0.5
-    clusters: options.CalibratedFiles = ""
+    ratio: float = option(
+        0.5,
+        "Pace products in all labs so that on the first compute takes this many times as long as "
+        "communication.",
+    )
+    clusters: str = option(
+        "", "Cluster descriptions with measured constants, one per lab, separated by commas."
+    )
     algorithms: options.Algorithms = "meshslice,meshslice_tapered,collective"
     slices: options.Slices = ""
     repeat: options.Repeat = 5
-    timeout: options.TimeoutOfEach = 300.0
+    timeout: float = option(300.0, "Seconds after which each lab is stopped.")
     out: options.Out = None
-    svg: options.SecondsPicture = None
+    svg: Path | None = output("Write a picture with bars of seconds here.")
     json: options.Json = False
 
 

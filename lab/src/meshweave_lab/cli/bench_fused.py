@@ -13,7 +13,7 @@ import meshweave_lab.cli.bench_options as options
 from meshweave.base.errors import DescriptionError
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
-from meshweave.cli.option_fields import with_options
+from meshweave.cli.option_fields import option, with_options
 from meshweave.cli.options import print_json
 from meshweave_lab.provenance import describe_environment
 
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 class FusedBenchOptions:
     """The product that is measured, and what is written."""
 
-    op: options.FusedOperation = options.FusedCollective.REDUCE_SCATTER
+    op: options.FusedCollective = option(
+        options.FusedCollective.REDUCE_SCATTER, "The collective: behind the product, or before it."
+    )
     m: options.ProductM = 1024
     n: options.ProductN = 512
     k: options.ProductK = 512
-    ratio: options.FusedRatio = 1.0
+    ratio: float = option(1.0, "Seconds of the product over those of the transfer; sets the pace.")
     cluster: options.CalibratedFile = None
     repeat: options.Repeat = 5
     timeout: options.Timeout = 300.0

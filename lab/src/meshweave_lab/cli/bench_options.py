@@ -40,28 +40,12 @@ DataflowName = Annotated[
 
 # --- of `matmul` ------------------------------------------------------------------------------------------
 
-LayerM = Annotated[int, typer.Option("--m", help="Rows of Y and X.")]
-LayerN = Annotated[int, typer.Option("--n", help="Columns of Y and W.")]
-LayerK = Annotated[int, typer.Option("--k", help="Columns of X, rows of W.")]
 Passes = Annotated[
     str,
     typer.Option(
         "--pass",
         help="Products of the layer Y = X W: forward, backward_data (dY W^T), backward_weight (X^T dY), "
         "some of them separated by commas, or all.",
-    ),
-]
-Ratios = Annotated[
-    str,
-    typer.Option(
-        help="Pace each product so that compute takes this many times as long as communication; several ratios "
-        "are separated by commas. 0: unpaced."
-    ),
-]
-Unpaced = Annotated[
-    bool,
-    typer.Option(
-        "--unpaced", help="Measure all algorithms unpaced too, which shows how fast this machine's cores are."
     ),
 ]
 CalibratedFile = Annotated[
@@ -71,12 +55,6 @@ CalibratedFile = Annotated[
         "`meshweave calibrate`, and show the estimates. Default: the ideal lab, without latencies."
     ),
 ]
-Widths = Annotated[
-    str, typer.Option(help="Run MeshSlice with slices of these relative widths too, such as 1:2:4:8,1:2:2:1.")
-]
-OverBoundPicture = Annotated[
-    Path | None, OutputOption(help="Write a picture with bars of time over bound here.")
-]
 
 # --- of `shapes` ------------------------------------------------------------------------------------------
 
@@ -84,27 +62,8 @@ LabFiles = Annotated[str, typer.Option(help="LAB.toml files of toruses, separate
 ProductM = Annotated[int, typer.Option("--m", help="Rows of C.")]
 ProductN = Annotated[int, typer.Option("--n", help="Columns of C.")]
 ProductK = Annotated[int, typer.Option("--k", help="Summed dim.")]
-FirstRatio = Annotated[
-    float,
-    typer.Option(
-        help="Pace products in all labs so that on the first compute takes this many times as long as "
-        "communication."
-    ),
-]
-CalibratedFiles = Annotated[
-    str,
-    typer.Option(help="Cluster descriptions with measured constants, one per lab, separated by commas."),
-]
-TimeoutOfEach = Annotated[float, typer.Option(help="Seconds after which each lab is stopped.")]
-SecondsPicture = Annotated[Path | None, OutputOption(help="Write a picture with bars of seconds here.")]
 
 # --- of `fidelity` ----------------------------------------------------------------------------------------
-
-DescribedLab = Annotated[
-    str,
-    typer.Option(help="Calibrated description of the lab. Default: its nominal rates and no other costs."),
-]
-NumCases = Annotated[int, typer.Option(help="Number of random cases, 1 to 1000.")]
 
 
 class FusedCollective(StrEnum):
@@ -114,26 +73,7 @@ class FusedCollective(StrEnum):
     ALL_GATHER = "all-gather"
 
 
-FusedOperation = Annotated[
-    FusedCollective, typer.Option("--op", help="The collective: behind the product, or before it.")
-]
-FusedRatio = Annotated[
-    float, typer.Option("--ratio", help="Seconds of the product over those of the transfer; sets the pace.")
-]
 Seed = Annotated[int, typer.Option(help="Seed of the cases and operands.")]
-CaseRepeat = Annotated[int, typer.Option(help="Measured runs of each case, after one to warm up.")]
-TraceFile = Annotated[
-    Path | None,
-    OutputOption(
-        help="Write estimate, simulation and measurement of one case as a Chrome / Perfetto trace here."
-    ),
-]
-TimelinePicture = Annotated[
-    Path | None, OutputOption(help="Write these three timelines of rank 0 as a picture here.")
-]
-TracedCase = Annotated[
-    int, typer.Option(help="Number of the case to draw; -1: the case of median error.", min=-1)
-]
 ResultsFile = Annotated[Path | None, OutputOption(help="Write the results of all cases as JSON here.")]
 
 

@@ -12,7 +12,7 @@ import typer
 from meshweave.base.errors import ProgramError
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
-from meshweave.cli.options import print_json
+from meshweave.cli.options import print_json, say_written
 from meshweave.report.bars import Bar, Group, bar_chart
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ def report_results(
             typer.echo(line)
         for line in ("", *notes(measured)):
             typer.echo(line)
-        for path in (out, svg):
-            if path is not None:
-                typer.echo(f"written: {path}")
+        say_written(out, svg)
     for one, heading in zip(measured, headings, strict=True):
         for result in one.results:
             if result.error:

@@ -13,8 +13,8 @@ import meshweave_lab.cli.bench_options as options
 from meshweave.base.errors import DescriptionError, LayoutError, ProgramError
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
-from meshweave.cli.option_fields import refuse_given, with_options
-from meshweave.cli.options import print_json
+from meshweave.cli.option_fields import option, refuse_given, with_options
+from meshweave.cli.options import output, print_json, say_written
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.report.timeline import timeline_svg, write_chrome
 from meshweave_lab.provenance import describe_environment
@@ -27,15 +27,19 @@ if TYPE_CHECKING:
 class FidelityOptions:
     """What is measured beside its predictions, and what is written."""
 
-    cluster: options.DescribedLab = ""
-    cases: options.NumCases = 40
+    cluster: str = option(
+        "", "Calibrated description of the lab. Default: its nominal rates and no other costs."
+    )
+    cases: int = option(40, "Number of random cases, 1 to 1000.")
     seed: options.Seed = 0
     algorithms: options.Algorithms = "all"
-    repeat: options.CaseRepeat = 3
+    repeat: int = option(3, "Measured runs of each case, after one to warm up.")
     mesh: options.MeshShape = ""
-    trace: options.TraceFile = None
-    svg: options.TimelinePicture = None
-    trace_case: options.TracedCase = -1
+    trace: Path | None = output(
+        "Write estimate, simulation and measurement of one case as a Chrome / Perfetto trace here."
+    )
+    svg: Path | None = output("Write these three timelines of rank 0 as a picture here.")
+    trace_case: int = option(-1, "Number of the case to draw; -1: the case of median error.", min=-1)
     out: options.ResultsFile = None
     timeout: options.Timeout = 900.0
     json: options.Json = False
@@ -88,7 +92,7 @@ def fidelity(lab: options.LabFile, given: FidelityOptions) -> None:
         print_json(result)
     else:
         _print(report, described_lab.description.name, described, bool(given.cluster))
-        _print_written(given.out, given.trace, given.svg)
+        say_written(given.out, given.trace, given.svg)
     _refuse_wrong_results(report)
 
 
@@ -102,12 +106,6 @@ def _check_cases(cases: int, repeat: int, timeout: float, trace_case: int) -> No
 def _write_json(path: Path | None, result: dict[str, Any]) -> None:
     if path is not None:
         write_file(path, dumps(result, indent=1) + "\n")
-
-
-def _print_written(*paths: Path | None) -> None:
-    for path in paths:
-        if path is not None:
-            typer.echo(f"written: {path}")
 
 
 def _cluster(path: str, nominal: Cluster) -> Cluster:

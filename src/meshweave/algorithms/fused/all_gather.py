@@ -7,16 +7,7 @@ It begins with its own rows, which it need not wait for, and goes on in the orde
 
 from __future__ import annotations
 
-from meshweave.algorithms.fused.product import (
-    GATHERS,
-    Parts,
-    TiledProduct,
-    Tiles,
-    declarations,
-    each_region,
-    rank_of,
-)
-from meshweave.algorithms.universal.problem import UniversalProblem
+from meshweave.algorithms.fused.product import GATHERS, RingText, TiledProduct, Tiles
 
 
 class AllGatherAtConsumer(TiledProduct):
@@ -27,17 +18,17 @@ class AllGatherAtConsumer(TiledProduct):
     source = "Pati et al., T3, ASPLOS '24, section 7.2"
     accepted = GATHERS
     wants = "A sharded by rows, B and C by columns"
+    program_title = "T3: a product that starts as its operand arrives"
 
-    def text(self, problem: UniversalProblem, config: Tiles) -> str:
-        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
-        count, (m, _, k) = len(problem.ranks), problem.sizes
-        parts = Parts(m, count)
+    def text(self, ring: RingText, config: Tiles) -> str:
+        """Return the program behind its declarations; `refusal` of its problem must be None."""
+        count, parts = ring.count, ring.rows
         own, passed = parts.range("tp.x"), parts.range(f"((tp.x + {count - 1} - s) % {count})")
-        following = rank_of(problem.a.mesh, f"(tp.x + 1) % {count}")
+        following = ring.rank(f"(tp.x + 1) % {count}")
         released = config.release(update=False)
-        arrived = each_region(f"local(c[{passed}, :], a=gathered[{passed}, :])", count - 1)
-        return f"""{declarations(problem, "T3: a product that starts as its operand arrives")}\
-gathered = scratch(({m}, {k}), "{problem.dtype}", on=tp)
+        arrived = ring.each(f"local(c[{passed}, :], a=gathered[{passed}, :])", count - 1)
+        return f"""\
+gathered = scratch(({ring.problem.m}, {ring.problem.k}), "{ring.problem.dtype}", on=tp)
 compute = lane()
 dma = lane()
 with tp:

@@ -6,15 +6,7 @@ block of columns is stored in its owner's memory, the neighbour's first and the 
 
 from __future__ import annotations
 
-from meshweave.algorithms.fused.product import (
-    Parts,
-    TiledProduct,
-    Tiles,
-    declarations,
-    each_region,
-    rank_of,
-)
-from meshweave.algorithms.universal.problem import UniversalProblem
+from meshweave.algorithms.fused.product import Parts, RingText, TiledProduct, Tiles
 from meshweave.describe.layout import Replicate, Shard
 
 
@@ -26,23 +18,24 @@ class FusedAllToAll(TiledProduct):
     source = "Pati et al., T3, ASPLOS '24, section 7.1"
     accepted = ((Shard(0), Replicate(), Shard(1)),)
     wants = "A sharded by rows, B replicated, C sharded by columns"
+    program_title = "T3: a product whose columns go straight to their owners"
     cut_dims = (0, 1)
 
-    def text(self, problem: UniversalProblem, config: Tiles) -> str:
-        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
-        mesh, count = problem.a.mesh, len(problem.ranks)
-        rows, columns = (Parts(size, count) for size in problem.sizes[:2])
+    def text(self, ring: RingText, config: Tiles) -> str:
+        """Return the program behind its declarations; `refusal` of its problem must be None."""
+        count = ring.count
+        rows, columns = (Parts(size, count) for size in ring.problem.sizes[:2])
         first, owner = f"(tp.x + 1) % {count}", f"(tp.x + 2 + s) % {count}"
         mine, own_columns = rows.range("tp.x"), columns.range("tp.x")
 
         def remote_map(to: str) -> str:
-            return f"remote_map(at({rank_of(mesh, to)}, c[{mine}, :]), b=b[:, {columns.range(f'({to})')}])"
+            return f"remote_map(at({ring.rank(to)}, c[{mine}, :]), b=b[:, {columns.range(f'({to})')}])"
 
-        return f"""{declarations(problem, "T3: a product whose columns go straight to their owners")}\
+        return f"""\
 compute = lane()
 with tp:
     product(a, b, (
         {remote_map(first)},
-        {each_region(remote_map(owner), count - 2)}local(c[{mine}, :], b=b[:, {own_columns}])),
+        {ring.each(remote_map(owner), count - 2)}local(c[{mine}, :], b=b[:, {own_columns}])),
         release={config.release(update=False)}, lane=compute)
 """

@@ -9,17 +9,7 @@ where they are made and where they arrive.
 
 from __future__ import annotations
 
-from meshweave.algorithms.fused.product import (
-    SUMS,
-    Parts,
-    TiledProduct,
-    Tiles,
-    declarations,
-    each_region,
-    gather_or_copy,
-    rank_of,
-)
-from meshweave.algorithms.universal.problem import UniversalProblem
+from meshweave.algorithms.fused.product import SUMS, RingText, TiledProduct, Tiles
 
 
 class CopiedReduceScatter(TiledProduct):
@@ -30,23 +20,23 @@ class CopiedReduceScatter(TiledProduct):
     source = "Pati et al., T3, ASPLOS '24, section 4, with copies in place of updates"
     accepted = SUMS
     wants = "A sharded by columns, B by rows, C by rows or replicated"
+    program_title = "T3: a product whose parts are copied to their owners"
 
-    def text(self, problem: UniversalProblem, config: Tiles) -> str:
-        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
-        mesh, count = problem.a.mesh, len(problem.ranks)
-        parts = Parts(problem.m, count)
+    def text(self, ring: RingText, config: Tiles) -> str:
+        """Return the program behind its declarations; `refusal` of its problem must be None."""
+        count, parts = ring.count, ring.rows
 
         def sent(owner: str, distance: str) -> str:
             start, rows = f"{parts.size} * ({distance})", parts.range(f"({owner})")
             place = f"arrived[{start}:{start} + {parts.extent(f'({owner})')}, :]"
-            return f"dma_map(at({rank_of(mesh, owner)}, {place}), terms[{rows}, :], a=a[{rows}, :], lane=dma)"
+            return f"dma_map(at({ring.rank(owner)}, {place}), terms[{rows}, :], a=a[{rows}, :], lane=dma)"
 
         first = sent(f"(tp.x + 1) % {count}", "0")
-        others = each_region(sent(f"(tp.x + 2 + s) % {count}", "s + 1"), count - 2)
+        others = ring.each(sent(f"(tp.x + 2 + s) % {count}", "s + 1"), count - 2)
         own = parts.range("tp.x")
-        return f"""{declarations(problem, "T3: a product whose parts are copied to their owners")}\
-terms = scratch(({problem.m}, {problem.n}), "{problem.dtype}", on=tp)
-arrived = scratch(({parts.size * (count - 1)}, {problem.n}), "{problem.dtype}", on=tp)
+        return f"""\
+terms = scratch(({ring.problem.m}, {ring.problem.n}), "{ring.problem.dtype}", on=tp)
+arrived = scratch(({parts.size * (count - 1)}, {ring.problem.n}), "{ring.problem.dtype}", on=tp)
 compute = lane()
 dma = lane()
 with tp:
@@ -54,5 +44,5 @@ with tp:
         {others}local(terms[{own}, :], a=a[{own}, :])), release={config.release(update=False)}, lane=compute)
     for s in range({count - 1}):
         add(terms[{own}, :], arrived[{parts.size} * s:{parts.size} * s + {parts.extent("tp.x")}, :], lane=compute)
-    {gather_or_copy(problem, parts, f"terms[{own}, :]")}
+    {ring.gather_or_copy(f"terms[{own}, :]")}
 """

@@ -7,17 +7,7 @@ copy of a part by DMA: the stores of the product are all the communication (`rem
 
 from __future__ import annotations
 
-from meshweave.algorithms.fused.product import (
-    SUMS,
-    Parts,
-    TiledProduct,
-    Tiles,
-    declarations,
-    each_region,
-    gather_or_copy,
-    rank_of,
-)
-from meshweave.algorithms.universal.problem import UniversalProblem
+from meshweave.algorithms.fused.product import SUMS, RingText, TiledProduct, Tiles
 
 
 class DirectReduceScatter(TiledProduct):
@@ -28,25 +18,25 @@ class DirectReduceScatter(TiledProduct):
     source = "Pati et al., T3, ASPLOS '24, section 7.1"
     accepted = SUMS
     wants = "A sharded by columns, B by rows, C by rows or replicated"
+    program_title = "T3: a product whose parts go straight to their owners"
 
-    def text(self, problem: UniversalProblem, config: Tiles) -> str:
-        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
-        count = len(problem.ranks)
-        parts = Parts(problem.m, count)
+    def text(self, ring: RingText, config: Tiles) -> str:
+        """Return the program behind its declarations; `refusal` of its problem must be None."""
+        count, parts = ring.count, ring.rows
         first, owner = f"(tp.x + 1) % {count}", f"(tp.x + 2 + s) % {count}"
 
         def remote_map(to: str) -> str:
-            return f"remote_map(at({rank_of(problem.a.mesh, to)}, acc), a=a[{parts.range(f'({to})')}, :])"
+            return f"remote_map(at({ring.rank(to)}, acc), a=a[{parts.range(f'({to})')}, :])"
 
-        return f"""{declarations(problem, "T3: a product whose parts go straight to their owners")}\
-acc = scratch(({parts.extent("tp.x")}, {problem.n}), "{problem.dtype}", on=tp)
+        return f"""\
+acc = scratch(({parts.extent("tp.x")}, {ring.problem.n}), "{ring.problem.dtype}", on=tp)
 compute = lane()
 with tp:
     zero(acc, lane=compute)
     fence(over="tp", lane=compute)
     product(a, b, (
         {remote_map(first)},
-        {each_region(remote_map(owner), count - 2)}local(acc, a=a[{parts.range("tp.x")}, :])),
+        {ring.each(remote_map(owner), count - 2)}local(acc, a=a[{parts.range("tp.x")}, :])),
         release={config.release(update=True)}, lane=compute)
-    {gather_or_copy(problem, parts, "acc")}
+    {ring.gather_or_copy("acc")}
 """

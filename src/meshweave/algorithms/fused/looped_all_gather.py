@@ -7,8 +7,7 @@ product starts only when all of its part has arrived.
 
 from __future__ import annotations
 
-from meshweave.algorithms.fused.product import GATHERS, NoChoice, Parts, UntiledProduct, declarations
-from meshweave.algorithms.universal.problem import UniversalProblem
+from meshweave.algorithms.fused.product import GATHERS, NoChoice, RingText, UntiledProduct
 
 
 class LoopedAllGather(UntiledProduct):
@@ -19,16 +18,15 @@ class LoopedAllGather(UntiledProduct):
     source = "Wang et al., Overlap communication with dependent computation, ASPLOS '23, section 5"
     accepted = GATHERS
     wants = "A sharded by rows, B and C by columns"
+    program_title = "a product whose operand goes around a ring by parts"
 
-    def text(self, problem: UniversalProblem, config: NoChoice) -> str:
-        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
-        m, _, k = problem.sizes
-        count = len(problem.ranks)
-        parts = Parts(m, count)
+    def text(self, ring: RingText, config: NoChoice) -> str:
+        """Return the program behind its declarations; `refusal` of its problem must be None."""
+        count, parts = ring.count, ring.rows
         here, following = (f"((tp.x + {count - number} - s) % {count})" for number in (1, 2))
         first, last = (f"((tp.x + {shift}) % {count})" for shift in (count - 1, 1))
-        return f"""{declarations(problem, "a product whose operand goes around a ring by parts")}\
-arrived = scratch(({parts.size}, {k}), "{problem.dtype}", on=tp, slots=2)
+        return f"""\
+arrived = scratch(({parts.size}, {ring.problem.k}), "{ring.problem.dtype}", on=tp, slots=2)
 compute = lane()
 ring = lane()
 with tp:

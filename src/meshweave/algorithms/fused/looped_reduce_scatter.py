@@ -7,15 +7,7 @@ behind the product of one part, but starts only when all of the part before is f
 
 from __future__ import annotations
 
-from meshweave.algorithms.fused.product import (
-    SUMS,
-    NoChoice,
-    Parts,
-    UntiledProduct,
-    declarations,
-    gather_or_copy,
-)
-from meshweave.algorithms.universal.problem import UniversalProblem
+from meshweave.algorithms.fused.product import SUMS, NoChoice, RingText, UntiledProduct
 
 
 class LoopedReduceScatter(UntiledProduct):
@@ -26,17 +18,17 @@ class LoopedReduceScatter(UntiledProduct):
     source = "Wang et al., Overlap communication with dependent computation, ASPLOS '23, section 5"
     accepted = SUMS
     wants = "A sharded by columns, B by rows, C by rows or replicated"
+    program_title = "a product whose parts are summed up around a ring"
 
-    def text(self, problem: UniversalProblem, config: NoChoice) -> str:
-        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
-        count = len(problem.ranks)
-        parts = Parts(problem.m, count)
+    def text(self, ring: RingText, config: NoChoice) -> str:
+        """Return the program behind its declarations; `refusal` of its problem must be None."""
+        count, parts = ring.count, ring.rows
         first = f"((tp.x + {count - 1}) % {count})"
         passed, next_part = (f"((tp.x + {count - number} - s) % {count})" for number in (1, 2))
         last = f"sum({(count - 1) % 2})[:{parts.extent('tp.x')}, :]"
-        return f"""{declarations(problem, "a product whose parts are summed up around a ring")}\
-sum = scratch(({parts.size}, {problem.n}), "{problem.dtype}", on=tp, slots=2)
-arrived = scratch(({parts.size}, {problem.n}), "{problem.dtype}", on=tp, slots=2)
+        return f"""\
+sum = scratch(({parts.size}, {ring.problem.n}), "{ring.problem.dtype}", on=tp, slots=2)
+arrived = scratch(({parts.size}, {ring.problem.n}), "{ring.problem.dtype}", on=tp, slots=2)
 compute = lane()
 ring = lane()
 with tp:
@@ -47,5 +39,5 @@ with tp:
         matmul(sum((s + 1) % 2)[:{parts.extent(next_part)}, :], a[{parts.range(next_part)}, :], b, lane=compute)
         add(sum((s + 1) % 2)[:{parts.extent(next_part)}, :], arrived(s % 2)[:{parts.extent(next_part)}, :],
             lane=compute)
-    {gather_or_copy(problem, parts, last)}
+    {ring.gather_or_copy(last)}
 """

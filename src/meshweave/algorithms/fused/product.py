@@ -88,6 +88,78 @@ class Parts:
         return "" if self.are_equal else f", sizes={self.extent('peer')}"
 
 
+def rank_of(mesh: Mesh, member: str) -> str:
+    """Return as program text the global rank at position `member` (from 0) of a mesh.
+
+    `member` is an expression. On ranks 0, 1, 2, ... it is the rank: "(tp.x + 1) % 4" is returned unchanged. On
+    ranks (4, 6) it indexes them: "tp.x" -> "(4, 6)[tp.x]".
+    """
+    if mesh.ranks == tuple(range(mesh.num_ranks)):
+        return member
+    return f"{mesh.ranks}[{member}]"
+
+
+@dataclass(frozen=True)
+class RingText:
+    """What the texts of programs on a ring share: the problem, its parts, and pieces of text."""
+
+    problem: UniversalProblem
+
+    @property
+    def count(self) -> int:
+        """Return the number of ranks."""
+        return len(self.problem.ranks)
+
+    @property
+    def rows(self) -> Parts:
+        """Return how the rows of C are cut, a part for each rank."""
+        return Parts(self.problem.m, self.count)
+
+    def rank(self, member: str) -> str:
+        """Return as program text the global rank at position `member` of the ring, as `rank_of` does."""
+        return rank_of(self.problem.a.mesh, member)
+
+    def each(self, region: str, count: int) -> str:
+        """Return program text that lists `region`, an expression in `s`, for s = 0 .. count - 1.
+
+        each("f(s)", 2) -> "*(f(s) for s in range(2)), ", with the comma; "" if `count` is 0 or less.
+        """
+        return f"*({region} for s in range({count})), " if count > 0 else ""
+
+    def gather_or_copy(self, reduced: str) -> str:
+        """Return as program text the op after a reduce-scatter by rows of C.
+
+        It is an all-gather into C if C is replicated, else a copy into C. `reduced` is the view, as text, of the
+        rows that the rank has summed.
+        """
+        if isinstance(self.problem.c.placements[0], Replicate):
+            return f'all_gather(c, {reduced}, over="tp.x", dim=0{self.rows.sizes}, lane=compute)'
+        return f"copy(c, {reduced}, lane=compute)"
+
+    def declarations(self, title: str) -> str:
+        """Return the first lines of a program text: mesh, tensors, equation, inputs a and b, and output c.
+
+        `title` is the name of the program.
+        """
+        own = self.problem
+        (m, n, k), dtype = own.sizes, own.dtype
+        a, b, c = (
+            f"tp[{layout.placements[0]}]" + ("" if order is None else f", order={order}")
+            for layout, order in zip((own.a, own.b, own.c), own.orders, strict=True)
+        )
+        mesh = mesh_to_text(replace(own.a.mesh, name="tp", axes=("x",)))
+        return f"""program("{title}")
+tp = {mesh}
+A = tensor(({m}, {k}), "{dtype}")
+B = tensor(({k}, {n}), "{dtype}")
+C = tensor(({m}, {n}), "{dtype}")
+computes(C, product(A, B))
+a = input(A, {a})
+b = input(B, {b})
+c = output(C, {c})
+"""
+
+
 class FusedProduct(AnyLayoutProduct[ConfigT]):
     """A product C = A B on a ring of ranks, with the all-gather, reduce-scatter or all-to-all that it needs.
 
@@ -97,11 +169,13 @@ class FusedProduct(AnyLayoutProduct[ConfigT]):
     Attributes:
         accepted: the accepted placements of (A, B, C) over the only mesh axis.
         wants: `accepted` in words.
+        program_title: the name of the programs.
         cut_dims: which of the dims (m, n, k), as 0, 1, 2, must have at least one element for every rank.
     """
 
     accepted: ClassVar[tuple[Placements, ...]]
     wants: ClassVar[str]
+    program_title: ClassVar[str]
     cut_dims: ClassVar[tuple[int, ...]] = (0,)
 
     def examples(self) -> Iterator[UniversalProblem]:
@@ -141,11 +215,15 @@ class FusedProduct(AnyLayoutProduct[ConfigT]):
         refusal = self.refusal(problem)
         if refusal is not None:
             raise LayoutError(f"{self.title}: {refusal}")
-        return parse(self.text(problem, config))
+        ring = RingText(problem)
+        return parse(ring.declarations(self.program_title) + self.text(ring, config))
 
     @abstractmethod
-    def text(self, problem: UniversalProblem, config: ConfigT) -> str:
-        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
+    def text(self, ring: RingText, config: ConfigT) -> str:
+        """Return the program behind its declarations, as text that `ir.program.parse` reads.
+
+        `refusal` of the ring's problem must be None.
+        """
 
     def gradients(self, problem: UniversalProblem) -> tuple[()]:
         """Return (): fused products give no problems of gradients, as `Universal.gradients` does."""
@@ -216,59 +294,3 @@ class UntiledProduct(FusedProduct[NoChoice]):
         `cluster` is ignored.
         """
         yield NoChoice()
-
-
-def rank_of(mesh: Mesh, member: str) -> str:
-    """Return as program text the global rank at position `member` (from 0) of a mesh.
-
-    `member` is an expression. On ranks 0, 1, 2, ... it is the rank: "(tp.x + 1) % 4" is returned unchanged. On
-    ranks (4, 6) it indexes them: "tp.x" -> "(4, 6)[tp.x]".
-    """
-    if mesh.ranks == tuple(range(mesh.num_ranks)):
-        return member
-    return f"{mesh.ranks}[{member}]"
-
-
-def each_region(region: str, count: int) -> str:
-    """Return program text that lists `region`, an expression in `s`, for s = 0 .. count - 1.
-
-    each_region("f(s)", 2) -> "*(f(s) for s in range(2)), ", with the comma; "" if `count` is 0 or less.
-    """
-    return f"*({region} for s in range({count})), " if count > 0 else ""
-
-
-def gather_or_copy(problem: UniversalProblem, parts: Parts, reduced: str) -> str:
-    """Return as program text the op after a reduce-scatter by rows of C.
-
-    It is an all-gather into C if C is replicated, else a copy into C.
-
-    Args:
-        parts: how the rows of C are cut, a part for each rank.
-        reduced: the view, as text, of the rows that the rank has summed.
-    """
-    if isinstance(problem.c.placements[0], Replicate):
-        return f'all_gather(c, {reduced}, over="tp.x", dim=0{parts.sizes}, lane=compute)'
-    return f"copy(c, {reduced}, lane=compute)"
-
-
-def declarations(problem: UniversalProblem, title: str) -> str:
-    """Return the first lines of a program text: mesh, tensors, equation, inputs a and b, and output c.
-
-    `title` is the name of the program.
-    """
-    (m, n, k), dtype = problem.sizes, problem.dtype
-    a, b, c = (
-        f"tp[{layout.placements[0]}]" + ("" if order is None else f", order={order}")
-        for layout, order in zip((problem.a, problem.b, problem.c), problem.orders, strict=True)
-    )
-    mesh = mesh_to_text(replace(problem.a.mesh, name="tp", axes=("x",)))
-    return f"""program("{title}")
-tp = {mesh}
-A = tensor(({m}, {k}), "{dtype}")
-B = tensor(({k}, {n}), "{dtype}")
-C = tensor(({m}, {n}), "{dtype}")
-computes(C, product(A, B))
-a = input(A, {a})
-b = input(B, {b})
-c = output(C, {c})
-"""

@@ -10,17 +10,7 @@ gathered from where they were added up.
 
 from __future__ import annotations
 
-from meshweave.algorithms.fused.product import (
-    SUMS,
-    Parts,
-    TiledProduct,
-    Tiles,
-    declarations,
-    each_region,
-    gather_or_copy,
-    rank_of,
-)
-from meshweave.algorithms.universal.problem import UniversalProblem
+from meshweave.algorithms.fused.product import SUMS, RingText, TiledProduct, Tiles
 
 
 class RingReduceScatter(TiledProduct):
@@ -31,11 +21,11 @@ class RingReduceScatter(TiledProduct):
     source = "Pati et al., T3, ASPLOS '24, section 4"
     accepted = SUMS
     wants = "A sharded by columns, B by rows, C by rows or replicated"
+    program_title = "T3: a product that reduce-scatters itself around a ring"
 
-    def text(self, problem: UniversalProblem, config: Tiles) -> str:
-        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
-        count = len(problem.ranks)
-        parts = Parts(problem.m, count)
+    def text(self, ring: RingText, config: Tiles) -> str:
+        """Return the program behind its declarations; `refusal` of its problem must be None."""
+        count, parts = ring.count, ring.rows
         first, passed, own = (
             f"{parts.range(number)}, :"
             for number in (
@@ -44,12 +34,12 @@ class RingReduceScatter(TiledProduct):
                 "tp.x",
             )
         )
-        following = rank_of(problem.a.mesh, f"(tp.x + 1) % {count}")
-        dma_maps = each_region(
+        following = ring.rank(f"(tp.x + 1) % {count}")
+        dma_maps = ring.each(
             f"dma_map(at({following}, acc[{passed}]), acc[{passed}], a=a[{passed}], lane=dma)", count - 2
         )
-        return f"""{declarations(problem, "T3: a product that reduce-scatters itself around a ring")}\
-acc = scratch(({problem.m}, {problem.n}), "{problem.dtype}", on=tp)
+        return f"""\
+acc = scratch(({ring.problem.m}, {ring.problem.n}), "{ring.problem.dtype}", on=tp)
 compute = lane()
 dma = lane(order="ready", width=2)
 with tp:
@@ -58,5 +48,5 @@ with tp:
     product(a, b, (
         remote_map(at({following}, acc[{first}]), a=a[{first}]),
         {dma_maps}local(acc[{own}], a=a[{own}])), release={config.release(update=True)}, lane=compute)
-    {gather_or_copy(problem, parts, f"acc[{parts.range('tp.x')}, :]")}
+    {ring.gather_or_copy(f"acc[{parts.range('tp.x')}, :]")}
 """

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from meshweave.algorithms.fused.product import SUMS, NoChoice, Parts, UntiledProduct, declarations
-from meshweave.algorithms.universal.problem import UniversalProblem
+from meshweave.algorithms.fused.product import SUMS, NoChoice, RingText, UntiledProduct
 from meshweave.describe.layout import Replicate
 
 
@@ -15,19 +14,24 @@ class SequentialReduceScatter(UntiledProduct):
     source = "Pati et al., T3, ASPLOS '24, section 5.3"
     accepted = SUMS
     wants = "A sharded by columns, B by rows, C by rows or replicated"
+    program_title = "a product, a reduce-scatter and an all-gather"
 
-    def text(self, problem: UniversalProblem, config: NoChoice) -> str:
-        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
-        m, n, _ = problem.sizes
-        parts = Parts(m, len(problem.ranks))
-        gathers = isinstance(problem.c.placements[0], Replicate)
-        part = f'part = scratch(({parts.extent("tp.x")}, {n}), "{problem.dtype}", on=tp)\n' if gathers else ""
+    def text(self, ring: RingText, config: NoChoice) -> str:
+        """Return the program behind its declarations; `refusal` of its problem must be None."""
+        m, n, _ = ring.problem.sizes
+        parts = ring.rows
+        gathers = isinstance(ring.problem.c.placements[0], Replicate)
+        part = (
+            f'part = scratch(({parts.extent("tp.x")}, {n}), "{ring.problem.dtype}", on=tp)\n'
+            if gathers
+            else ""
+        )
         gather = (
             f'\n    all_gather(c, part, over="tp.x", dim=0{parts.sizes}, lane=compute)' if gathers else ""
         )
         out = "part" if gathers else "c"
-        return f"""{declarations(problem, "a product, a reduce-scatter and an all-gather")}\
-acc = scratch(({m}, {n}), "{problem.dtype}", on=tp)
+        return f"""\
+acc = scratch(({m}, {n}), "{ring.problem.dtype}", on=tp)
 {part}\
 compute = lane()
 with tp:

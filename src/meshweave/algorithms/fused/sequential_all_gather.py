@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from meshweave.algorithms.fused.product import GATHERS, NoChoice, Parts, UntiledProduct, declarations
-from meshweave.algorithms.universal.problem import UniversalProblem
+from meshweave.algorithms.fused.product import GATHERS, NoChoice, RingText, UntiledProduct
 
 
 class SequentialAllGather(UntiledProduct):
@@ -16,15 +15,14 @@ class SequentialAllGather(UntiledProduct):
     )
     accepted = GATHERS
     wants = "A sharded by rows, B and C by columns"
+    program_title = "an all-gather and a product"
 
-    def text(self, problem: UniversalProblem, config: NoChoice) -> str:
-        """Return the program as text that `ir.program.parse` reads; `refusal(problem)` must be None."""
-        m, _, k = problem.sizes
-        parts = Parts(m, len(problem.ranks))
-        return f"""{declarations(problem, "an all-gather and a product")}\
-gathered = scratch(({m}, {k}), "{problem.dtype}", on=tp)
+    def text(self, ring: RingText, config: NoChoice) -> str:
+        """Return the program behind its declarations; `refusal` of its problem must be None."""
+        return f"""\
+gathered = scratch(({ring.problem.m}, {ring.problem.k}), "{ring.problem.dtype}", on=tp)
 compute = lane()
 with tp:
-    all_gather(gathered, a, over="tp.x", dim=0{parts.sizes}, lane=compute)
+    all_gather(gathered, a, over="tp.x", dim=0{ring.rows.sizes}, lane=compute)
     matmul(c, gathered, b, lane=compute)
 """

@@ -26,7 +26,7 @@ from meshweave.algorithms.matmul2d.common.extents import (
     local_extent,
     product_task,
 )
-from meshweave.algorithms.matmul2d.common.ops import local_product, with_ops
+from meshweave.algorithms.matmul2d.common.ops import local_product, moving_scratch, with_ops
 from meshweave.algorithms.matmul2d.common.problem import (
     MESH,
     Matmul2dConfig,
@@ -124,20 +124,15 @@ class _CannonProgramBuilder:
         self.moving = (problem.horizontal, problem.vertical)
         self.buffers: list[Buffer] = []
         if steps.side > 1:
+            along = -(-problem.sliced_size // steps.side)
+            # A part that is narrower than the buffer is still one run of memory where its dim is the outer one.
+            uneven = bool(problem.sliced_size % steps.side)
             for moving in self.moving:
                 for suffix, slots in (("p", SLOTS), ("in", 1)) if moving.scattered else (("s", SLOTS),):
-                    self._declare(f"{moving.operand}_{suffix}", moving, slots)
-
-    def _declare(self, name: str, moving: MovingMatrix, slots: int) -> None:
-        problem = self.problem
-        along = -(-problem.stored_shape(moving.operand)[moving.dim] // self.steps.side)
-        across = local_extent(problem, two_d_placements(problem), moving.operand, 1 - moving.dim)
-        shape = (across, along) if moving.dim == 1 else (along, across)
-        # A part that is narrower than the buffer is still one run of memory where its dim is the outer one.
-        order = (1, 0) if moving.dim == 1 and problem.sliced_size % self.steps.side else None
-        self.buffers.append(
-            Buffer(name, "scratch", MESH, problem.dtype, shape=shape, slots=slots, order=order)
-        )
+                    name, placed = f"{moving.operand}_{suffix}", two_d_placements(problem)
+                    self.buffers.append(
+                        moving_scratch(problem, placed, moving, name, along, slots, is_outermost=uneven)
+                    )
 
     def body(self) -> Iterator[Statement]:
         """Yield the skews of operands that move, then a product at each step, with shifts between."""
@@ -369,21 +364,27 @@ class Cannon(Matmul2d):
         side = math.isqrt(num_chips)
         return ((side, side),) if side * side == num_chips else ()
 
+    def steps(self, problem: Matmul2dProblem) -> CannonSteps:
+        """Return the steps that each square mesh does. Raises LayoutError where the mesh does not fit."""
+        return all_steps(problem)
+
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-        """Return the program: a skew of moving inputs, then P products with shifts by one chip between them.
+        """Return the program: a skew of moving inputs, then products with shifts by one chip between them.
+
+        If several meshes share the steps, it ends in a reduce-scatter of C over `depth`.
 
         Raises:
-            LayoutError: the mesh is not square.
+            LayoutError: the mesh does not fit (`steps`).
         """
-        return build(problem, all_steps(problem), self.name)
+        return build(problem, self.steps(problem), self.name, self.operand_placements(problem))
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
         """Return a skeleton whose time is an upper bound, exact on equal shards (`build_skeleton`).
 
         Raises:
-            LayoutError: the mesh is not square.
+            LayoutError: the mesh does not fit (`steps`).
         """
-        return build_skeleton(problem, all_steps(problem))
+        return build_skeleton(problem, self.steps(problem))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
         """Return the bytes that a global rank receives in the whole product, by "mesh.axis", such as "tp.row"."""

@@ -20,8 +20,8 @@ from dataclasses import replace
 from itertools import groupby
 
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
-from meshweave.algorithms.matmul2d.common.extents import largest_extent, local_extent, product_task
-from meshweave.algorithms.matmul2d.common.ops import collective_of, local_product, with_ops
+from meshweave.algorithms.matmul2d.common.extents import largest_extent, product_task
+from meshweave.algorithms.matmul2d.common.ops import collective_of, local_product, moving_scratch, with_ops
 from meshweave.algorithms.matmul2d.common.problem import (
     MESH,
     Matmul2dConfig,
@@ -67,31 +67,17 @@ class _MeshSliceProgramBuilder:
     def _declare(self, moving: MovingMatrix) -> None:
         """Declare scratch: the local slice `x_s` and the gathered (or unreduced) block `x_g` of operand x."""
         problem, slices = self.problem, self.slices
-        across = local_extent(problem, self.placements, moving.operand, 1 - moving.dim)
         numbers = range(len(slices.widths))
         local = max(slices.largest_part(problem.axis_size(moving.axis), s) for s in numbers)
         whole = max(slices.total(s) for s in numbers)
-        # The parts of a collective along dim 1 are contiguous where dim 1 is the outer one in memory.
-        order = (1, 0) if moving.dim == 1 else None
-        slots = self.slots
-        if self.sliced and self.is_communicated(moving):
-            self._scratch(f"{moving.operand}_s", moving, across, local, slots, order)
-        if self.sliced or self.is_communicated(moving):
-            self._scratch(f"{moving.operand}_g", moving, across, whole, slots, order)
-
-    def _scratch(
-        self,
-        name: str,
-        moving: MovingMatrix,
-        across: Index,
-        along: int,
-        slots: int,
-        order: tuple[int, ...] | None,
-    ) -> None:
-        shape = (across, along) if moving.dim == 1 else (along, across)
-        self.buffers.append(
-            Buffer(name, "scratch", MESH, self.problem.dtype, shape=shape, slots=slots, order=order)
-        )
+        is_communicated = self.is_communicated(moving)
+        for suffix, along, is_needed in (
+            ("s", local, self.sliced and is_communicated),
+            ("g", whole, self.sliced or is_communicated),
+        ):
+            if is_needed:
+                name = f"{moving.operand}_{suffix}"
+                self.buffers.append(moving_scratch(problem, self.placements, moving, name, along, self.slots))
 
     def step_ops(self, number: Index, start: Index, width: Index, total: Index) -> list[Op]:
         """Return the ops of slice `number`: [start, start + width) of a period, `total` elements in all."""

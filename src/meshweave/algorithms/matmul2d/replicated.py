@@ -17,17 +17,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.extents import largest_extent
 from meshweave.algorithms.matmul2d.common.problem import MESH, Matmul2dConfig, Matmul2dProblem, Placements
 from meshweave.algorithms.matmul2d.common.slices import Slices, slices_of
-from meshweave.algorithms.matmul2d.meshslice import build, lower_bound_tasks, task_runs, uniform_slices
+from meshweave.algorithms.matmul2d.meshslice import MeshSlice, build, lower_bound_tasks, task_runs
 from meshweave.algorithms.matrix_views import full_matrix
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout, Replicate, Shard
 from meshweave.describe.layout.shapes import factorisations
-from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Lane, On, Program
 from meshweave.ir.program.ops import AllReduce
 from meshweave.ir.skeleton import Phase, Skeleton, Task
@@ -120,7 +118,7 @@ def _sum_task(problem: Matmul2dProblem, rows: int) -> Task:
 # --- table entry ----------------------------------------------------------------------------------------
 
 
-class MeshSliceDataParallel(Matmul2d):
+class MeshSliceDataParallel(MeshSlice):
     """MeshSlice on every 2D layer of a 3D mesh, with tokens sharded and weights replicated over `depth`.
 
     Only the gradient of the weights (dataflow rs) moves along `depth`: one all-reduce after the last slice.
@@ -142,15 +140,6 @@ class MeshSliceDataParallel(Matmul2d):
         and rows of the other matrices, which are tokens, are sharded.
         """
         return _placements(problem)
-
-    def candidates(
-        self, problem: Matmul2dProblem, cluster: Cluster | None = None
-    ) -> Iterator[Matmul2dConfig]:
-        """Yield a config of equal slices for each number of slices in `slice_counts`, the fewest first.
-
-        `cluster` is ignored.
-        """
-        return uniform_slices(problem)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
         """Return MeshSlice's program on every layer, and for a gradient of weights an all-reduce over `depth`.

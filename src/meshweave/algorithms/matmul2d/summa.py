@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
-from meshweave.algorithms.matmul2d.common.extents import largest_extent, local_extent, product_task
-from meshweave.algorithms.matmul2d.common.ops import local_product, with_ops
+from meshweave.algorithms.matmul2d.common.extents import largest_extent, product_task
+from meshweave.algorithms.matmul2d.common.ops import local_product, moving_scratch, with_ops
 from meshweave.algorithms.matmul2d.common.problem import (
     MESH,
     Matmul2dConfig,
@@ -61,21 +61,13 @@ class _SummaProgramBuilder:
 
     def buffers(self) -> tuple[Buffer, ...]:
         """Return scratch for the panels of a step, side by side, per matrix that crosses its axis."""
-        problem = self.problem
+        problem, placed = self.problem, two_d_placements(self.problem)
         widest = max(step.width for step in self.steps)
-        out = []
-        for moving in self.moving:
-            if problem.axis_size(moving.axis) == 1:
-                continue
-            across = local_extent(problem, two_d_placements(problem), moving.operand, 1 - moving.dim)
-            # Column panels lie one after another in memory when columns are the outer dim.
-            order = (1, 0) if moving.dim == 1 else None
-            shape = (across, widest) if moving.dim == 1 else (widest, across)
-            name = _panels_of(moving)
-            out.append(
-                Buffer(name, "scratch", MESH, problem.dtype, shape=shape, slots=self.num_slots, order=order)
-            )
-        return tuple(out)
+        return tuple(
+            moving_scratch(problem, placed, moving, _panels_of(moving), widest, self.num_slots)
+            for moving in self.moving
+            if problem.axis_size(moving.axis) > 1
+        )
 
     def step_ops(self, number: Index, step: SliceStep) -> list[Op]:
         """Return the ops of one step. Where `number` is an expression, these are the ops of any equal step."""

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 
-from meshweave.algorithms.matmul2d.cannon import CannonSteps, build, build_skeleton, traffic
-from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
+from meshweave.algorithms.matmul2d.cannon import Cannon, CannonSteps, traffic
 from meshweave.algorithms.matmul2d.common.problem import (
     MESH,
     Matmul2dConfig,
@@ -25,9 +24,7 @@ from meshweave.algorithms.matmul2d.common.problem import (
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout, Replicate, Shard
-from meshweave.ir.program import Program
 from meshweave.ir.program.expressions import Var
-from meshweave.ir.skeleton import Skeleton
 
 
 def _mesh_shapes(num_chips: int) -> tuple[tuple[int, ...], ...]:
@@ -55,7 +52,7 @@ def depth_steps(problem: Matmul2dProblem) -> CannonSteps:
     return CannonSteps(shape[0], count, (Var(f"{MESH}.depth") + 1) * count)
 
 
-class TwoHalfD(Matmul2d):
+class TwoHalfD(Cannon):
     """Cannon's product split by steps over `depth`, and one reduce-scatter of C over it.
 
     Inputs are replicated over `depth`; rows of C are sharded over `row` and then `depth`. There is one config.
@@ -64,8 +61,6 @@ class TwoHalfD(Matmul2d):
     name = "25d"
     title = "2.5D"
     source = "Solomonik and Demmel 2011; MeshSlice, section 7"
-    config_fields = ()
-    estimate_accuracy = "upper_bound"
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
         """Return every mesh shape (P, P, c) of `num_chips` chips with 1 < c and c dividing P."""
@@ -79,21 +74,9 @@ class TwoHalfD(Matmul2d):
         replicated = (Shard(0), Shard(1), Replicate())
         return {"a": replicated, "b": replicated, "c": (Shard(0), Shard(1), Shard(0))}
 
-    def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-        """Return the program: Cannon's steps on each layer, then a reduce-scatter of C over `depth`.
-
-        Raises:
-            LayoutError: the mesh is not P x P x c with 1 < c and c dividing P.
-        """
-        return build(problem, depth_steps(problem), self.name, self.operand_placements(problem))
-
-    def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return a skeleton whose time is an upper bound, exact on equal shards (`cannon.build_skeleton`).
-
-        Raises:
-            LayoutError: the mesh is not P x P x c with 1 < c and c dividing P.
-        """
-        return build_skeleton(problem, depth_steps(problem))
+    def steps(self, problem: Matmul2dProblem) -> CannonSteps:
+        """Return the steps of each layer, as `depth_steps` does, which raises LayoutError."""
+        return depth_steps(problem)
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
         """Return a global rank's bytes of communication, by "mesh.axis": of its steps and of sums over `depth`."""

@@ -11,10 +11,9 @@ Successive hops use two lanes alternately, so that a rank receives a chunk while
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import pairwise
 
-from meshweave.algorithms.reshard.multicast import HostHop, Multicast, MulticastCost
+from meshweave.algorithms.reshard.multicast import HostHop, Multicast, MulticastCost, Strategy
 from meshweave.algorithms.reshard.tasks import num_messages, packing_s
 from meshweave.algorithms.reshard.writer import (
     INTER_HOST_LANES,
@@ -29,7 +28,7 @@ MIN_CHUNK_BYTES = 1 << 16
 """Smaller messages cost more than the shorter pipeline wins (measured over gloo: 16 KB chunks, 6 %)."""
 
 
-class ChainBroadcast:
+class ChainBroadcast(Strategy):
     """A pipelined chain from host to host, and another inside each host.
 
     The sender sends chunks to one rank of the first host, its gateway, which passes each on to the gateway of the
@@ -37,15 +36,6 @@ class ChainBroadcast:
     """
 
     name = "broadcast"
-    one_gateway = True
-
-    def uses_one_sender(self, multicast: Multicast) -> bool:
-        """Return True, always: the chain begins at one sender."""
-        return True
-
-    def split(self, multicast: Multicast) -> Iterator[Multicast]:
-        """Yield the multicast itself: one chain serves all hosts."""
-        yield multicast
 
     def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
         """Return the number of chunks K for which the chain takes the least time; 1 for a single receiver.

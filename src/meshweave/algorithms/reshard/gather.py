@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from meshweave.algorithms.reshard.multicast import HostHop, Multicast, MulticastCost
+from meshweave.algorithms.reshard.multicast import HostHop, Multicast, MulticastCost, Strategy
 from meshweave.algorithms.reshard.tasks import TensorPiece, packing_s
 from meshweave.algorithms.reshard.writer import (
     INTER_HOST_LANES,
@@ -23,7 +23,7 @@ from meshweave.algorithms.reshard.writer import (
 from meshweave.cost.fabric import HostTopology
 
 
-class GlobalAllGather:
+class GlobalAllGather(Strategy):
     """A scatter, which sends each receiver a part, and an all-gather in one ring through all receivers.
 
     The ring goes host by host.
@@ -35,14 +35,6 @@ class GlobalAllGather:
     def uses_one_sender(self, multicast: Multicast) -> bool:
         """Return whether there is a single receiving host, which receives no faster than one sender sends."""
         return len(multicast.hosts) == 1
-
-    def split(self, multicast: Multicast) -> Iterator[Multicast]:
-        """Yield the multicast itself: all receivers gather together."""
-        yield multicast
-
-    def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
-        """Return 1, always: the receivers' parts are messages that are small enough."""
-        return 1
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
         """Return the seconds of the scatter and of the ring, with latency and packing of their messages.

@@ -15,9 +15,10 @@ one.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from meshweave.algorithms.reshard.tasks import TensorPiece, UnitTask
 from meshweave.cost.fabric import HostTopology
@@ -78,29 +79,39 @@ class MulticastCost:
     fill_s: float = 0.0
 
 
-class Strategy(Protocol):
+class Strategy(ABC):
     """An algorithm for a multicast, such as a chain or a ring. `strategies.STRATEGIES` lists all.
 
-    A gateway is a rank through which a receiving host gets its copy.
+    Attributes:
+        name: its name in `strategies.STRATEGIES`.
+        one_gateway: whether each host receives its copy through a single rank, its gateway, and not through all.
     """
 
-    @property
-    def name(self) -> str:
-        """Return the name in `strategies.STRATEGIES`."""
-
-    @property
-    def one_gateway(self) -> bool:
-        """Return whether each host receives its copy through a single rank, not through all of them."""
+    name: ClassVar[str]
+    one_gateway: ClassVar[bool] = True
 
     def uses_one_sender(self, multicast: Multicast) -> bool:
-        """Return whether one of the multicast's senders is to send everything; else each of them sends a part."""
+        """Return whether one of the multicast's senders is to send everything; else each of them sends a part.
+
+        This default returns True.
+        """
+        return True
 
     def split(self, multicast: Multicast) -> Iterator[Multicast]:
-        """Yield the smaller multicasts that together do this one; each is scheduled on its own."""
+        """Yield the smaller multicasts that together do this one; each is scheduled on its own.
+
+        This default yields the multicast itself: it serves all hosts at once.
+        """
+        yield multicast
 
     def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
-        """Return the best number of messages, by this strategy, in which all bytes cross a link."""
+        """Return the best number of messages, by this strategy, in which all bytes cross a link.
 
+        This default returns 1, of strategies to which smaller messages gain nothing.
+        """
+        return 1
+
+    @abstractmethod
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
         """Return the seconds of a multicast, with the latency and packing of each message.
 
@@ -108,6 +119,7 @@ class Strategy(Protocol):
             chunks: number of messages in which the bytes cross each link.
         """
 
+    @abstractmethod
     def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
         """Return for each receiving host the hop by which the multicast enters it, in the order of hosts.
 
@@ -115,6 +127,7 @@ class Strategy(Protocol):
         inside one host.
         """
 
+    @abstractmethod
     def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
         """Write the messages of a multicast to `sink`, each of at most 1 / `chunks` of the bytes, or one element.
 

@@ -19,10 +19,10 @@ from meshweave.algorithms.reshard.multicast import Multicast, MulticastCost, Str
 from meshweave.algorithms.reshard.order import ORDERS, JobSchedule, JobSet
 from meshweave.algorithms.reshard.problem import ReshardProblem
 from meshweave.algorithms.reshard.resources import jobs_of, nic_bound_s, routes_of
-from meshweave.algorithms.reshard.strategies import STRATEGIES, check_known
+from meshweave.algorithms.reshard.strategies import STRATEGIES
 from meshweave.algorithms.reshard.tasks import UnitTask, equal_shares, unit_tasks
 from meshweave.algorithms.reshard.writer import TrafficCounter
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, UnsupportedError, require_known
 from meshweave.base.units import PS_PER_S
 from meshweave.cost.fabric import HostTopology
 
@@ -192,10 +192,9 @@ def plan_reshard(
     """
     if message_bytes < 1:
         raise LayoutError(f"messages have {message_bytes} bytes; give at least 1")
-    planner = _Planner(
-        network, STRATEGIES[check_known(strategy, STRATEGIES, "strategy")], order, message_bytes
-    )
-    check_known(order, ORDERS, "order")
+    require_known(strategy, STRATEGIES, "there is no strategy", UnsupportedError, "known:")
+    require_known(order, ORDERS, "there is no order", UnsupportedError, "known:")
+    planner = _Planner(network, STRATEGIES[strategy], order, message_bytes)
     if len(network.host_of) <= problem.ranks[-1]:
         raise LayoutError(
             f"the host network has {len(network.host_of)} ranks, and rank {problem.ranks[-1]} takes part"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshweave.algorithms.reshard.multicast import HostHop, Multicast, MulticastCost
+from meshweave.algorithms.reshard.multicast import HostHop, Multicast, MulticastCost, Strategy
 from meshweave.algorithms.reshard.tasks import num_messages, packing_s
 from meshweave.algorithms.reshard.writer import (
     INTER_HOST_LANES,
@@ -16,24 +16,15 @@ from meshweave.algorithms.reshard.writer import (
 from meshweave.cost.fabric import HostTopology
 
 
-class SendRecv:
+class SendRecv(Strategy):
     """A copy of its own for each receiving rank, in one message or several."""
 
     name = "send_recv"
-    one_gateway = True
-
-    def uses_one_sender(self, multicast: Multicast) -> bool:
-        """Return True, always: one sender serves a receiver."""
-        return True
 
     def split(self, multicast: Multicast) -> Iterator[Multicast]:
         """Yield one multicast for each receiving rank."""
         for rank in multicast.receivers:
             yield replace(multicast, hosts=((rank,),))
-
-    def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
-        """Return 1, always: no rank passes anything on, so smaller messages gain nothing."""
-        return 1
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
         """Return the seconds to send one copy in `chunks` messages, with the latency and packing of each."""

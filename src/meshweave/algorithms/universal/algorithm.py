@@ -42,42 +42,15 @@ class AnyLayoutProduct(Algorithm[UniversalProblem, ConfigT]):
         Each term of a partial sum has the gradient of the sum, so a matrix that is partial along a mesh axis has
         a gradient that is replicated along it.
         """
-        m, n, k = problem.sizes
+        (m, n, k), dtype = problem.sizes, problem.dtype
         a, b, c = (_whole_sums(layout) for layout in (problem.a, problem.b, problem.c))
         order_a, order_b, order_c = problem.orders
+        turned_a, turned_b = transposed_layout(problem.a), transposed_layout(problem.b)
+        da = UniversalProblem(m, k, n, c, turned_b, a, dtype, (order_c, _flip(order_b), order_a))
+        db = UniversalProblem(k, n, m, turned_a, c, b, dtype, (_flip(order_a), order_c, order_b))
         return (
-            Gradient(
-                "A",
-                UniversalProblem(
-                    m,
-                    k,
-                    n,
-                    c,
-                    transposed_layout(problem.b),
-                    a,
-                    problem.dtype,
-                    (order_c, _flip(order_b), order_a),
-                ),
-                {"A": "C", "B": "B"},
-                "C",
-                frozenset("B"),
-            ),
-            Gradient(
-                "B",
-                UniversalProblem(
-                    k,
-                    n,
-                    m,
-                    transposed_layout(problem.a),
-                    c,
-                    b,
-                    problem.dtype,
-                    (_flip(order_a), order_c, order_b),
-                ),
-                {"A": "A", "B": "C"},
-                "C",
-                frozenset("A"),
-            ),
+            Gradient("A", da, {"A": "C", "B": "B"}, "C", frozenset("B")),
+            Gradient("B", db, {"A": "A", "B": "C"}, "C", frozenset("A")),
         )
 
 

@@ -24,6 +24,7 @@ from meshweave.algorithms.universal.owners import (
 )
 from meshweave.algorithms.universal.panels import OperandPanel, OwnedBlock, ProductStep, Span
 from meshweave.algorithms.universal.problem import DIMS, LOOP, OPERANDS, Operand, UniversalProblem
+from meshweave.base.remembered import remembered
 from meshweave.describe.layout import Layout
 
 ProductKey = tuple[BlockKey, ClassPair, tuple[int, int], CommonRun]
@@ -196,20 +197,13 @@ class Slicing:
             count += self._needed_sizes(operand, rank, block[dim])[has_class]
         return count
 
+    @remembered
     def _needed_sizes(self, operand: Operand, rank: int, own_class: int) -> tuple[int, int]:
         """Return how long a rank's box is along the dim that it shares with a matrix: all of it, and what is not
         of the rank's own class."""
-        key = operand, rank
-        sizes = self._known_sizes.get(key)
-        if sizes is None:
-            segments = self.shared_dim_segments(operand, rank)
-            others = [segment.size for segment in segments if segment.index_class != own_class]
-            sizes = self._known_sizes[key] = sum(segment.size for segment in segments), sum(others)
-        return sizes
-
-    @cached_property
-    def _known_sizes(self) -> dict[tuple[Operand, int], tuple[int, int]]:
-        return {}
+        segments = self.shared_dim_segments(operand, rank)
+        others = [segment.size for segment in segments if segment.index_class != own_class]
+        return sum(segment.size for segment in segments), sum(others)
 
     def _shared_dim(self, operand: Operand) -> int:
         """Return the dim of (m, n, k) that a moving matrix shares with the stationary one."""
@@ -222,23 +216,19 @@ class Slicing:
         They are cut where the holders of the moving matrix `operand`, or the place in their memory, change.
         """
         stationary = self.config.stationary
-        shared = self._shared_dim(operand)
-        matrix = self.matrices[stationary]
-        block = matrix.block_of[rank]
-        dim = DIMS[stationary].index(shared)
-        table = self._moving_owners[self.moving.index(operand)].dims[DIMS[operand].index(shared)]
-        key = operand, block[dim], dim
-        segments = self._known_segments.get(key)
-        if segments is None:
-            segments = self._known_segments[key] = tuple(table.split(matrix.dims[dim].classes[block[dim]]))
-        return segments
+        dim = DIMS[stationary].index(self._shared_dim(operand))
+        return self._segments(operand, dim, self.matrices[stationary].block_of[rank][dim])
 
-    @cached_property
-    def _known_segments(self) -> dict[tuple[Operand, int, int], tuple[ClassSegment, ...]]:
-        return {}
+    @remembered
+    def _segments(self, operand: Operand, dim: int, number: int) -> tuple[ClassSegment, ...]:
+        """Return the pieces of class `number` of a dim of the stationary matrix, cut as `operand` lies."""
+        shared = DIMS[operand].index(self._shared_dim(operand))
+        table = self._moving_owners[self.moving.index(operand)].dims[shared]
+        return tuple(table.split(self.matrices[self.config.stationary].dims[dim].classes[number]))
 
     # --- steps ----------------------------------------------------------------------------------------------
 
+    @remembered
     def runs(self, rank: int) -> Sequence[tuple[LoopPart, CommonRun]]:
         """Return the runs of a rank as (loop part, run of it), in the order of direct execution (section 4.2).
 
@@ -247,16 +237,6 @@ class Slicing:
         product hides that fetch. With several groups it is not moved: all groups go through a box in the same
         order, so that replicas of C are the same sums.
         """
-        runs = self._known_runs.get(rank)
-        if runs is None:
-            runs = self._known_runs[rank] = self._ordered_runs(rank)
-        return runs
-
-    @cached_property
-    def _known_runs(self) -> dict[int, list[tuple[LoopPart, CommonRun]]]:
-        return {}
-
-    def _ordered_runs(self, rank: int) -> list[tuple[LoopPart, CommonRun]]:
         if 0 in self.matrices[self.config.stationary].shape(rank):
             return []
         runs = [(part, run) for part in self._rotated(self.work[rank], rank) for run in part.runs]
@@ -354,19 +334,9 @@ class Slicing:
                     places.setdefault((key, operand), set()).add(place)
         return frozenset(panel for panel, known in places.items() if len(known) > 1)
 
+    @remembered
     def _panel(self, rank: int, index: int, loop_class: int, term: int, span: Span) -> OperandPanel:
         """Return the panel of moving matrix `index` over `span` of a class of the loop dim, block by block."""
-        key = rank, index, loop_class, term, span
-        panel = self._known_panels.get(key)
-        if panel is None:
-            panel = self._known_panels[key] = self._new_panel(rank, index, loop_class, term, span)
-        return panel
-
-    @cached_property
-    def _known_panels(self) -> dict[tuple[int, int, int, int, Span], OperandPanel]:
-        return {}
-
-    def _new_panel(self, rank: int, index: int, loop_class: int, term: int, span: Span) -> OperandPanel:
         operand = self.moving[index]
         dim = DIMS[operand].index(self._shared_dim(operand))
         blocks = []

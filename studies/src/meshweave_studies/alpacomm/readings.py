@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from meshweave_studies.published import NamedReading, by_name
+
 Rivals = Literal["planned", "public"]
 """Where send/recv and the all-gather come from: our planner, or Alpa's public code (`alpacomm.alpa`)."""
 
@@ -21,50 +23,42 @@ RIVAL_ROWS = (
 
 
 @dataclass(frozen=True)
-class AlpaCommReading:
+class AlpaCommReading(NamedReading):
     """A choice for what the paper leaves open.
 
     Attributes:
-        title: the choice in a few words.
         cluster: catalog name of the hosts.
         rivals: where the rivals come from.
-        rows: the rows that it is of; () for all. A reading of some rows has no figures.
     """
 
-    name: str
-    title: str
     cluster: str = "p3.8xlarge"
     rivals: Rivals = "planned"
-    rows: tuple[str, ...] = ()
 
     def covers(self, row: str) -> bool:
         """Return whether the reading says anything about a row of the paper."""
         return not self.rows or row in self.rows
 
 
-READINGS: dict[str, AlpaCommReading] = {
-    reading.name: reading
-    for reading in (
-        AlpaCommReading(
-            BANDWIDTH,
-            "a message costs its bytes alone; rivals take uneven parts, and their senders are balanced",
-        ),
-        AlpaCommReading(
-            "messages",
-            "as bandwidth, with launch and latency of each message (NCCL's model) and with packing of strided "
-            "tiles at half the memory's bandwidth",
-            "p3.8xlarge-messages",
-        ),
-        AlpaCommReading(
-            "alpa",
-            "as bandwidth, with send/recv and all-gather as Alpa's public code divides, balances and orders them: "
-            "no uneven parts",
-            rivals="public",
-            rows=RIVAL_ROWS,
-        ),
-        AlpaCommReading(
-            "alpa-messages", "messages and alpa together", "p3.8xlarge-messages", "public", RIVAL_ROWS
-        ),
-    )
-}
+READINGS: dict[str, AlpaCommReading] = by_name(
+    AlpaCommReading(
+        BANDWIDTH,
+        "a message costs its bytes alone; rivals take uneven parts, and their senders are balanced",
+    ),
+    AlpaCommReading(
+        "messages",
+        "as bandwidth, with launch and latency of each message (NCCL's model) and with packing of strided "
+        "tiles at half the memory's bandwidth",
+        "p3.8xlarge-messages",
+    ),
+    AlpaCommReading(
+        "alpa",
+        "as bandwidth, with send/recv and all-gather as Alpa's public code divides, balances and orders them: "
+        "no uneven parts",
+        rivals="public",
+        rows=RIVAL_ROWS,
+    ),
+    AlpaCommReading(
+        "alpa-messages", "messages and alpa together", "p3.8xlarge-messages", "public", rows=RIVAL_ROWS
+    ),
+)
 """By name, the default first."""

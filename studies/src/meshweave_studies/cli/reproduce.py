@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import Annotated
 
 import typer
 
-from meshweave.cli.option_fields import with_options
+from meshweave.cli.option_fields import option, with_options
 from meshweave.cli.options import progress_bar
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave_studies.cli.reproduce_all import every_paper
 from meshweave_studies.cli.reproduce_measured import kernels, nccl, published
-from meshweave_studies.cli.reproduce_options import Outputs, split_names
-from meshweave_studies.published import reading_named
+from meshweave_studies.cli.reproduce_options import Outputs
 
 reproduce = typer.Typer(
     no_args_is_help=True,
@@ -41,36 +39,31 @@ for measured in (kernels, nccl, published):
     reproduce.command()(measured)
 
 
+@dataclass(frozen=True)
+class MeshSliceOptions:
+    """How times are made, by which constants, and which figures are computed."""
+
+    by: ProductTiming = option(
+        ProductTiming.simulate,
+        "Time products by closed-form estimates (seconds) or by simulation of every chip (minutes). "
+        "Estimates choose meshes and slice counts in both cases, as the paper's autotuner does.",
+    )
+    reading: str = option(
+        "public",
+        "What the paper leaves open, by name: public, fitted-links, one-part or shared-links (the pod); "
+        "public, fixed-batch or public-defaults (the real 4x4 mesh).",
+    )
+    cluster: str = option(
+        "",
+        "The pod whose constants are judged: a catalog cluster or a TOML file. By default "
+        "that of the reading.",
+    )
+    figures: str | None = option(None, "Compute only these figures: some of 9 to 14, separated by commas.")
+
+
 @reproduce.command()
 @with_options
-def meshslice(
-    *,
-    by: Annotated[
-        ProductTiming,
-        typer.Option(
-            help="Time products by closed-form estimates (seconds) or by simulation of every chip (minutes). "
-            "Estimates choose meshes and slice counts in both cases, as the paper's autotuner does."
-        ),
-    ] = ProductTiming.simulate,
-    reading: Annotated[
-        str,
-        typer.Option(
-            help="What the paper leaves open, by name: public, fitted-links, one-part or shared-links (the pod); "
-            "public, fixed-batch or public-defaults (the real 4x4 mesh)."
-        ),
-    ] = "public",
-    cluster: Annotated[
-        str,
-        typer.Option(
-            help="The pod whose constants are judged: a catalog cluster or a TOML file. By default "
-            "that of the reading."
-        ),
-    ] = "",
-    figures: Annotated[
-        str | None, typer.Option(help="Compute only these figures: some of 9 to 14, separated by commas.")
-    ] = None,
-    outputs: Outputs,
-) -> None:
+def meshslice(options: MeshSliceOptions, outputs: Outputs) -> None:
     """MeshSlice (ISCA '25): every number of its evaluation beside ours with a verdict, and figures 9 to 14.
 
     GPT-3 and Megatron-NLG run on 16 to 256 chips. MeshSlice is compared with Wang, Collective, SUMMA, Cannon, 1D
@@ -81,17 +74,15 @@ def meshslice(
 
     Example: meshweave reproduce meshslice --reading one-part --by estimate
     """
-    from meshweave_studies.meshslice.readings import READINGS
-    from meshweave_studies.papers import EVERYTHING, MESHSLICE, reproduce_meshslice, select
+    from meshweave_studies.papers import EVERYTHING, MESHSLICE, reproduce_meshslice
 
-    selection = select(MESHSLICE, split_names(outputs.rows), split_names(figures))
+    pod = load_cluster(options.cluster) if options.cluster else None
+    selection = outputs.selection(MESHSLICE, options.reading, options.figures)
     if selection == EVERYTHING and outputs.out is None and outputs.report is None:
         selection = replace(selection, figures=None)
-    pod = load_cluster(cluster) if cluster else None
-    reading_named(READINGS, reading)
-    outputs.check()
+    timing = options.by.value
     outputs.write(
-        reproduce_meshslice(pod, selection, reading=reading, by=by.value, progress_bar=progress_bar)
+        reproduce_meshslice(pod, selection, reading=options.reading, by=timing, progress_bar=progress_bar)
     )
 
 
@@ -99,25 +90,15 @@ def meshslice(
 class SlicingOptions:
     """The machines of the figures, and what is drawn of them."""
 
-    pvc: Annotated[str, typer.Option(help="The machine of figure 2: a catalog cluster or a TOML file.")] = (
-        "pvc-node"
+    pvc: str = option("pvc-node", "The machine of figure 2: a catalog cluster or a TOML file.")
+    h100: str = option("h100-node", "The machine of figure 3: a catalog cluster or a TOML file.")
+    reading: str = option(
+        "all-factors",
+        "What the paper leaves open, by name: all-factors (replication), cut (every matrix stays cut) or "
+        "shapes (products in whole waves of tiles).",
     )
-    h100: Annotated[str, typer.Option(help="The machine of figure 3: a catalog cluster or a TOML file.")] = (
-        "h100-node"
-    )
-    reading: Annotated[
-        str,
-        typer.Option(
-            help="What the paper leaves open, by name: all-factors (replication), cut (every matrix stays cut) or "
-            "shapes (products in whole waves of tiles)."
-        ),
-    ] = "all-factors"
-    figures: Annotated[
-        str | None, typer.Option(help="Compute only these figures: 2, 3 or both, separated by a comma.")
-    ] = None
-    every: Annotated[
-        bool, typer.Option("--all", help="Draw figures with all 28 partitionings instead of the paper's six.")
-    ] = False
+    figures: str | None = option(None, "Compute only these figures: 2, 3 or both, separated by a comma.")
+    every: bool = option(False, "Draw figures with all 28 partitionings instead of the paper's six.", "--all")
 
 
 @reproduce.command()
@@ -132,13 +113,10 @@ def slicing(options: SlicingOptions, outputs: Outputs) -> None:
 
     Example: meshweave reproduce slicing --report slicing.html
     """
-    from meshweave_studies.papers import SLICING, reproduce_slicing, select
-    from meshweave_studies.slicing.readings import READINGS
+    from meshweave_studies.papers import SLICING, reproduce_slicing
 
-    selection = select(SLICING, split_names(outputs.rows), split_names(options.figures))
     machines = load_cluster(options.pvc), load_cluster(options.h100)
-    reading_named(READINGS, options.reading)
-    outputs.check()
+    selection = outputs.selection(SLICING, options.reading, options.figures)
     outputs.write(
         reproduce_slicing(
             *machines,
@@ -150,29 +128,26 @@ def slicing(options: SlicingOptions, outputs: Outputs) -> None:
     )
 
 
+@dataclass(frozen=True)
+class AlpaCommOptions:
+    """The hosts, the reading, and which figures are computed."""
+
+    cluster: str = option(
+        "",
+        "A cluster of hosts with four chips or more and one NIC: a catalog cluster or a TOML file. "
+        "Five hosts are taken. By default that of the reading.",
+    )
+    reading: str = option(
+        "bandwidth",
+        "What the paper leaves open, by name: bandwidth, messages (launches and packing cost time), alpa "
+        "(rivals by their public code) or alpa-messages.",
+    )
+    figures: str | None = option(None, "Compute only these figures: some of 5 to 9, separated by commas.")
+
+
 @reproduce.command()
 @with_options
-def alpacomm(
-    *,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            help="A cluster of hosts with four chips or more and one NIC: a catalog cluster or a TOML file. "
-            "Five hosts are taken. By default that of the reading."
-        ),
-    ] = "",
-    reading: Annotated[
-        str,
-        typer.Option(
-            help="What the paper leaves open, by name: bandwidth, messages (launches and packing cost time), alpa "
-            "(rivals by their public code) or alpa-messages."
-        ),
-    ] = "bandwidth",
-    figures: Annotated[
-        str | None, typer.Option(help="Compute only these figures: some of 5 to 9, separated by commas.")
-    ] = None,
-    outputs: Outputs,
-) -> None:
+def alpacomm(options: AlpaCommOptions, outputs: Outputs) -> None:
     """AlpaComm (MLSys '23): its resharding microbenchmarks, training runs and ablations, figures 5 to 9.
 
     One device sends to several, and the nine cases of table 2 are resharded, by send/recv, all-gather and
@@ -183,32 +158,28 @@ def alpacomm(
 
     Example: meshweave reproduce alpacomm --report alpacomm.html
     """
-    from meshweave_studies.alpacomm.readings import READINGS
-    from meshweave_studies.papers import ALPACOMM, reproduce_alpacomm, select
+    from meshweave_studies.papers import ALPACOMM, reproduce_alpacomm
 
-    selection = select(ALPACOMM, split_names(outputs.rows), split_names(figures))
-    hosts = load_cluster(cluster) if cluster else None
-    reading_named(READINGS, reading)
-    outputs.check()
-    outputs.write(reproduce_alpacomm(hosts, selection, reading=reading, progress_bar=progress_bar))
+    hosts = load_cluster(options.cluster) if options.cluster else None
+    selection = outputs.selection(ALPACOMM, options.reading, options.figures)
+    outputs.write(reproduce_alpacomm(hosts, selection, reading=options.reading, progress_bar=progress_bar))
+
+
+@dataclass(frozen=True)
+class AtpOptions:
+    """The reading, and which figures are computed."""
+
+    reading: str = option(
+        "rates",
+        "What a layer takes besides its FLOPs, by name: rates (nothing; all rows), or, for simulated "
+        "rows, framework, framework-overlap, framework-host or framework-four-bytes.",
+    )
+    figures: str | None = option(None, "Compute only these figures: some of 10 to 12, separated by commas.")
 
 
 @reproduce.command()
 @with_options
-def atp(
-    *,
-    reading: Annotated[
-        str,
-        typer.Option(
-            help="What a layer takes besides its FLOPs, by name: rates (nothing; all rows), or, for simulated "
-            "rows, framework, framework-overlap, framework-host or framework-four-bytes."
-        ),
-    ] = "rates",
-    figures: Annotated[
-        str | None, typer.Option(help="Compute only these figures: some of 10 to 12, separated by commas.")
-    ] = None,
-    outputs: Outputs,
-) -> None:
+def atp(options: AtpOptions, outputs: Outputs) -> None:
     """ATP: equations 2 to 4, the meshes that it chooses, figures 10 to 12 and table 3, beside ours with a verdict.
 
     Layers of four GPT models run on the paper's interconnects, which the catalog has as atp-ic1 to atp-ic6 (half
@@ -217,13 +188,10 @@ def atp(
 
     Example: meshweave reproduce atp --report atp.html
     """
-    from meshweave_studies.atp.readings import READINGS
-    from meshweave_studies.papers import ATP, reproduce_atp, select
+    from meshweave_studies.papers import ATP, reproduce_atp
 
-    selection = select(ATP, split_names(outputs.rows), split_names(figures))
-    reading_named(READINGS, reading)
-    outputs.check()
-    outputs.write(reproduce_atp(selection, reading=reading, progress_bar=progress_bar))
+    selection = outputs.selection(ATP, options.reading, options.figures)
+    outputs.write(reproduce_atp(selection, reading=options.reading, progress_bar=progress_bar))
 
 
 @reproduce.command(name="zero-bubble")
@@ -237,30 +205,28 @@ def zero_bubble(outputs: Outputs) -> None:
 
     Example: meshweave reproduce zero-bubble --rows zb_1p_profiled,memory_order
     """
-    from meshweave_studies.papers import ZERO_BUBBLE, reproduce_zero_bubble, select
+    from meshweave_studies.papers import ZERO_BUBBLE, reproduce_zero_bubble
 
-    selection = select(ZERO_BUBBLE, split_names(outputs.rows))
-    outputs.check()
-    outputs.write(reproduce_zero_bubble(selection, progress_bar=progress_bar))
+    outputs.write(reproduce_zero_bubble(outputs.selection(ZERO_BUBBLE), progress_bar=progress_bar))
+
+
+@dataclass(frozen=True)
+class T3Options:
+    """The reading, and which figures are computed."""
+
+    reading: str = option(
+        "table-1",
+        "What the paper leaves open, by name: table-1 (all rows); for the sub-layers of figure 16 also "
+        "occupancy, link-75, link-90, occupancy-75, occupancy-plain-sets or rows.",
+    )
+    figures: str | None = option(
+        None, "Compute only these figures: 4, 6, some of 14 to 20, separated by commas."
+    )
 
 
 @reproduce.command()
 @with_options
-def t3(
-    *,
-    reading: Annotated[
-        str,
-        typer.Option(
-            help="What the paper leaves open, by name: table-1 (all rows); for the sub-layers of figure 16 also "
-            "occupancy, link-75, link-90, occupancy-75, occupancy-plain-sets or rows."
-        ),
-    ] = "table-1",
-    figures: Annotated[
-        str | None,
-        typer.Option(help="Compute only these figures: 4, 6, some of 14 to 20, separated by commas."),
-    ] = None,
-    outputs: Outputs,
-) -> None:
+def t3(options: T3Options, outputs: Outputs) -> None:
     """T3 (ASPLOS '24): a product overlapped with its reduce-scatter in hardware, figures 4, 6 and 14 to 20.
 
     Sliced sub-layers of five models and one of a trillion parameters run sequentially, under T3 and under
@@ -270,11 +236,8 @@ def t3(
 
     Example: meshweave reproduce t3 --rows mca,traffic
     """
-    from meshweave_studies.papers import T3, reproduce_t3, select
-    from meshweave_studies.t3.readings import READINGS
+    from meshweave_studies.papers import T3, reproduce_t3
 
-    selection = select(T3, split_names(outputs.rows), split_names(figures))
-    reading_named(READINGS, reading)
-    outputs.check()
+    selection = outputs.selection(T3, options.reading, options.figures)
     bar = partial(progress_bar, plain_lines=True)
-    outputs.write(reproduce_t3(selection, reading=reading, progress_bar=bar))
+    outputs.write(reproduce_t3(selection, reading=options.reading, progress_bar=bar))

@@ -10,22 +10,13 @@ import typer
 
 from meshweave.base.errors import DescriptionError, UnsupportedError, printable
 from meshweave.base.outputs import claim_output
+from meshweave.cli.option_fields import option
 from meshweave.cli.options import JSON_HELP, print_json
 from meshweave.report.tables import text_console, text_table
 
 if TYPE_CHECKING:
-    from meshweave_studies import Reproduction
+    from meshweave_studies import Reproduction, Selection
 
-Rows = Annotated[
-    str | None, typer.Option(help="Compute only these rows: ids separated by commas, as --json shows them.")
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(help="Write tables (Markdown and JSON) and pictures (SVG) into this directory."),
-]
-Png = Annotated[
-    bool, typer.Option("--png", help="With --out, write the pictures as PNG too (needs meshweave[png]).")
-]
 Report = Annotated[
     Path | None,
     typer.Option(help="Write the table and all pictures as one self-contained HTML page here."),
@@ -45,9 +36,11 @@ def split_names(text: str | None) -> tuple[str, ...]:
 class Outputs:
     """Which rows of a paper are computed, and where they and its figures are written."""
 
-    rows: Rows = None
-    out: Out = None
-    png: Png = False
+    rows: str | None = option(None, "Compute only these rows: ids separated by commas, as --json shows them.")
+    out: Path | None = option(
+        None, "Write tables (Markdown and JSON) and pictures (SVG) into this directory."
+    )
+    png: bool = option(False, "With --out, write the pictures as PNG too (needs meshweave[png]).")
     report: Report = None
     json: Json = False
 
@@ -72,6 +65,20 @@ class Outputs:
                     f"{printable(self.report)}: lies among the tables of --out; name the page *.html"
                 )
             claim_output(self.report, "--report")
+
+    def selection(self, paper: str, reading: str = "", figures: str | None = None) -> Selection:
+        """Return the rows and figures of a paper that are to be computed, once all options are checked.
+
+        Raises what `check` raises, and UnsupportedError for a row, figure or reading that the paper does not have.
+        """
+        from meshweave_studies.papers import STUDIES, select
+        from meshweave_studies.published import reading_named
+
+        selected = select(paper, split_names(self.rows), split_names(figures))
+        if reading:
+            reading_named(STUDIES[paper][1], reading)
+        self.check()
+        return selected
 
     def write(self, reproduction: Reproduction) -> None:
         """Write the files that the options name, and print JSON or tables."""

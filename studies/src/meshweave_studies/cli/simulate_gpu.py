@@ -12,8 +12,8 @@ import typer
 from meshweave.base.errors import ProgramError, UnsupportedError, printable
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s, to_s
-from meshweave.cli.option_fields import with_options
-from meshweave.cli.options import JSON_HELP, OutputOption, print_json
+from meshweave.cli.option_fields import option, with_options
+from meshweave.cli.options import JSON_HELP, output, print_json, say_written
 from meshweave.cli.simulate import MachineOptions, read_program_case
 from meshweave.describe.machine.gpu import ARBITRATIONS
 from meshweave.report.tables import text_console, text_table
@@ -37,37 +37,26 @@ class ArbitrationPolicy(StrEnum):
 class GpuOptions:
     """How the memory arbitrates, and what is written."""
 
-    arbitration: Annotated[
-        ArbitrationPolicy | None,
-        typer.Option(
-            help="How memory controllers choose between computing and communication; "
-            "communication-aware is T3's MCA. Default: round-robin."
-        ),
-    ] = None
-    threshold: Annotated[
-        str,
-        typer.Option(
-            help="Of communication-aware: communication is issued while a queue has fewer entries; 'auto' takes "
-            "5, 10, 30 or none by how full the queues are while the first work groups run alone."
-        ),
-    ] = "auto"
-    starvation: Annotated[
-        int | None,
-        typer.Option(
-            help="Of communication-aware: cycles of the memory after which communication goes first. Default: "
-            "the GPU's.",
-            min=1,
-            max=1 << 20,
-        ),
-    ] = None
-    trace: Annotated[
-        Path | None, OutputOption(help="Write a Chrome / Perfetto trace with memory as counter tracks.")
-    ] = None
-    report: Annotated[
-        Path | None,
-        OutputOption(help="Write a page here: kernels, and memory over time; self-contained HTML."),
-    ] = None
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False
+    arbitration: ArbitrationPolicy | None = option(
+        None,
+        "How memory controllers choose between computing and communication; "
+        "communication-aware is T3's MCA. Default: round-robin.",
+    )
+    threshold: str = option(
+        "auto",
+        "Of communication-aware: communication is issued while a queue has fewer entries; 'auto' takes "
+        "5, 10, 30 or none by how full the queues are while the first work groups run alone.",
+    )
+    starvation: int | None = option(
+        None,
+        "Of communication-aware: cycles of the memory after which communication goes first. Default: "
+        "the GPU's.",
+        min=1,
+        max=1 << 20,
+    )
+    trace: Path | None = output("Write a Chrome / Perfetto trace with memory as counter tracks.")
+    report: Path | None = output("Write a page here: kernels, and memory over time; self-contained HTML.")
+    json: bool = option(False, JSON_HELP)
 
 
 @with_options
@@ -102,9 +91,7 @@ def simulate_gpu(
         print_json([simulated.to_json()])
         return
     _print(simulated)
-    for path in (options.trace, options.report):
-        if path is not None:
-            typer.echo(f"written: {path}")
+    say_written(options.trace, options.report)
 
 
 def read_arbiter(policy: str | None, threshold: str, starvation: int | None) -> Arbiter:

@@ -12,16 +12,17 @@ from meshweave.algorithms.block.problem import Overlap
 from meshweave.base.errors import LayoutError
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s
-from meshweave.cli.option_fields import with_options
+from meshweave.cli.option_fields import option, with_options
 from meshweave.cli.options import (
     OldSequenceOption,
-    OutputOption,
+    output,
     print_json,
     progress_bar,
     read_dtype,
     read_mesh,
     read_names,
     read_sequence,
+    say_written,
 )
 from meshweave.cli.tune import JsonOption
 from meshweave.describe.machine.cluster import load_cluster
@@ -42,32 +43,22 @@ class BlockOptions:
     batch: BatchOption = 4
     sequence: SequenceOption = 2048
     seq: OldSequenceOption = None
-    layers: Annotated[int, typer.Option(min=1, max=64, help="Layers that are one program.")] = 1
+    layers: int = option(1, "Layers that are one program.", min=1, max=64)
     dtype: DtypeOption = "bfloat16"
-    algorithms: Annotated[
-        str, typer.Option("--algorithm", help="Strategies to choose among, with commas, or 'all'.")
-    ] = "all"
-    meshes: Annotated[
-        str,
-        typer.Option(
-            "--mesh", help="Meshes ROWSxCOLS or DEPTHxROWSxCOLS to choose among, with commas, or 'all'."
-        ),
-    ] = "all"
-    simulated: Annotated[
-        int,
-        typer.Option(
-            "--simulate", min=0, max=64, help="How many of the best to simulate; none where one is too large."
-        ),
-    ] = 4
-    overlap: Annotated[
-        Overlap,
-        typer.Option(
-            help="What communication may run beside: layers, all that a program of the layers has beside it; "
-            "sites, its own product alone, as in a model of mw.parallelize."
-        ),
-    ] = "layers"
-    count: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the fastest first.")] = 10
-    svg: Annotated[Path | None, OutputOption(help="Draw the listed strategies into this SVG file.")] = None
+    algorithms: str = option("all", "Strategies to choose among, with commas, or 'all'.", "--algorithm")
+    meshes: str = option(
+        "all", "Meshes ROWSxCOLS or DEPTHxROWSxCOLS to choose among, with commas, or 'all'.", "--mesh"
+    )
+    simulated: int = option(
+        4, "How many of the best to simulate; none where one is too large.", "--simulate", min=0, max=64
+    )
+    overlap: Overlap = option(
+        "layers",
+        "What communication may run beside: layers, all that a program of the layers has beside it; "
+        "sites, its own product alone, as in a model of mw.parallelize.",
+    )
+    count: int = option(10, "How many to list, the fastest first.", min=1, max=1000)
+    svg: Path | None = output("Draw the listed strategies into this SVG file.")
     json: JsonOption = False
 
 
@@ -114,8 +105,7 @@ def block(
         print_json(_ranking_json(ranking, options.count))
         return
     _print_ranking(ranking, options.count)
-    if options.svg is not None:
-        typer.echo(f"written: {options.svg}")
+    say_written(options.svg)
 
 
 def _meshes(text: str) -> tuple[MeshShape, ...] | None:

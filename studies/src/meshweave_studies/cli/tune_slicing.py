@@ -14,7 +14,7 @@ from meshweave.algorithms.universal.problem import OPERANDS
 from meshweave.base.errors import LayoutError, UnsupportedError, printable, require_known
 from meshweave.base.limits import SCHEDULED_PRODUCTS
 from meshweave.base.units import format_bytes, format_s
-from meshweave.cli.option_fields import refuse_given, with_options
+from meshweave.cli.option_fields import option, refuse_given, with_options
 from meshweave.cli.options import (
     BARE_CHIP_BYTES,
     print_json,
@@ -24,7 +24,7 @@ from meshweave.cli.options import (
     read_mesh,
     read_names,
 )
-from meshweave.cli.tune import ClusterOption, JsonOption
+from meshweave.cli.tune import JsonOption
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.grid import ProcessGrid
@@ -40,33 +40,31 @@ MAX_SIZE = 1 << 24
 MAX_AT_ONCE = 8
 """Of products, fetches or accumulates: a stage of more has too many selections to weigh."""
 
-MOption = Annotated[int, typer.Option("--m", min=1, max=MAX_SIZE, help="Rows of A and C.")]
-NOption = Annotated[int, typer.Option("--n", min=1, max=MAX_SIZE, help="Columns of B and C.")]
 DtypeOption = Annotated[str, typer.Option(help="Element type.")]
-KOption = Annotated[int, typer.Option("--k", min=1, max=MAX_SIZE, help="Columns of A, rows of B.")]
 
 
 @dataclass(frozen=True)
-class LayoutsOptions:
+class ProductOptions:
+    """The sizes of a product, and the machine."""
+
+    m: int = option(4096, "Rows of A and C.", min=1, max=MAX_SIZE)
+    n: int = option(4096, "Columns of B and C.", min=1, max=MAX_SIZE)
+    k: int = option(4096, "Columns of A, rows of B.", min=1, max=MAX_SIZE)
+    cluster: str = option("h100-node", "A catalog cluster or a TOML file; ':N' sets the number of chips.")
+
+
+@dataclass(frozen=True)
+class LayoutsOptions(ProductOptions):
     """The product whose layouts are searched, those that are given, and the limit of memory."""
 
-    m: MOption = 4096
-    n: NOption = 4096
-    k: KOption = 4096
-    cluster: ClusterOption = "h100-node"
-    a: Annotated[
-        str | None, typer.Option(help="Keep A in this layout: a grid ROWSxCOLS or COPIESxROWSxCOLS.")
-    ] = None
-    b: Annotated[str | None, typer.Option(help="Keep B in this layout.")] = None
-    c: Annotated[str | None, typer.Option(help="Keep C in this layout.")] = None
+    a: str | None = option(None, "Keep A in this layout: a grid ROWSxCOLS or COPIESxROWSxCOLS.")
+    b: str | None = option(None, "Keep B in this layout.")
+    c: str | None = option(None, "Keep C in this layout.")
     dtype: DtypeOption = "float32"
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="The most that a rank may hold, such as 512MiB or 2GB. Default: the chip's memory."
-        ),
-    ] = None
-    count: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the best first.")] = 5
+    memory: str | None = option(
+        None, "The most that a rank may hold, such as 512MiB or 2GB. Default: the chip's memory."
+    )
+    count: int = option(5, "How many to list, the best first.", min=1, max=1000)
     json: JsonOption = False
 
 
@@ -114,44 +112,26 @@ def layouts(options: LayoutsOptions) -> None:
 
 
 @dataclass(frozen=True)
-class ScheduleOptions:
+class ScheduleOptions(ProductOptions):
     """The product whose order is searched, its layouts, and the limits of its stages."""
 
-    m: MOption = 4096
-    n: NOption = 4096
-    k: KOption = 4096
-    cluster: ClusterOption = "h100-node"
-    a: Annotated[
-        str | None,
-        typer.Option(help="Layout of A: a grid ROWSxCOLS or COPIESxROWSxCOLS. Default: row blocks."),
-    ] = None
-    b: Annotated[str | None, typer.Option(help="Layout of B. Default: row blocks.")] = None
-    c: Annotated[str | None, typer.Option(help="Layout of C. Default: row blocks.")] = None
+    a: str | None = option(None, "Layout of A: a grid ROWSxCOLS or COPIESxROWSxCOLS. Default: row blocks.")
+    b: str | None = option(None, "Layout of B. Default: row blocks.")
+    c: str | None = option(None, "Layout of C. Default: row blocks.")
     dtype: DtypeOption = "float32"
-    kinds: Annotated[
-        str,
-        typer.Option(
-            "--kind", help="direct, greedy, cost-greedy or exhaustive, several with commas, or 'all'."
-        ),
-    ] = "all"
-    max_states: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="States that the exhaustive search may weigh per rank before it settles. "
-            "Default: up to 20,000, fewer where ranks have much work that differs.",
-        ),
-    ] = None
-    stationary: Annotated[
-        str, typer.Option(help="The matrix that stays put: a, b or c. Default: what is estimated fastest.")
-    ] = ""
-    products: Annotated[
-        int, typer.Option(min=1, max=MAX_AT_ONCE, help="Products of one stage, and at once on a rank.")
-    ] = 1
-    fetches: Annotated[int, typer.Option(min=1, max=MAX_AT_ONCE, help="Fetches of one stage.")] = 2
-    accumulates: Annotated[
-        int, typer.Option(min=1, max=MAX_AT_ONCE, help="Accumulates of one stage, and at once on a rank.")
-    ] = 1
+    kinds: str = option(
+        "all", "direct, greedy, cost-greedy or exhaustive, several with commas, or 'all'.", "--kind"
+    )
+    max_states: int | None = option(
+        None,
+        "States that the exhaustive search may weigh per rank before it settles. "
+        "Default: up to 20,000, fewer where ranks have much work that differs.",
+        min=1,
+    )
+    stationary: str = option("", "The matrix that stays put: a, b or c. Default: what is estimated fastest.")
+    products: int = option(1, "Products of one stage, and at once on a rank.", min=1, max=MAX_AT_ONCE)
+    fetches: int = option(2, "Fetches of one stage.", min=1, max=MAX_AT_ONCE)
+    accumulates: int = option(1, "Accumulates of one stage, and at once on a rank.", min=1, max=MAX_AT_ONCE)
     json: JsonOption = False
 
 

@@ -23,6 +23,7 @@ from meshweave.algorithms.universal.config import base_configs, group_of_ranks
 from meshweave.algorithms.universal.owners import OwnerMap, common_runs, owners, split_among_replicas
 from meshweave.algorithms.universal.problem import DIMS, LOOP, OPERANDS
 from meshweave.algorithms.universal.slicing import split_counts
+from meshweave.base.remembered import remembered
 from meshweave.base.units import dtype_bytes
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Intervals, Layout
@@ -84,11 +85,7 @@ class LayoutBounds:
     options: dict[Operand, Sequence[Layout]]
     rates: RankRates
     dtype: str = "float32"
-    _known_traffic: dict[tuple[Operand, int, Operand, int, Groups], TrafficBounds] = field(
-        default_factory=dict
-    )
     _known_num_steps: dict[Hashable, tuple[float, ...]] = field(default_factory=dict)
-    _known_c_owners: dict[tuple[int, Groups], OwnerMap] = field(default_factory=dict)
 
     def least(self) -> tuple[Vector, Vector]:
         """Return bounds of the seconds, and of the bytes that all ranks together receive.
@@ -207,18 +204,14 @@ class LayoutBounds:
     def _owners(self, operand: Operand, index: int) -> OwnerMap:
         return owners(self.options[operand][index], self._shape(operand))
 
+    @remembered
     def _moving_owners(self, operand: Operand, index: int, group_of: Groups) -> OwnerMap:
         """Return the owners of a moving matrix; of C with one owner per element and group."""
         whole = self._owners(operand, index)
         if operand != "c":
             return whole
-        key = index, group_of
-        if key not in self._known_c_owners:
-            dim = 0 if self.sizes[0] >= self.sizes[1] else 1
-            self._known_c_owners[key] = split_among_replicas(
-                whole, dim, dict(zip(self._ranks, group_of, strict=True))
-            )
-        return self._known_c_owners[key]
+        dim = 0 if self.sizes[0] >= self.sizes[1] else 1
+        return split_among_replicas(whole, dim, dict(zip(self._ranks, group_of, strict=True)))
 
     def _is_complete(self, operand: Operand, index: int, group_of: Groups) -> bool:
         """Return whether each group has the whole of a matrix; the sum of a partial one it may have."""
@@ -267,15 +260,8 @@ class LayoutBounds:
 
     # --- pairs -------------------------------------------------------------------------------------------------
 
+    @remembered
     def _traffic(
-        self, stationary: Operand, fixed_index: int, moving: Operand, index: int, group_of: Groups
-    ) -> TrafficBounds:
-        key = stationary, fixed_index, moving, index, group_of
-        if key not in self._known_traffic:
-            self._known_traffic[key] = self._count_traffic(*key)
-        return self._known_traffic[key]
-
-    def _count_traffic(
         self, stationary: Operand, fixed_index: int, moving: Operand, index: int, group_of: Groups
     ) -> TrafficBounds:
         """Return the bounds of one pair of layouts: 0 where one of the two is partial."""

@@ -17,24 +17,22 @@ from dataclasses import dataclass, replace
 from meshweave.describe.layout.shapes import near_square
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.kernels import ChipKernels, ProductConstants
+from meshweave_studies.published import NamedReading, by_name
 from meshweave_studies.slicing.partitionings import BlockKind
 
 ALL_FACTORS = "all-factors"
 
 
 @dataclass(frozen=True)
-class SlicingReading:
+class SlicingReading(NamedReading):
     """A choice for what the paper leaves open.
 
     Attributes:
-        title: the choice in a few words.
         cuts_everything: whether only replication factors are tried that leave each copy of a matrix cut, a 2D
             block along both dims.
         by_shape: whether products take whole waves of tiles.
     """
 
-    name: str
-    title: str
     cuts_everything: bool = False
     by_shape: bool = False
 
@@ -72,21 +70,18 @@ def with_waves(cluster: Cluster) -> Cluster:
     return replace(cluster, chip=replace(chip, kernels=kernels))
 
 
-READINGS: dict[str, SlicingReading] = {
-    reading.name: reading
-    for reading in (
-        SlicingReading(ALL_FACTORS, "all replication factors that divide the number of devices"),
-        SlicingReading(
-            "cut",
-            "replication factors that leave every matrix cut: 1D blocks into two parts at least, 2D blocks along "
-            "both dims",
-            cuts_everything=True,
-        ),
-        SlicingReading(
-            "shapes",
-            "as all-factors, with products in whole waves of tiles over the units of a device",
-            by_shape=True,
-        ),
-    )
-}
+READINGS: dict[str, SlicingReading] = by_name(
+    SlicingReading(ALL_FACTORS, "all replication factors that divide the number of devices"),
+    SlicingReading(
+        "cut",
+        "replication factors that leave every matrix cut: 1D blocks into two parts at least, 2D blocks along "
+        "both dims",
+        cuts_everything=True,
+    ),
+    SlicingReading(
+        "shapes",
+        "as all-factors, with products in whole waves of tiles over the units of a device",
+        by_shape=True,
+    ),
+)
 """By name, the default first."""

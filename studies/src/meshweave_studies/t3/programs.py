@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshweave.algorithms.fused import NoChoice, RingReduceScatter, SequentialReduceScatter, Tiles
-from meshweave.algorithms.fused.product import Parts, declarations, each_region
+from meshweave.algorithms.fused.product import RingText
 from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Replicate, Shard
@@ -73,22 +73,21 @@ def fused_alone_program(product: SlicedProduct, order: TileOrder = "") -> Progra
     It reads and stores as T3's does, past the cache, so that what it gains or loses over the product alone is
     the cache's relief and the cost of updates; what T3 loses beside it is contention.
     """
-    problem, ranks = product.problem, product.ranks
-    parts = Parts(product.rows, ranks)
+    ring, ranks = RingText(product.problem), product.ranks
     release = Tiles(order=order).release(update=True)
     first, passed, own = (
         f"local(acc[{rows}, :], a=a[{rows}, :])"
         for rows in map(
-            parts.range,
+            ring.rows.range,
             (f"((tp.x + {ranks - 1}) % {ranks})", f"((tp.x + {ranks - 2} - s) % {ranks})", "tp.x"),
         )
     )
-    return parse(f"""{declarations(problem, "T3's product without communication")}\
+    return parse(f"""{ring.declarations("T3's product without communication")}\
 acc = scratch(({product.rows}, {product.columns}), "{product.dtype}", on=tp)
 compute = lane()
 with tp:
     zero(acc, lane=compute)
-    product(a, b, ({first}, {each_region(passed, ranks - 2)}{own}), release={release}, lane=compute)
+    product(a, b, ({first}, {ring.each(passed, ranks - 2)}{own}), release={release}, lane=compute)
 """)
 
 

@@ -7,11 +7,10 @@ large a batch, the layout.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import mean
+from statistics import correlation, mean
 from typing import Any
 
 from meshweave_studies.markdown import markdown_table
@@ -69,9 +68,9 @@ def sweeps_of(runs: Sequence[PublishedRun], rows: Sequence[ScoredRun]) -> list[R
         for key in keys:
             groups.setdefault((run.source, *key, *same), []).append(row)
     return [
-        RunSweep(source, model, varies, len(group), round(correlation, 4), round(_spread(group), 4))
+        RunSweep(source, model, varies, len(group), round(ordered, 4), round(_spread(group), 4))
         for (source, model, varies, *_), group in groups.items()
-        if len(group) >= LEAST_ROWS and (correlation := rank_correlation(group)) is not None
+        if len(group) >= LEAST_ROWS and (ordered := rank_correlation(group)) is not None
     ]
 
 
@@ -79,12 +78,7 @@ def rank_correlation(rows: Sequence[ScoredRun]) -> float | None:
     """Return Spearman's rank correlation of predicted with published figures; None where all of one are equal."""
     published = _ranks([row.published for row in rows])
     predicted = _ranks([row.predicted or 0.0 for row in rows])
-    center = mean(published)
-    spread = [sum((rank - center) ** 2 for rank in ranks) for ranks in (published, predicted)]
-    if not spread[0] or not spread[1]:
-        return None
-    both = zip(published, predicted, strict=True)
-    return sum((a - center) * (b - center) for a, b in both) / math.sqrt(spread[0] * spread[1])
+    return None if 1 in (len({*published}), len({*predicted})) else correlation(published, predicted)
 
 
 def _spread(rows: Sequence[ScoredRun]) -> float:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from meshweave.algorithms.matmul2d.common.problem import MESH, Dataflow, MovingMatrix
+from meshweave.algorithms.matmul2d.common.extents import local_extent
+from meshweave.algorithms.matmul2d.common.problem import (
+    MESH,
+    Dataflow,
+    Matmul2dProblem,
+    MovingMatrix,
+    Placements,
+)
 from meshweave.ir.program import Buffer, Lane, On, Program, Statement
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import AllGather, Matmul, ReduceScatter
@@ -53,6 +60,31 @@ def collective_of(moving: MovingMatrix, whole: View, shard: View, sizes: Index) 
         lane=moving.axis,
         name=f"{verb}_{moving.operand}",
     )
+
+
+def moving_scratch(
+    problem: Matmul2dProblem,
+    placements: Placements,
+    moving: MovingMatrix,
+    name: str,
+    along: int,
+    slots: int = 1,
+    *,
+    is_outermost: bool = True,
+) -> Buffer:
+    """Return the declaration of scratch for `along` elements of the dim of a matrix that moves.
+
+    Of the other dim it has what lies on the rank.
+
+    Args:
+        placements: for each of "a", "b" and "c" one placement per mesh axis.
+        slots: the number of copies.
+        is_outermost: whether the dim that moves is the outer one in memory, so that its parts are contiguous.
+    """
+    across = local_extent(problem, placements, moving.operand, 1 - moving.dim)
+    shape = (across, along) if moving.dim == 1 else (along, across)
+    order = (1, 0) if moving.dim == 1 and is_outermost else None
+    return Buffer(name, "scratch", MESH, problem.dtype, shape=shape, slots=slots, order=order)
 
 
 def with_ops(

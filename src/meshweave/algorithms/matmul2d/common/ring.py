@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from meshweave.algorithms.matmul2d.common.extents import chunk_extent, largest_extent, local_extent
-from meshweave.algorithms.matmul2d.common.ops import collective_of, local_product, with_ops
+from meshweave.algorithms.matmul2d.common.extents import chunk_extent, largest_extent
+from meshweave.algorithms.matmul2d.common.ops import collective_of, local_product, moving_scratch, with_ops
 from meshweave.algorithms.matmul2d.common.problem import MESH, Matmul2dProblem, MovingMatrix, Placements
 from meshweave.algorithms.matrix_views import full_matrix, matrix_slice
 from meshweave.ir.program import Buffer, Program
@@ -349,18 +349,9 @@ class _RingProgramBuilder:
         return self._scratch(f"c_in{direction.suffix}", self.ring.moving, self.ring.part_size, 2)
 
     def _scratch(self, name: str, moving: MovingMatrix, along: int, slots: int) -> str:
-        problem = self.ring.problem
-        shape: list[Index] = [along, along]
-        shape[1 - moving.dim] = self._across(moving)
-        order = (1, 0) if moving.dim == 1 else None
-        self.buffers[name] = Buffer(
-            name, "scratch", MESH, problem.dtype, shape=tuple(shape), slots=slots, order=order
-        )
+        ring = self.ring
+        self.buffers[name] = moving_scratch(ring.problem, ring.placements, moving, name, along, slots)
         return name
-
-    def _across(self, moving: MovingMatrix) -> Index:
-        """Return the local size of the dim of a moving matrix that does not move."""
-        return local_extent(self.ring.problem, self.ring.placements, moving.operand, 1 - moving.dim)
 
 
 def step_mark(ring: RingProduct, index: int, count: int) -> CollectiveStep | None:

@@ -88,7 +88,8 @@ class _DepthFirstSearch:
 
     def step(self) -> int:
         """Open the state on top of the stack; return the number of states visited by that."""
-        bound, (free, todo, left, trail) = self.stack.pop()
+        bound, state = self.stack.pop()
+        free, todo, _, trail = state
         if bound >= self.least:
             return 0
         now = trail[2] if trail else 0
@@ -109,24 +110,16 @@ class _DepthFirstSearch:
         for start, n, w in options:
             if start < soonest:
                 nodes += 1
-                child = self._child(start, n, w, free, todo, left, trail)
+                child = self._child(start, n, w, state)
                 if child is not None:
                     opened.append((start, child[0], n, w, child))
         opened.sort(key=lambda entry: entry[:4], reverse=True)
         self.stack.extend(entry[4] for entry in opened)
         return nodes
 
-    def _child(
-        self,
-        start: int,
-        n: int,
-        w: int,
-        free: tuple[int, ...],
-        todo: tuple[int, ...],
-        left: tuple[int, ...],
-        trail: Trail | None,
-    ) -> tuple[int, State] | None:
+    def _child(self, start: int, n: int, w: int, state: State) -> tuple[int, State] | None:
         """Return the state after that job, or None if it cannot lead to anything new or better."""
+        free, todo, left, trail = state
         j = todo[n]
         end = start + self.durations[j]
         then = [t if t > start else start for t in free]  # nothing starts before this job any more
@@ -151,10 +144,10 @@ class _DepthFirstSearch:
         for group in self.alike:
             for r, t in zip(group, sorted([then[r] for r in group]), strict=True):
                 key[r] = t
-        state = (others, tuple(key))
-        if state in self.seen:
+        met = (others, tuple(key))
+        if met in self.seen:
             return None
-        self.seen[state] = None
+        self.seen[met] = None
         return bound, (tuple(then), others, tuple(rest), step)
 
     def schedule(self) -> JobSchedule | None:
