@@ -127,7 +127,6 @@ class MeshSliceDataParallel(MeshSlice):
     name = "meshslice_dp"
     title = "MeshSlice + DP"
     source = "Nam et al., ISCA '25, section 7"
-    config_fields = ("slices", "block")
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
         """Return every mesh shape (rows, columns, depth) of `num_chips` chips with a depth of 2 or more."""
