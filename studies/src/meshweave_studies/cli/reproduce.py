@@ -80,9 +80,10 @@ def meshslice(options: MeshSliceOptions, outputs: Outputs) -> None:
     selection = outputs.selection(MESHSLICE, options.reading, options.figures)
     if selection == EVERYTHING and outputs.out is None and outputs.report is None:
         selection = replace(selection, figures=None)
-    timing = options.by.value
     outputs.write(
-        reproduce_meshslice(pod, selection, reading=options.reading, by=timing, progress_bar=progress_bar)
+        reproduce_meshslice(
+            pod, selection, reading=options.reading, by=options.by.value, progress_bar=progress_bar
+        )
     )
 
 
