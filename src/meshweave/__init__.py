@@ -26,9 +26,6 @@ The rest stands in namespaces, each a module that says what it is for:
     mw.jax           products of sharded jax arrays
     mw.errors        every error that a user can cause and mend
 
-Functions and constructors take arguments as their annotations say (`meshweave.base.arguments`): the name or file
-of a cluster, model, plan, algorithm or stack is taken for it, and what is of another kind is a `BindError`.
-
 What is neither here nor in a namespace is private by convention: it may change without notice. A name is imported
 at its first use, so `import meshweave` is quick, and planning and simulation work without torch.
 """

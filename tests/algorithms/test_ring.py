@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -125,7 +126,7 @@ def test_the_memory_of_a_ring_is_that_of_its_program(name: str, parts: int) -> N
     for shape in (
         shape for size in (parts, 2 * parts) for shape in entry.mesh_shapes(size) if parts in shape
     ):
-        for dataflow in entry.dataflows:
-            problem = Matmul2dProblem(2 * parts, 2 * parts, 2 * parts, shape, dataflow)
+        for dataflow, size in itertools.product(entry.dataflows, (1, 2 * parts, 2 * parts + 1)):
+            problem = Matmul2dProblem(size, size, size, shape, dataflow)
             for config in entry.candidates(problem):
                 assert entry.peak_bytes(problem, config) == peak_bytes(entry.program(problem, config), 0)

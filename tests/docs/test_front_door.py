@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
-import operator
-import pickle
 import re
 import subprocess
 import sys
 import warnings
 from types import ModuleType
-from typing import Any
 
-import numpy as np
 import pages
 import pytest
 
 import meshweave
-from meshweave.base.errors import MeshweaveError, ProgramError
+from meshweave.base.errors import DescriptionError, ProgramError
 
 FRONT_DOOR = pages.ROOT / "src" / "meshweave" / "__init__.py"
 EXAMPLES = sorted((pages.ROOT / "examples").glob("*.py"))
@@ -60,60 +55,19 @@ def test_every_name_resolves(module: str, name: str) -> None:
     assert isinstance(value, ModuleType) == (module == "meshweave" and name in meshweave._NAMESPACES)
     home = vars(itself).get("_homes", {}).get(name)
     if home is not None:
-        assert inspect.unwrap(value) is inspect.unwrap(getattr(importlib.import_module(home), name))
-        if inspect.isfunction(value):
-            assert pickle.loads(pickle.dumps(value)) is value
+        assert value is getattr(importlib.import_module(home), name)
 
 
-def summa() -> tuple[Any, Any]:
+def test_simulate_and_estimate_take_the_name_of_a_cluster() -> None:
     entry = meshweave.algorithm("summa")
     problem = next(entry.examples())
-    return problem, entry.program(problem, next(entry.candidates(problem)))
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "message"),
-    [
-        ("simulate", ("p.txt", "dgx-h100:8"), "program is 'p.txt'; give a Program"),
-        ("run", (7,), "plan is 7; give a Plan, or its name or file"),
-        ("export", ("no.json", "torchtitan"), "no.json: no such file"),
-        ("rank", ([], "dgx-h100:8"), "problem is []; give a value that is hashable"),
-        ("Workload", (8, np.float64(8)), "sequence is np.float64(8.0); give a whole number"),
-        ("Workload", (True, 8), "batch is True; give a whole number"),
-        ("Machine", ("dgx-h100:8", object()), "meshes is an object; give a sequence, each a Mesh"),
-        (
-            "Mesh",
-            ("m", (2, "x"), ("a", "b"), (0, 1)),
-            "shape is (2, 'x'); give a sequence, each a whole number",
-        ),
-        ("schedules.prove_progress", (1,), "schedule is 1; give a Schedule"),
-        ("schedules.ActionTimes.uniform", (None,), "num_stages is None; give a whole number"),
-        ("describe.ProcessGrid", (2, 2, "x"), "replicas is 'x'; give a whole number"),
-    ],
-)
-def test_an_argument_of_another_kind_is_refused(name: str, args: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(MeshweaveError) as caught:
-        operator.attrgetter(name)(meshweave)(*args)
-    assert message in str(caught.value)
-
-
-def test_arguments_are_taken_as_annotated() -> None:
-    problem, program = summa()
-    machine = meshweave.Machine.of("dgx-h100:8", program)
-    assert machine == meshweave.Machine.of(meshweave.load_cluster("dgx-h100:8"), program)
+    program = entry.program(problem, next(entry.candidates(problem)))
+    machine = meshweave.Machine.of(meshweave.load_cluster("dgx-h100:8"), program)
     assert meshweave.estimate(program, "dgx-h100:8") == meshweave.estimate(program, machine)
     simulated = meshweave.simulate(program, "dgx-h100:8")
     assert simulated.duration_s == meshweave.simulate(program, machine).duration_s
-    mesh = meshweave.Mesh.of("m", np.array([2, 4]), ["a", "b"])
-    assert mesh == meshweave.Mesh.of("m", (2, 4), ("a", "b")) and type(mesh.shape[0]) is int
-    ranked = meshweave.rank(problem, "dgx-h100:4", algorithms="summa")
-    assert {each.algorithm.name for each in ranked} == {"summa"}
-    assert next(meshweave.prove_contract("summa", problem, max_configs=np.int64(1))).algorithm == "summa"
-    runtime = meshweave.schedules.TransferRuntime.BUFFERED
-    times = meshweave.schedules.ActionTimes.uniform(2)
-    schedule = meshweave.schedules.schedule_by_name("1f1b", meshweave.schedules.ScheduleRequest(2, 2), times)
-    timed = meshweave.schedules.time_schedule(schedule, times, "buffered")
-    assert timed == meshweave.schedules.time_schedule(schedule, times, runtime)
+    with pytest.raises(DescriptionError, match="a dict is no cluster; give a Cluster, or its name or file"):
+        meshweave.simulate(program, {})
 
 
 @pytest.mark.parametrize("module", NAMESPACES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -62,7 +61,4 @@ def _field(of: str, old: str, new: str) -> property:
 
 def warn_renamed(old: str, new: str, of: str) -> None:
     """Issue a DeprecationWarning at the line that called the caller: `old` of `of` is called `new` now."""
-    frame, level = sys._getframe(2), 3
-    while frame.f_globals.get("__name__") == "meshweave.base.arguments" and frame.f_back is not None:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(f"meshweave: {old} of {of} is {new} now", DeprecationWarning, stacklevel=level)
+    warnings.warn(f"meshweave: {old} of {of} is {new} now", DeprecationWarning, stacklevel=3)

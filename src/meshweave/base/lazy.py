@@ -49,9 +49,6 @@ class LazyModule(ModuleType):
             value = getattr(import_module(home), name)
         except ModuleNotFoundError as error:
             raise without_package(error, f"{self.__name__}.{name}") from error
-        from meshweave.base.arguments import at_the_door
-
-        value = at_the_door(value, self.__name__)
         setattr(self, name, value)
         return value
 
@@ -137,15 +134,6 @@ def _typed_imports(module: ModuleType) -> dict[str, str]:
 
 
 def imported_names(module: str) -> list[str]:
-    """Return the public names that a module imports, sorted, for its `__all__`; modules are left out.
-
-    From here on these take their arguments by their annotations (`base.arguments`).
-    """
-    from meshweave.base.arguments import at_the_door
-
-    named = vars(sys.modules[module])
-    names = sorted(
-        name for name, value in named.items() if name[0] != "_" and not isinstance(value, ModuleType)
-    )
-    named.update({name: at_the_door(named[name], module) for name in names})
-    return names
+    """Return the public names that a module imports, sorted, for its `__all__`; modules are left out."""
+    named = vars(sys.modules[module]).items()
+    return sorted(name for name, value in named if name[0] != "_" and not isinstance(value, ModuleType))

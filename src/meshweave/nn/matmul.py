@@ -16,7 +16,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from meshweave.algorithms.universal.config import ScheduleKind
 from meshweave.algorithms.universal.schedule import STAGE_LIMITS, StageLimits
-from meshweave.base.arguments import is_hashable
 from meshweave.base.errors import LayoutError
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.execute.torch import compat
@@ -137,7 +136,8 @@ def matmul(
     device_type = a.device_mesh.device_type
     context = context or TorchContext.default(device_type)
     settings = stationary, transport, cluster, schedule, limits, overlap
-    key = _key(a, b, out, settings) if is_hashable(settings) else None
+    can_be_key = isinstance(limits, StageLimits) and isinstance(cluster, Hashable)
+    key = _key(a, b, out, settings) if can_be_key else None
     if key is not None:
         plan = context.cache(Calls).get(key)
         if plan is not None:

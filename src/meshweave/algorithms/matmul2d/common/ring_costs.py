@@ -217,7 +217,8 @@ def peak_bytes(ring: RingProduct) -> int:
     """Return the most bytes that rank 0 of the mesh, which has the largest shards, holds at once.
 
     They are the bytes of its shards of A, B and C, of the gathered (or not yet reduced) matrices, and if the
-    matrix of the ring is scattered, of three receive buffers, fewer in a ring of under five ranks.
+    matrix of the ring is scattered, of receive buffers: of three, or of four in a ring of over five ranks whose
+    parts are unequal, and of fewer in one of under five.
     """
     problem, num_bytes = ring.problem, 0
     for operand in "abc":
@@ -229,7 +230,8 @@ def peak_bytes(ring: RingProduct) -> int:
     whole = _local_bytes(ring, ring.moving.operand, ring.moving)
     if not ring.moving.scattered:
         return num_bytes + whole
-    num_buffers = {2: 1, 3: 2, 4: 2}.get(ring.num_parts, 3)
+    is_even = problem.stored_shape(ring.moving.operand)[ring.moving.dim] % ring.num_parts == 0
+    num_buffers = {2: 1, 3: 2, 4: 2, 5: 3}.get(ring.num_parts, 3 if is_even else 4)
     return num_bytes + whole + num_buffers * _part_bytes(ring, ring.moving)
 
 
