@@ -236,6 +236,7 @@ def test_shapes_need_toruses_of_as_many_ranks(capsys, labs, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 @pytest.mark.gloo
 def test_rivals_give_the_dense_product_take_their_time_and_are_kept(

@@ -28,8 +28,8 @@ from meshweave.ir.work import traffic
 from plain_simulator.reference import simulate
 from sampling import examples
 
-MOST_CANDIDATES = 3 if settings().max_examples <= 100 else 8
-"""Of an example's candidates the first, the last and some between are taken."""
+MOST_CANDIDATES = 2 if settings().max_examples <= 100 else 8
+"""Of an example's candidates the first, the last and, in the slow suite, some between are taken."""
 
 
 def spread(items: list[Any], count: int = MOST_CANDIDATES) -> list[Any]:

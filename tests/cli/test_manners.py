@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 
 import pytest
 
@@ -14,6 +15,7 @@ from meshweave import __version__
 from meshweave.base import errors
 from meshweave.cli import options
 from meshweave.cli.app import _command, run_app
+from sampling import mostly_slow
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,9 +139,12 @@ def test_an_option_that_would_change_nothing_is_refused(
     assert "changes nothing" in said.err or "are of algorithms" in said.err
 
 
-@pytest.mark.parametrize("redirected", [">/dev/full", ">&-"])
-@pytest.mark.parametrize("args", ["catalog models gpt3", "catalog --json", "catalog"])
-def test_output_that_cannot_be_written_is_one_line(redirected: str, args: str) -> None:
+@pytest.mark.parametrize(
+    "case",
+    mostly_slow(product(["catalog models gpt3", "catalog --json", "catalog"], [">/dev/full", ">&-"]), 2),
+)
+def test_output_that_cannot_be_written_is_one_line(case: tuple[str, str]) -> None:
+    args, redirected = case
     code = f"import sys; from meshweave.cli import main; main({args.split()!r})"
     command = ["sh", "-c", f'"$0" -c "$1" {redirected}', sys.executable, code]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)

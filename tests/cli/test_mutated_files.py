@@ -79,7 +79,7 @@ def test_good_commands_are_good(tmp_path: Path) -> None:
 
 
 def test_some_mutated_files(tmp_path: Path) -> None:
-    _sweep(tmp_path, 1, 40)
+    _sweep(tmp_path, 1, 20)
 
 
 @pytest.mark.slow

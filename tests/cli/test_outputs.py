@@ -7,6 +7,7 @@ import os
 import shlex
 import typing
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from verb_commands import COMMANDS, leaves
 from meshweave.base import outputs
 from meshweave.base.errors import DescriptionError
 from meshweave.cli.app import run_app
+from sampling import mostly_slow
 
 
 def options_of(command: Any) -> Iterator[tuple[str, Any, OptionInfo]]:
@@ -73,20 +75,31 @@ def without(args: list[str], option: str) -> list[str]:
     return [*args[:at], *args[at + 2 :]]
 
 
-@pytest.mark.parametrize("name", WRITING)
-def test_outputs_are_refused_before_anything_is_read(name: str, tmp_path: Path) -> None:
+WRONG = {
+    "nowhere/x": "there is no directory",
+    ".": "is a directory",
+    "x" * 300: "longer than 255 bytes",
+    "/proc/x": "annot",
+}
+
+
+@pytest.mark.parametrize(
+    "case", mostly_slow(product(WRITING, WRONG), len(WRITING) + 2), ids=lambda case: " ".join(case)[:40]
+)
+def test_outputs_are_refused_before_anything_is_read(case: tuple[str, str], tmp_path: Path) -> None:
     """Inputs are not even there: what is said is of the output alone."""
+    name, path = case
+    first = WRITING[name][0]
+    outcome = said([*without(words(name, tmp_path), first), first, path], tmp_path)
+    assert outcome.status == 2 and (WRONG[path] in outcome.err or "cannot write" in outcome.err), outcome
+    assert outcome.err.startswith("error: ") and not outcome.fault(), outcome
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", mostly_slow((name for name in WRITING if len(WRITING[name]) > 1), 4))
+def test_two_outputs_are_two_files(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
     first, *others = WRITING[name]
-    for path, message in (
-        ("nowhere/x", "there is no directory"),
-        (".", "is a directory"),
-        ("x" * 300, "longer than 255 bytes"),
-        ("/proc/x", "annot"),
-    ):
-        outcome = said([*without(words(name, tmp_path), first), first, path], tmp_path)
-        assert outcome.status == 2 and (message in outcome.err or "cannot write" in outcome.err), outcome
-        assert outcome.err.startswith("error: ") and not outcome.fault(), outcome
     for other in others:
         for pair in (("./file", "file"), (str(tmp_path / "New"), "nEW")):
             args = without(without(words(name, tmp_path), first), other)

@@ -60,7 +60,9 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("script", [WATCH, HEART], ids=["calls", "heartbeat"])
+@pytest.mark.parametrize(
+    "script", [WATCH, pytest.param(HEART, marks=pytest.mark.slow)], ids=["calls", "heartbeat"]
+)
 def test_a_slow_store_does_not_abort_a_process_that_ends(script: str) -> None:
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert (ended.stdout, ended.returncode) == ("done\n", 0), ended.stderr

@@ -186,14 +186,14 @@ def attempt(call: Callable[[], object]) -> str:
 def swapped_cases(thorough: bool) -> list[str]:
     """Return the cases of `swapped`, as "transport: names": all of them, or every fourth."""
     cases = [f"messages: {name}" for name in SWAPPED] + [f"shared: {name}" for name in SWAPPED_IN_MEMORY]
-    return cases if thorough else cases[::4]
+    return cases if thorough else cases[::8]
 
 
 def refused_cases(thorough: bool) -> list[str]:
     """Return the cases of `refused`, as "transport: name, when": all of them, or every fifth."""
     names = [f"messages: {name}" for name in REFUSED] + ["shared: matmul", "shared: linear"]
     cases = [f"{name}, {when}" for name in names for when in ("first", "later")]
-    return cases if thorough else cases[::5]
+    return cases if thorough else cases[::10]
 
 
 def swapped(context: Any, thorough: bool) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def biases(check: Check) -> None:
     ]
     lies: list[Placements] = [(R, R), (S0, R), (S0, S0), (P, S0), (P, P), (R, P)]
     cases = [(out, lies[at % 6]) for number, out in enumerate(outs) for at in (number, 2 * number + 3)]
-    for number, (out, lie) in check.some(enumerate(cases), 7):
+    for number, (out, lie) in check.some(enumerate(cases), 11):
         x_, w_ = ((S0, R), (R, S0)) if number % 2 else ((S1, S2), (S0, S1))
         parts = [placed(x, mesh, x_), placed(w, mesh, w_), placed(bias, mesh, lie)]
         for one in parts:

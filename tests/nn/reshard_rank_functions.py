@@ -288,7 +288,7 @@ POOL: list[tuple[Any, ...]] = [
 def draws(check: Check) -> None:
     """Meshes, placements and shapes by lot, the same on all ranks."""
     lot = random.Random(11)
-    for number in check.some(range(40), 4):
+    for number in check.some(range(40), 8):
         source, target = over(*lot.choice(POOL)), over(*lot.choice(POOL))
         shape = [lot.randrange(10) for _ in range(lot.randrange(1, 4))]
         dims = [Shard(dim) for dim in range(len(shape))]

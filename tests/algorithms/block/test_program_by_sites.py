@@ -89,7 +89,7 @@ def works(skeleton: Skeleton) -> Counter[Work]:
     return known
 
 
-@pytest.mark.parametrize("entry", mostly_slow(STRATEGIES, 10), ids=lambda entry: entry.title)
+@pytest.mark.parametrize("entry", mostly_slow(STRATEGIES, 6), ids=lambda entry: entry.title)
 def test_a_program_by_sites_computes_the_reference_in_any_order(entry: BlockAlgorithm) -> None:
     for problem in entry.examples() if entry in ENTRIES else (replace(EVEN, exact=True),):
         stated = replace(problem, mesh_shape=shape_of(entry)) if entry in AROUND else problem
@@ -109,7 +109,7 @@ def test_a_program_by_sites_computes_the_reference_in_any_order(entry: BlockAlgo
 CASES = list(product(STRATEGIES, (1, 2)))
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, 19), ids=lambda case: f"{case[0].title}, {case[1]}")
+@pytest.mark.parametrize("case", mostly_slow(CASES, 11), ids=lambda case: f"{case[0].title}, {case[1]}")
 def test_program_and_skeleton_by_sites_are_one(case: tuple[BlockAlgorithm, int]) -> None:
     """Ops, bytes, and the time by any duration of ops; of included products the time of the slowest rank."""
     entry, layers = case

@@ -27,13 +27,21 @@ CASES = [
     )
     for strategy in ("data_parallel", "zero2", "zero3")
 ]
+FEW = CASES[::5]
+"""A strategy each, of different models."""
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_messages_of_a_step_are_no_more_than_those_of_torch(num_ranks: int) -> None:
-    ranks = launch("message_rank_functions:count_all", num_ranks, {"cases": CASES}, timeout_s=300, env=HERE)
-    for case, *answers in zip(CASES, *ranks, strict=True):
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"),
+    [(2, FEW), *(pytest.param(count, CASES, marks=pytest.mark.slow) for count in (2, 4))],
+    ids=["few", "two", "four"],
+)
+def test_messages_of_a_step_are_no_more_than_those_of_torch(
+    num_ranks: int, cases: list[dict[str, Any]]
+) -> None:
+    ranks = launch("message_rank_functions:count_all", num_ranks, {"cases": cases}, timeout_s=300, env=HERE)
+    for case, *answers in zip(cases, *ranks, strict=True):
         for answer in answers:
             ours, theirs = sum(answer["ours"].values()), sum(answer["theirs"].values())
             assert theirs > 0, answer
@@ -53,6 +61,7 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
 """The first three have one kernel for all parameters on a CPU."""
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_optimizers_step_on_local_parts_as_on_dtensors() -> None:
     """Whoever looks at a step sees DTensors, and then they are stepped on: the same bits by the same kernels.

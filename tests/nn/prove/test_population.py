@@ -21,12 +21,13 @@ from meshweave.execute.ranks.launch import launch
 from meshweave.nn.parallel.known import recognised
 from meshweave.nn.prove.reduced import reduced
 from meshweave.nn.prove.whole_model import _CallRecorder
+from sampling import mostly_slow
 
 HERE = {"PYTHONPATH": ":".join(sys.path[:2])}
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("name", POPULATION)
+@pytest.mark.parametrize("name", mostly_slow(POPULATION, 10))
 def test_a_copy_with_all_layers_differs_where_the_model_does(name: str) -> None:
     make, words = POPULATION[name]
     said = checked(make())
