@@ -112,7 +112,6 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
             of all micro-batches are alive at once; else those of one are.
         names_elsewhere: what others call the schedule, by "torch" (torch.distributed.pipelining) or "megatron-lm";
             who does not have it is left out.
-        options: the fields of a `ScheduleRequest` beside its sizes that change the schedule.
         most_forwards: the most forwards, stages times micro-batches, of a schedule that is written out.
     """
 
@@ -124,7 +123,6 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
     waits_at_ends: ClassVar[bool] = False
     forwards_first: ClassVar[bool] = False
     names_elsewhere: ClassVar[Mapping[str, str]] = {}
-    options: ClassVar[tuple[str, ...]] = ()
     most_forwards: ClassVar[Limit] = SCHEDULE_FORWARDS
 
     @abstractmethod

@@ -34,7 +34,7 @@ class DelayedWeights(PipelineAlgorithm):
     source = "Zhuang et al., AlpaComm, MLSys '23, section 4"
     is_searched = False  # its gain is that of slow boundaries between meshes, which have plans of their own
     stages_per_rank = (1,)
-    options = ("delay",)
+    config_fields = ("delay",)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
         """Return why the problem does not fit, if a pipeline rank holds several stages; else None."""
