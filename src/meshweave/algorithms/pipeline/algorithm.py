@@ -95,7 +95,7 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
 
     A rank is a pipeline rank here: the chips that hold the same stages. Ticks are integers in any unit of time,
     that of the given `ActionTimes`. Actions are computing alone: transfers follow from them, and programs, times
-    and memory from both. Module `one_f_one_b` has `alternating` and `refusal_of_several_stages`, which most
+    and memory from both. Module `one_f_one_b` has `alternating` and the base `OneStageEach`, which most
     variants of 1F1B share. A planner of training steps asks further methods, which follow from the schedule unless
     a closed form is known.
 
