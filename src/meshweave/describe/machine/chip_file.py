@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -103,7 +103,7 @@ class ChipFile(FileModel):
         peaks = tuple(self.peak_flops_per_s.items())
         effective = self.effective_flops_per_s
         by_dtype = dict(peaks) if effective is None else {}
-        changed = {
+        changed: dict[str, Any] = {
             "peak_flops_per_s": peaks,
             "effective_flops_per_s": max(rate for _, rate in peaks) if effective is None else effective,
             "source": source if self.source is None else self.source,

@@ -115,7 +115,7 @@ def transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
     if table is None or problems:
         fail_with_all(file, problems)
     try:
-        changed = {
+        changed: dict[str, Any] = {
             "num_kv_heads": table.num_kv_heads or table.num_heads,
             "head_dim": table.head_dim or table.hidden // table.num_heads,
             "architecture": table.architecture.architecture(),
