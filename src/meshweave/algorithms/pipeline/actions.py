@@ -74,6 +74,7 @@ COMPUTE_WORDS = {
 }
 """What pictures call the actions that compute; an overlap is drawn by its parts."""
 
+MAKES_INPUT_GRAD = frozenset({ActionKind.BACKWARD, ActionKind.INPUT_GRAD})
 _COMPUTE = frozenset({*COMPUTE_WORDS, ActionKind.OVERLAP})
 _COMMUNICATE = frozenset(
     {
