@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.problem import Matmul2dConfig, Matmul2dProblem
@@ -20,7 +21,7 @@ class RingAlgorithm(Matmul2d):
     """
 
     estimate_accuracy = "upper_bound"
-    config_fields = ("slices",)
+    config_fields: ClassVar[tuple[str, ...]] = ("slices",)
 
     @abstractmethod
     def ring(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> RingProduct:
