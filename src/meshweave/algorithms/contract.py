@@ -121,6 +121,8 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         title: the name in tables and pictures.
         source: where the algorithm is published.
         problem_type: the type of its problems; algorithms of one type compete with each other.
+        config_fields: the fields that change its programs, of those of a config (or of a `ScheduleRequest`) that
+            not all algorithms for the type read. A command line refuses the others.
         estimate_accuracy: how `estimate` compares with the uncontended simulation. An upper bound is within a
             picosecond per op where all shards are equal.
         memory_accuracy: how `peak_bytes` compares with what the program holds; None where that is not known.
@@ -132,6 +134,7 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
     title: ClassVar[str]
     source: ClassVar[str]
     problem_type: ClassVar[type[Hashable]]
+    config_fields: ClassVar[tuple[str, ...]] = ()
     estimate_accuracy: ClassVar[Accuracy] = "exact"
     memory_accuracy: ClassVar[Accuracy | None] = "exact"
     is_proved: ClassVar[bool] = True

@@ -16,7 +16,8 @@ import math
 import platform
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -130,40 +131,33 @@ def measure_products(
         raise UnsupportedError(
             f"products are measured on cpu and cuda, and not on '{device}', of which a host's clock says nothing"
         )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _measure(torch, device, dtype, shapes, repeat, say, loop_s or _LOOP_S, most_s)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _measure(
-    torch: Any,
-    device: str,
-    dtype: str,
-    shapes: Sequence[Shape],
-    repeat: int,
-    say: Callable[[str], None],
-    loop_s: float,
-    most_s: float,
-) -> list[float]:
     times: list[list[float]] = [[] for _ in shapes]
     order = list(range(len(shapes)))
     draw = random.Random(0)
     begin = time.perf_counter()
-    for turn in range(repeat):
-        if turn and time.perf_counter() - begin > most_s:
-            break
-        say(f"products: repetition {turn + 1} of {repeat}")
-        draw.shuffle(order)
-        for at in order:
-            if device.startswith("cuda"):
-                times[at].append(_graph_s(torch, device, dtype, shapes[at]))
-            else:
-                a, b = _operands(torch, shapes[at], device, dtype)
-                times[at].append(_best_loop_s(torch, a, b, loop_s))
+    with _on_one_thread(torch):
+        for turn in range(repeat):
+            if turn and time.perf_counter() - begin > most_s:
+                break
+            say(f"products: repetition {turn + 1} of {repeat}")
+            draw.shuffle(order)
+            for at in order:
+                if device.startswith("cuda"):
+                    times[at].append(_graph_s(torch, device, dtype, shapes[at]))
+                else:
+                    a, b = _operands(torch, shapes[at], device, dtype)
+                    times[at].append(_best_loop_s(torch, a, b, loop_s or _LOOP_S))
     return [float(np.quantile(seconds, _QUANTILE)) for seconds in times]
+
+
+@contextmanager
+def _on_one_thread(torch: Any) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _operands(torch: Any, shape: Shape, device: str, dtype: str) -> list[torch.Tensor]:

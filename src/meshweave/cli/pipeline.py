@@ -97,7 +97,7 @@ def _refuse_unread(names: list[str], options: ScheduleTextOptions) -> None:
         refuse_given(options, _OF_A_NAME, what, "lists all of its actions")
     if set(named) <= set(SCHEDULES):  # of an unknown name the error lists them all
         for option in ("delay", "stash_rest"):
-            readers = [name for name, entry in SCHEDULES.items() if option in entry.options]
+            readers = [name for name, entry in SCHEDULES.items() if option in entry.config_fields]
             if not set(named) & set(readers):
                 refuse_given(options, (option,), what, f"is not {' or '.join(readers)}")
     if options.cluster is None:

@@ -11,7 +11,6 @@ independently of the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -105,11 +104,7 @@ def linear_reduce_scatter(
             whole, its rank, and the ranks that have not delivered.
     """
     options = _options(FusedOptions(algorithm, tiles or Tiles(), transport, products), context, x)
-    name = "linear_reduce_scatter"
-    with share_refusal(options.context, _ranks(x, device_mesh, name), name):
-        x, weight = autocast_operands(x.device.type, x, weight)
-        dim = _checked(x, weight, dim, device_mesh, name)
-        return _linear(x, weight, dim, device_mesh, options, is_gather=False, name=name)
+    return _linear(x, weight, dim, device_mesh, options, is_gather=False)
 
 
 @torch.compiler.disable(reason=_NO_GRAPH)  # type: ignore[untyped-decorator]
@@ -150,49 +145,45 @@ def all_gather_linear(
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     options = _options(FusedOptions(algorithm, tiles or Tiles(), transport, products), context, x)
-    name = "all_gather_linear"
-    with share_refusal(options.context, _ranks(x, device_mesh, name), name):
-        x, weight = autocast_operands(x.device.type, x, weight)
-        dim = _checked(x, weight, dim, device_mesh, name)
-        return _linear(x, weight, dim, device_mesh, options, is_gather=True, name=name)
+    return _linear(x, weight, dim, device_mesh, options, is_gather=True)
 
 
 def _linear(
-    x: Tensor,
-    weight: Tensor,
-    dim: int,
-    device_mesh: DeviceMesh | None,
-    options: _Options,
-    *,
-    is_gather: bool,
-    name: str,
+    x: Tensor, weight: Tensor, dim: int, device_mesh: DeviceMesh | None, options: _Options, *, is_gather: bool
 ) -> Tensor:
-    """Return the result of a layer; x is seen as a matrix whose rows begin with its dim `dim`."""
-    if isinstance(x, DTensor):
-        assert isinstance(weight, DTensor)
-        placed = placed_linear(compat.spec_of(x), compat.spec_of(weight), dim, is_gather=is_gather, name=name)
-        local_x, local_w = (
-            _local(one, grads) for one, grads in ((x, placed.grads_x), (weight, placed.grads_w))
+    """Return the result of `all_gather_linear` or `linear_reduce_scatter`.
+
+    x is seen as a matrix whose rows begin with its dim `dim`.
+    """
+    name = "all_gather_linear" if is_gather else "linear_reduce_scatter"
+    with share_refusal(options.context, _ranks(x, device_mesh, name), name):
+        x, weight = autocast_operands(x.device.type, x, weight)
+        dim = _checked(x, weight, dim, device_mesh, name)
+        if isinstance(x, DTensor):
+            assert isinstance(weight, DTensor)
+            placed = placed_linear(
+                compat.spec_of(x), compat.spec_of(weight), dim, is_gather=is_gather, name=name
+            )
+            local_x, local_w = _local(x, placed.grads_x), _local(weight, placed.grads_w)
+            problem, dim = placed.problem, placed.dim
+        else:
+            local_x, local_w, placed = x, weight, None
+            problem = _of_local(x, weight, dim, device_mesh, is_gather=is_gather, name=name)
+        rows = local_x.movedim(dim, 0)
+        lead = rows.shape[1:-1]
+        saved = (None if is_gather else x, weight) if placed is not None else ()
+        versions = SavedVersions(saved)
+        matrix = _FusedLinear.apply(rows.flatten(0, -2), local_w, problem, options, versions, is_gather)
+        size = matrix.shape[0] // math.prod(lead)
+        local: Tensor = matrix.reshape(size, *lead, matrix.shape[-1]).movedim(0, dim)
+        if placed is None:
+            return local
+        shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+        stride = torch.empty(shape, device="meta").stride()
+        result: Tensor = DTensor.from_local(
+            local.contiguous(), x.device_mesh, placed.out, run_check=False, shape=shape, stride=stride
         )
-        problem, dim = placed.problem, placed.dim
-    else:
-        local_x, local_w, placed = x, weight, None
-        problem = _of_local(x, weight, dim, device_mesh, is_gather=is_gather, name=name)
-    rows = local_x.movedim(dim, 0)
-    lead = rows.shape[1:-1]
-    saved = (None if is_gather else x, weight) if placed is not None else ()
-    versions = SavedVersions(saved)
-    matrix = _FusedLinear.apply(rows.flatten(0, -2), local_w, problem, options, versions, is_gather)
-    size = matrix.shape[0] // math.prod(lead)
-    local: Tensor = matrix.reshape(size, *lead, matrix.shape[-1]).movedim(0, dim)
-    if placed is None:
-        return local
-    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
-    stride = torch.empty(shape, device="meta").stride()
-    result: Tensor = DTensor.from_local(
-        local.contiguous(), x.device_mesh, placed.out, run_check=False, shape=shape, stride=stride
-    )
-    return result
+        return result
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------
@@ -329,15 +320,9 @@ def _of_local(
             "three dims or more"
         )
     m, n, k = (rows * count, n * count, k) if is_gather else (rows, n, k * count)
-    return _on_ring(m, n, k, ranks, DTYPES[x.dtype], is_gather=is_gather)
-
-
-def _on_ring(
-    m: int, n: int, k: int, ranks: Sequence[int], dtype: str, *, is_gather: bool
-) -> UniversalProblem:
-    mesh = Mesh("tp", (len(ranks),), ("x",), tuple(ranks))
+    mesh = Mesh("tp", (count,), ("x",), ranks)
     a, b, c = (Layout(mesh, (LayoutShard(at),)) for at in ((0, 1, 1) if is_gather else (1, 0, 0)))
-    return UniversalProblem(m, n, k, a, b, c, dtype)
+    return UniversalProblem(m, n, k, a, b, c, DTYPES[x.dtype])
 
 
 def _local(one: DTensor, grads: tuple[Placement, ...]) -> Tensor:

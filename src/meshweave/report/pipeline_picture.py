@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from meshweave.algorithms.pipeline.action_times import TimedSchedule
-from meshweave.algorithms.pipeline.actions import Action, ActionKind
+from meshweave.algorithms.pipeline.actions import COMPUTE_WORDS, Action, ActionKind
 from meshweave.base.units import PS_PER_S, format_s, to_s
 from meshweave.report.simulation_picture import _axis, _time
 from meshweave.report.svg import GREY, TIME_LETTER, colour_keys, narrow_runs, time_frame
@@ -19,12 +19,6 @@ _COLOUR = {
     "backward": "#b0562a",
     "exposed transfer": "#e8b4b8",
     "transfer": "#7d5ba6",
-}
-_KINDS = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.INPUT_GRAD: "input gradient",
-    ActionKind.WEIGHT_GRAD: "weight gradient",
-    ActionKind.BACKWARD: "backward",
 }
 _IDLE = "#eef1f4"
 _LANE, _LINE, _STEP, _HEADER, _RIGHT = 18, 4, 26, 26, 88
@@ -135,7 +129,7 @@ def _boxes(timed: TimedSchedule, rank: int) -> Iterator[ActionBox]:
         for half, leaf in enumerate(action.leaves, 1 if action.parts else 0):
             title = f"{leaf}: {format_s(to_s(end - begin))} from {format_s(to_s(begin))}"
             shade = stages[leaf.stage] / max(1, len(stages))
-            yield ActionBox(_KINDS[leaf.kind], begin, end, str(leaf.micro_batch), title, shade, half)
+            yield ActionBox(COMPUTE_WORDS[leaf.kind], begin, end, str(leaf.micro_batch), title, shade, half)
 
 
 def _sends(timed: TimedSchedule, rank: int) -> Iterator[ActionBox]:

@@ -3,7 +3,7 @@ by branch and bound. Every algorithm is tuned to its own best, so that the compa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +11,7 @@ from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import PASSES, Stationary, pass_problem
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import UnsupportedError
+from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.left_out import unmeasured_kernels
 from meshweave.describe.model import FcLayer, Transformer
@@ -124,9 +125,6 @@ def choose_stationary(tokens: int, in_features: int, out_features: int) -> tuple
 
 # --- search -----------------------------------------------------------------------------------------------
 
-Progress = Callable[[int, int], None]
-"""Called with (done, total) after each mesh shape of each algorithm."""
-
 
 @dataclass(frozen=True)
 class _ModelSearch:
@@ -176,7 +174,7 @@ def plan_model(
     cluster: Cluster,
     workload: Workload,
     algorithms: Sequence[str] | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
     counts: SearchCounts | None = None,
 ) -> Plan:
     """Return a plan of all algorithms, tuned for the fully connected layers of one block, forward and backward.

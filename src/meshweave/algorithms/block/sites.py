@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from meshweave.algorithms.block.assembly import batch_dims
 from meshweave.algorithms.block.folds import layer_gradient_meanings, layer_meanings, layer_tensors
 from meshweave.algorithms.block.parts import BlockParts, parts_of_writer
 from meshweave.algorithms.block.pieces import LayersPiece
@@ -159,7 +160,7 @@ def product_parts(
     Raises:
         LayoutError: the roles fit no product.
     """
-    writer = ProgramWriter(problem, _alone(config), mesh, _batch_dims(roles))
+    writer = ProgramWriter(problem, _alone(config), mesh, batch_dims(roles))
     piece = ProductPiece(problem, roles, writer, site=site)
     layer = piece.layers[0]
     tensors = list({tensor.name: tensor for tensor in layer_tensors(layer, roles)}.values())
@@ -231,7 +232,7 @@ def ring_parts(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: M
     Raises:
         UnsupportedError: the config has several chunks, of which the keys cannot be kept.
     """
-    writer = ProgramWriter(problem, _alone(config), mesh, _batch_dims(roles))
+    writer = ProgramWriter(problem, _alone(config), mesh, batch_dims(roles))
     layer = attention_of(problem)
     tensors = list({tensor.name: tensor for tensor in layer_tensors(layer, roles)}.values())
     meanings = [*layer_meanings(layer, roles), *layer_gradient_meanings(layer, roles)]
@@ -319,7 +320,3 @@ def move_program(site: MoveSite, mesh: Mesh, dtype: str) -> Program:
 def _alone(config: BlockConfig) -> BlockConfig:
     """Return a config for the program of one site, which has no other beside it."""
     return replace(config, overlap="layers")
-
-
-def _batch_dims(roles: Roles) -> AxisDims:
-    return tuple("batch" if dim == "batch" else "" for dim in roles.residual)

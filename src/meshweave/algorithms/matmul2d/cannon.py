@@ -356,7 +356,6 @@ class Cannon(Matmul2d):
     name = "cannon"
     title = "Cannon"
     source = "Cannon 1969; MeshSlice, section 2.3.2"
-    config_fields = ()
     estimate_accuracy = "upper_bound"
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:

@@ -28,7 +28,6 @@ class CollectiveProduct(Matmul2d):
     name = "collective"
     title = "Collective"
     source = "Schatz et al. 2016; MeshSlice, section 2.3.4"
-    config_fields = ()
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
         """Return the program: all-gathers of moving inputs, the product, reduce-scatter of a moving output."""

@@ -66,15 +66,16 @@ class ActionKind(Enum):
         )
 
 
-_COMPUTE = frozenset(
-    {
-        ActionKind.FORWARD,
-        ActionKind.BACKWARD,
-        ActionKind.INPUT_GRAD,
-        ActionKind.WEIGHT_GRAD,
-        ActionKind.OVERLAP,
-    }
-)
+COMPUTE_WORDS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.INPUT_GRAD: "input gradient",
+    ActionKind.WEIGHT_GRAD: "weight gradient",
+    ActionKind.BACKWARD: "backward",
+}
+"""What pictures call the actions that compute; an overlap is drawn by its parts."""
+
+MAKES_INPUT_GRAD = frozenset({ActionKind.BACKWARD, ActionKind.INPUT_GRAD})
+_COMPUTE = frozenset({*COMPUTE_WORDS, ActionKind.OVERLAP})
 _COMMUNICATE = frozenset(
     {
         ActionKind.SEND_FORWARD,

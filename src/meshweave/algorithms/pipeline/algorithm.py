@@ -95,7 +95,7 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
 
     A rank is a pipeline rank here: the chips that hold the same stages. Ticks are integers in any unit of time,
     that of the given `ActionTimes`. Actions are computing alone: transfers follow from them, and programs, times
-    and memory from both. Module `one_f_one_b` has `alternating` and `refusal_of_several_stages`, which most
+    and memory from both. Module `one_f_one_b` has `alternating` and the base `OneStageEach`, which most
     variants of 1F1B share. A planner of training steps asks further methods, which follow from the schedule unless
     a closed form is known.
 
@@ -112,7 +112,6 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
             of all micro-batches are alive at once; else those of one are.
         names_elsewhere: what others call the schedule, by "torch" (torch.distributed.pipelining) or "megatron-lm";
             who does not have it is left out.
-        options: the fields of a `ScheduleRequest` beside its sizes that change the schedule.
         most_forwards: the most forwards, stages times micro-batches, of a schedule that is written out.
     """
 
@@ -124,7 +123,6 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
     waits_at_ends: ClassVar[bool] = False
     forwards_first: ClassVar[bool] = False
     names_elsewhere: ClassVar[Mapping[str, str]] = {}
-    options: ClassVar[tuple[str, ...]] = ()
     most_forwards: ClassVar[Limit] = SCHEDULE_FORWARDS
 
     @abstractmethod

@@ -18,15 +18,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
+from meshweave.algorithms.pipeline.actions import MAKES_INPUT_GRAD, Action, ActionKind, Schedule
 from meshweave.base.errors import LayoutError
 
 Pairs = NDArray[np.int64]
 
 Durations = Sequence[tuple[int, int, int]]
 """For each stage the time of a forward, an input gradient and a weight gradient, in any unit."""
-
-_MAKES_GRADIENT = frozenset({ActionKind.BACKWARD, ActionKind.INPUT_GRAD})
 
 
 @dataclass
@@ -180,7 +178,7 @@ class _Play:
                 duration += forward
                 needs += [(offset, 2 * source) for source in self.into[stage]]
                 makes.append((offset, 2 * stage, self._sends(ActionKind.FORWARD, stage)))
-            elif part.kind in _MAKES_GRADIENT:
+            elif part.kind in MAKES_INPUT_GRAD:
                 duration += input_grad + (weight_grad if part.kind is ActionKind.BACKWARD else 0)
                 needs += [(offset, 2 * stage), *((offset, 2 * target + 1) for target in self.out_of[stage])]
                 makes.append((offset, 2 * stage + 1, self._sends(ActionKind.BACKWARD, stage)))

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Schedule
-from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig, network_of
+from meshweave.algorithms.pipeline.algorithm import PipelineConfig, network_of
 from meshweave.algorithms.pipeline.eager import num_eager
-from meshweave.algorithms.pipeline.one_f_one_b import alternating, refusal_of_several_stages
+from meshweave.algorithms.pipeline.one_f_one_b import OneStageEach, alternating
 from meshweave.algorithms.pipeline.problem import PipelineProblem
 from meshweave.algorithms.pipeline.timing import step_ticks, times_on
 from meshweave.describe.machine.cluster import Cluster
@@ -26,7 +26,7 @@ COVERED = 1.001
 """A delay covers the transfers if the step takes at most so many times what it takes without any."""
 
 
-class DelayedWeights(PipelineAlgorithm):
+class DelayedWeights(OneStageEach):
     """Eager 1F1B whose weight gradients run some micro-batches late (the delay); one stage per pipeline rank."""
 
     name = "eager-1f1b-delayed"
@@ -34,11 +34,7 @@ class DelayedWeights(PipelineAlgorithm):
     source = "Zhuang et al., AlpaComm, MLSys '23, section 4"
     is_searched = False  # its gain is that of slow boundaries between meshes, which have plans of their own
     stages_per_rank = (1,)
-    options = ("delay",)
-
-    def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the problem does not fit, if a pipeline rank holds several stages; else None."""
-        return refusal_of_several_stages(problem)
+    config_fields = ("delay",)
 
     def candidates(
         self, problem: PipelineProblem, cluster: Cluster | None = None

@@ -8,12 +8,12 @@ It takes P - i - 1 stashes more than 1F1B. Gradients are not hidden: see `delaye
 from __future__ import annotations
 
 from meshweave.algorithms.pipeline.actions import Schedule
-from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
-from meshweave.algorithms.pipeline.one_f_one_b import alternating, refusal_of_several_stages
+from meshweave.algorithms.pipeline.algorithm import PipelineConfig
+from meshweave.algorithms.pipeline.one_f_one_b import OneStageEach, alternating
 from meshweave.algorithms.pipeline.problem import PipelineProblem
 
 
-class EagerOneForwardOneBackward(PipelineAlgorithm):
+class EagerOneForwardOneBackward(OneStageEach):
     """1F1B with more forwards before the first backward, so that transfers overlap; one stage on each rank."""
 
     name = "eager-1f1b"
@@ -21,10 +21,6 @@ class EagerOneForwardOneBackward(PipelineAlgorithm):
     source = "Zhuang et al., AlpaComm, MLSys '23, section 4"
     is_searched = False  # its gain is that of slow boundaries between meshes, which have plans of their own
     stages_per_rank = (1,)
-
-    def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the problem does not fit, if a pipeline rank holds several stages; else None."""
-        return refusal_of_several_stages(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
         """Return 1F1B in which stage i of P runs min(M, 2 (P - i) - 1) of M forwards before its first backward."""

@@ -72,7 +72,17 @@ def _advance(
 # --- one f one b ------------------------------------------------------------------------------------------
 
 
-class OneForwardOneBackward(PipelineAlgorithm):
+class OneStageEach(PipelineAlgorithm):
+    """The base of schedules with one stage on each pipeline rank."""
+
+    def refusal(self, problem: PipelineProblem) -> str | None:
+        """Return why the problem does not fit, if a pipeline rank holds several stages; else None."""
+        if problem.num_ranks < problem.num_stages:
+            return f"it has one stage on each pipeline rank, not {problem.num_stages} on {problem.num_ranks}"
+        return None
+
+
+class OneForwardOneBackward(OneStageEach):
     """1F1B: a few forwards, then a forward and a backward in turn; one stage on each pipeline rank."""
 
     name = "1f1b"
@@ -81,10 +91,6 @@ class OneForwardOneBackward(PipelineAlgorithm):
     stages_per_rank = (1, *INTERLEAVED_1F1B.stages_per_rank)
     repeats = waits_at_ends = True
     names_elsewhere: ClassVar[Mapping[str, str]] = {"torch": "1F1B", "megatron-lm": "1f1b"}
-
-    def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the problem does not fit, if a pipeline rank holds several stages; else None."""
-        return refusal_of_several_stages(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
         """Return 1F1B: stage i of P runs P - i forwards, then a backward and a forward in turn."""
@@ -116,13 +122,6 @@ class OneForwardOneBackward(PipelineAlgorithm):
 
 _MANY_RANKS = 16
 """So many ranks are timed faster slot by slot than by their graph."""
-
-
-def refusal_of_several_stages(problem: PipelineProblem) -> str | None:
-    """Return why a problem does not fit a schedule of one stage per pipeline rank; None if it does."""
-    if problem.num_ranks < problem.num_stages:
-        return f"it has one stage on each pipeline rank, not {problem.num_stages} on {problem.num_ranks}"
-    return None
 
 
 def alternating(

@@ -14,11 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshweave.algorithms.pipeline.actions import Action, ActionKind
+from meshweave.algorithms.pipeline.actions import MAKES_INPUT_GRAD, Action, ActionKind
 from meshweave.algorithms.pipeline.communication import Steps
 from meshweave.algorithms.pipeline.problem import Edge, PipelineProblem
-
-_GRADIENT = frozenset({ActionKind.BACKWARD, ActionKind.INPUT_GRAD})
 
 Positions = NDArray[np.int64]
 
@@ -132,9 +130,9 @@ def _positions(steps: Steps, pairs: Positions, count: int) -> Mapping[_Step, tup
 def _steps_of(part: Action) -> Iterator[_Step]:
     if part.kind is ActionKind.FORWARD:
         yield "F", part.stage, None
-    if part.kind in _GRADIENT:
+    if part.kind in MAKES_INPUT_GRAD:
         yield "G", part.stage, None
-    if part.kind in _GRADIENT or part.kind is ActionKind.WEIGHT_GRAD:
+    if part.kind in MAKES_INPUT_GRAD or part.kind is ActionKind.WEIGHT_GRAD:
         yield "L", part.stage, None
     if part.kind.communicates:
         yield part.kind.value, part.stage, peer_of(part)

@@ -145,7 +145,7 @@ class ZeroBubbleAuto(_ZeroBubble):
     is_searched = False  # made anew for each choice
     stages_per_rank = (1,)
     uses_times = True
-    options = ("stash_rest",)
+    config_fields = ("stash_rest",)
     most_forwards = SEARCHED_FORWARDS
     factor: ClassVar[int]
     """A rank's memory limit in whole stashes, divided by the number of pipeline ranks."""

@@ -149,7 +149,7 @@ class LayerBlock:
 
     @property
     def whole(self) -> BlockTime:
-        """Return the time of forward and backward part together.
+        """Return the time of forward and backward part together, in the config that is fastest for both parts.
 
         Raises:
             LayoutError: the layer does not fit the strategy.

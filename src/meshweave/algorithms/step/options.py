@@ -10,6 +10,7 @@ from meshweave.algorithms.step.software_stack import AttentionKind, LossKind, So
 from meshweave.describe.model.memory import Recompute
 
 Tensor = int | tuple[int, int]
+"""A tensor degree: the ranks of a one-dimensional strategy, or the mesh (d1, d2) of another."""
 
 
 class ProblemOptions(TypedDict, total=False):

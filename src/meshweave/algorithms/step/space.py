@@ -21,6 +21,7 @@ from typing import Any
 
 from meshweave.algorithms.block import BlockAlgorithm
 from meshweave.algorithms.pipeline import PipelineAlgorithm
+from meshweave.algorithms.step.options import Tensor
 from meshweave.algorithms.step.orders import DegreeSizes, Order, distinct_orders
 from meshweave.algorithms.step.problem import DEGREES, Degree, Parallelism, StepProblem
 from meshweave.algorithms.step.software_stack import SoftwareStack
@@ -33,8 +34,6 @@ from meshweave.base.errors import DescriptionError, UnsupportedError, did_you_me
 from meshweave.describe.layout.shapes import divisors_of
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
 
-Tensor = int | tuple[int, int]
-"""A tensor degree: the ranks of a one-dimensional strategy, or the mesh (d1, d2) of another."""
 MIN_CONTEXT_TOKENS = 128
 MAX_MICRO_BATCH = 64
 

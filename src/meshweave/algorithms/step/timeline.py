@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.action_times import TimedSchedule, time_schedule
-from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
+from meshweave.algorithms.pipeline.actions import COMPUTE_WORDS, Action, ActionKind, Schedule
 from meshweave.algorithms.step.block_time import layer_block
 from meshweave.algorithms.step.compose import update_times_s
 from meshweave.algorithms.step.data_parallel import sums_after
@@ -24,13 +24,6 @@ MAX_ACTIONS = 40_000
 MAX_SPANS = 8_000
 """Spans of a timeline; where there are more, fewer pipeline ranks are shown."""
 MAX_RANKS = 16
-
-_KINDS = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.INPUT_GRAD: "input gradient",
-    ActionKind.WEIGHT_GRAD: "weight gradient",
-    ActionKind.BACKWARD: "backward",
-}
 
 
 @dataclass(frozen=True)
@@ -152,8 +145,8 @@ def _actions(timed: TimedSchedule, rank: int) -> list[StepSpan]:
     spans = []
     ticks = zip(timed.schedule.actions[rank], timed.begins[rank], timed.ends[rank], strict=True)
     for action, begin, end in ticks:
-        kind, name = _KINDS.get(action.leaves[-1].kind, "backward"), str(action) if action.parts else ""
-        times_s = to_s(begin), to_s(end)
+        kind = COMPUTE_WORDS.get(action.leaves[-1].kind, "backward")
+        name, times_s = str(action) if action.parts else "", (to_s(begin), to_s(end))
         spans.append(StepSpan(*times_s, kind, name, action.leaves[0].micro_batch, action.leaves[0].stage))
     return spans
 

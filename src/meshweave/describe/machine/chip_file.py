@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -103,25 +103,17 @@ class ChipFile(FileModel):
         peaks = tuple(self.peak_flops_per_s.items())
         effective = self.effective_flops_per_s
         by_dtype = dict(peaks) if effective is None else {}
-        return Chip(
-            self.name,
-            peaks,
-            max(flops_per_s for _, flops_per_s in peaks) if effective is None else effective,
-            self.memory_bytes,
-            self.memory_bytes_per_s,
-            self.launch_s,
-            source if self.source is None else self.source,
-            (self.gemm_tile[0], self.gemm_tile[1], self.gemm_tile[2]) if self.gemm_tile else None,
-            self.accumulate_share,
-            tuple((by_dtype | self.dtype_flops_per_s).items()),
-            tuple(self.call_flops_per_s.items()),
-            self._kernels(folder),
-            self.pack_launch_s,
-            self.pack_bytes_per_s,
-            gpu_reference(self.gpu, folder) if self.gpu else "",
-            self.runtime,
-            self.fitted_as,
-        )
+        changed: dict[str, Any] = {
+            "peak_flops_per_s": peaks,
+            "effective_flops_per_s": max(rate for _, rate in peaks) if effective is None else effective,
+            "source": source if self.source is None else self.source,
+            "gemm_tile": tuple(self.gemm_tile) if self.gemm_tile else None,
+            "dtype_flops_per_s": tuple((by_dtype | self.dtype_flops_per_s).items()),
+            "call_flops_per_s": tuple(self.call_flops_per_s.items()),
+            "kernels": self._kernels(folder),
+            "gpu": gpu_reference(self.gpu, folder) if self.gpu else "",
+        }
+        return Chip(**self.model_dump(exclude=set(changed)), **changed)
 
     def _kernels(self, folder: Path | None) -> ChipKernels | None:
         if isinstance(self.kernels, KernelsFile):

@@ -84,16 +84,7 @@ class AxisFile(FileModel):
         """Return the links that this table describes."""
         tables = ((kind, getattr(self.constants, kind)) for kind in COMM_KINDS)
         constants = tuple((k, CommConstants(**c.model_dump())) for k, c in tables if c)
-        return NetworkAxis(
-            self.name,
-            self.link_bytes_per_s,
-            self.link_latency_s,
-            self.num_directions,
-            constants,
-            self.launch_s,
-            self.source,
-            self.burst_bytes,
-        )
+        return NetworkAxis(**self.model_dump(exclude={"constants"}), constants=constants)
 
 
 class TorusFile(FileModel):

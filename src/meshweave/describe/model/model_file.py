@@ -115,22 +115,14 @@ def transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
     if table is None or problems:
         fail_with_all(file, problems)
     try:
-        return Transformer(
-            table.name,
-            table.num_layers,
-            table.hidden,
-            table.num_heads,
-            table.num_kv_heads or table.num_heads,
-            table.head_dim or table.hidden // table.num_heads,
-            table.ffn_hidden,
-            table.vocab_size,
-            table.gated_ffn,
-            table.source,
-            table.tied_embeddings,
-            table.architecture.architecture(),
-            _all_not_priced(table),
-            layers_from(table.runs),
-        )
+        changed: dict[str, Any] = {
+            "num_kv_heads": table.num_kv_heads or table.num_heads,
+            "head_dim": table.head_dim or table.hidden // table.num_heads,
+            "architecture": table.architecture.architecture(),
+            "not_priced": _all_not_priced(table),
+        }
+        left_out = {*changed, "note", "runs"}
+        return Transformer(**table.model_dump(exclude=left_out), **changed, layers=layers_from(table.runs))
     except DescriptionError as error:
         raise DescriptionError(f"{printable(file)}: {error}") from None
 

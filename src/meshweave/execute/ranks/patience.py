@@ -88,8 +88,8 @@ def call_within(
     return results[0]
 
 
-def join_talker(thread: threading.Thread, least_s: float, answered_at: Callable[[], float]) -> None:
-    """Wait until `thread`, which uses a store, ends: at most `least_s` seconds, 5 more if the store is alive.
+def join_talker(thread: threading.Thread, patience_s: float, answered_at: Callable[[], float]) -> None:
+    """Wait until `thread`, which uses a store, ends: at most `patience_s` seconds, 5 more if the store is alive.
 
     Waiting matters at the end of the interpreter: a thread that returns from C++ then aborts the process. A thread
     whose store hangs never returns.
@@ -98,6 +98,6 @@ def join_talker(thread: threading.Thread, least_s: float, answered_at: Callable[
         answered_at: returns when the store last answered, in seconds of the monotonic clock; a store that
             answered less than 3 s ago is alive.
     """
-    thread.join(least_s)
+    thread.join(patience_s)
     if thread.is_alive() and time.monotonic() - answered_at() < _HANGING_S:
         thread.join(_SLOW_S)

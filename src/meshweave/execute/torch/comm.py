@@ -151,24 +151,14 @@ def _reduce_scatter(wire: Wire, op: ops.ReduceScatter, what: str) -> Action:
     group, me = wire.group(op.lane, over), over.index(wire.rank)
     if native and wire.context.device.type == "cuda":
         scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
-        moved = [
-            wire.collective(
-                what, over, group, lambda: scatter(recv, send, op=how, group=group, async_op=True)
-            )
-        ]
-        return chain_actions([*before, *moved, *after])
+        post = partial(scatter, recv, send, op=how, group=group, async_op=True)
+        return chain_actions([*before, wire.collective(what, over, group, post), *after])
     parts = _split(send, sizes)
     terms = wire.binder.staging.get(op.lane, "terms", (len(over), *recv.shape), recv.dtype)
     if native:  # gloo's own sums all parts on every rank: here each goes to where it is summed, in one call
         flat, box, counts = terms.view(-1), send.reshape(-1), [recv.numel()] * len(over)
-        exchanged = [
-            wire.collective(
-                what,
-                over,
-                group,
-                lambda: dist.all_to_all_single(flat, box, counts, counts, group=group, async_op=True),
-            )
-        ]
+        post = partial(_begun_all_to_all, flat, box, counts, counts, group)
+        exchanged = [wire.collective(what, over, group, post)]
     else:
         sends = [(part, peer) for part, peer in zip(parts, over, strict=True) if peer != wire.rank]
         recvs = [(term, peer) for term, peer in zip(terms, over, strict=True) if peer != wire.rank]
@@ -180,6 +170,11 @@ def _reduce_scatter(wire: Wire, op: ops.ReduceScatter, what: str) -> Action:
             combine(recv, term, out=recv)
 
     return chain_actions([*before, *exchanged, total, *after])
+
+
+def _begun_all_to_all(out: Tensor, src: Tensor, counts: list[int], splits: list[int], group: Any) -> Any:
+    """Begin to exchange flat tensors of `splits` elements for each member, `counts` from each; return the work."""
+    return dist.all_to_all_single(out, src, counts, splits, group=group, async_op=True)
 
 
 def _reduce(wire: Wire, op: ops.AllReduce | ops.Reduce, what: str) -> Action:
@@ -231,14 +226,8 @@ def _all_to_all(wire: Wire, op: ops.AllToAll, what: str) -> Action:
     if native:
         box = send.reshape(-1)
         splits = [part.numel() for part in sends]
-        moved = [
-            wire.collective(
-                what,
-                over,
-                group,
-                lambda: dist.all_to_all_single(flat, box, counts, splits, group=group, async_op=True),
-            )
-        ]
+        post = partial(_begun_all_to_all, flat, box, counts, splits, group)
+        moved = [wire.collective(what, over, group, post)]
     else:
         me = over.index(wire.rank)
         away = [i for i in range(len(over)) if i != me]

@@ -146,7 +146,10 @@ def checksum_words(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def weight_words(module: nn.Module) -> dict[str, str]:
-    """Return the checksums, by name, of a model's plain parameters and buffers (DTensors are left out)."""
+    """Return {name: "#" and a checksum in hexadecimal} of a model's plain parameters and buffers.
+
+    DTensors, and tensors on the meta device, are left out.
+    """
     return checksum_words(_tensors(module))
 
 

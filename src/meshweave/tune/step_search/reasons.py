@@ -264,7 +264,10 @@ def difference_text(best: StepRecord, other: StepRecord) -> str:
 
 
 def preference_text(steps: StepsRecord) -> str:
-    """Return in words why the best stands before a faster configuration; "" where it is the fastest."""
+    """Return in words why the runner-up, though faster, is not the best: no published run has its strategy.
+
+    It is "" where the best is the fastest.
+    """
     if not steps.margin or steps.runner_up is None:
         return ""
     strategy = steps.runner_up.degrees.strategy

@@ -277,7 +277,10 @@ class IntegerAttention(AttentionFunctions):
         return queries, keys, values, scores * like(1.0 * self.mask(here, here), scores)
 
     def attention(self, qkv: Values) -> list[Values]:
-        """Return [small integers in place of the heads, small integers in place of the log-sum-exp]."""
+        """Return [(..., heads x width) in place of the heads, (..., heads) in place of the log-sum-exp].
+
+        Both are small integers, made from `qkv` (batch, sequence, columns) in float.
+        """
         _, _, values, scores = self._scores(qkv)
         return [self._joined(small(scores @ values), qkv), self._joined(scores.sum(-1)[..., None], qkv)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from meshweave.algorithms.contract import Algorithm, Array, Arrays, Gradient
@@ -46,13 +46,11 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
         own_stationary: for an algorithm that fixes it, the stationary matrix of the linear layers Y = X W of a
             block in turn, repeated: ("y", "x") means Y in the first, X in the second, Y in the third. () if the
             tuner chooses by sizes.
-        config_fields: the fields of a config that its programs depend on.
     """
 
     problem_type = Matmul2dProblem
     dataflows: ClassVar[tuple[Dataflow, ...]] = DATAFLOWS
     own_stationary: ClassVar[tuple[Stationary, ...]] = ()
-    config_fields: ClassVar[tuple[str, ...]] = tuple(field.name for field in fields(Matmul2dConfig))
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
         """Return the skeleton of a config's program: the tasks of the rank with the largest shards.
