@@ -14,7 +14,7 @@ from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.estimate import skeleton_ps
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.validate import validate
@@ -32,8 +32,12 @@ POD = load_cluster("tpu-v4-pod:128")
 LAYERED = [(3, 3, 3), (4, 4, 2), (4, 4, 4), (6, 6, 2)]
 
 
-def end_ps(program: Program, contention: bool) -> int:
-    spans = simulate(program, Machine.of(POD, program), contention=contention).spans
+SLOW_MEMORY = replace(POD, chip=replace(POD.chip, memory_bytes_per_s=1e9))
+"""The pod with memory that is slower than its links, so that copies take longer than messages."""
+
+
+def end_ps(program: Program, contention: bool, cluster: Cluster = POD) -> int:
+    spans = simulate(program, Machine.of(cluster, program), contention=contention).spans
     return max(span.end_ps for span in spans)
 
 
@@ -63,17 +67,17 @@ def test_25d_on_larger_meshes(problem: Matmul2dProblem, ways: int, seed: int) ->
 
 
 @examples(10, suppress_health_check=[HealthCheck.too_slow])
-@given(layered(), st.integers(1, 40))
-def test_25d_skeleton_on_larger_meshes(problem: Matmul2dProblem, scale: int) -> None:
+@given(layered(), st.integers(1, 40), st.sampled_from([POD, SLOW_MEMORY]))
+def test_25d_skeleton_on_larger_meshes(problem: Matmul2dProblem, scale: int, cluster: Cluster) -> None:
     """Exact on even shards, although rows and columns are skewed by different distances; else a bound."""
     entry = PRODUCTS_2D["25d"]
     for factor in (scale, scale * problem.num_chips):
         scaled = replace(problem, m=problem.m * factor, n=problem.n * factor, k=problem.k * factor)
         program = entry.program(scaled, Matmul2dConfig())
-        machine = Machine.of(POD, program)
+        machine = Machine.of(cluster, program)
         skeleton = entry.skeleton(scaled, Matmul2dConfig())
         estimated = skeleton_ps(skeleton, lambda work, on=machine: price(work, on).total_ps)  # type: ignore[misc]
-        simulated = end_ps(program, contention=False)
+        simulated = end_ps(program, contention=False, cluster=cluster)
         assert estimated == simulated if factor > scale else estimated >= simulated
 
 
