@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d.common.problem import Dataflow
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
@@ -30,10 +31,6 @@ POD = load_cluster("tpu-v4-pod:128")
 
 # Larger than those of the table's tests, so that layers have several turns and skews several hops.
 LAYERED = [(3, 3, 3), (4, 4, 2), (4, 4, 4), (6, 6, 2)]
-
-
-SLOW_MEMORY = replace(POD, chip=replace(POD.chip, memory_bytes_per_s=1e9))
-"""The pod with memory that is slower than its links, so that copies take longer than messages."""
 
 
 def end_ps(program: Program, contention: bool, cluster: Cluster = POD) -> int:
@@ -67,18 +64,31 @@ def test_25d_on_larger_meshes(problem: Matmul2dProblem, ways: int, seed: int) ->
 
 
 @examples(10, suppress_health_check=[HealthCheck.too_slow])
-@given(layered(), st.integers(1, 40), st.sampled_from([POD, SLOW_MEMORY]))
-def test_25d_skeleton_on_larger_meshes(problem: Matmul2dProblem, scale: int, cluster: Cluster) -> None:
+@given(layered(), st.integers(1, 40))
+def test_25d_skeleton_on_larger_meshes(problem: Matmul2dProblem, scale: int) -> None:
     """Exact on even shards, although rows and columns are skewed by different distances; else a bound."""
     entry = PRODUCTS_2D["25d"]
     for factor in (scale, scale * problem.num_chips):
         scaled = replace(problem, m=problem.m * factor, n=problem.n * factor, k=problem.k * factor)
         program = entry.program(scaled, Matmul2dConfig())
-        machine = Machine.of(cluster, program)
+        machine = Machine.of(POD, program)
         skeleton = entry.skeleton(scaled, Matmul2dConfig())
         estimated = skeleton_ps(skeleton, lambda work, on=machine: price(work, on).total_ps)  # type: ignore[misc]
-        simulated = end_ps(program, contention=False, cluster=cluster)
+        simulated = end_ps(program, contention=False)
         assert estimated == simulated if factor > scale else estimated >= simulated
+
+
+@pytest.mark.parametrize(("name", "shape"), [("cannon", (4, 4)), ("25d", (2, 2, 2)), ("25d", (4, 4, 2))])
+@pytest.mark.parametrize("dataflow", ["os", "ls", "rs"])
+def test_where_memory_is_slow_the_longest_skew_is_none(
+    name: str, shape: tuple[int, ...], dataflow: Dataflow
+) -> None:
+    """What is skewed by no place is copied, which may take longer than the way over the most links."""
+    slow = replace(POD, chip=replace(POD.chip, memory_bytes_per_s=1e9))
+    problem, entry = Matmul2dProblem(64, 64, 64, shape, dataflow), PRODUCTS_2D[name]
+    program = entry.program(problem, Matmul2dConfig())
+    estimated = entry.estimate(problem, Matmul2dConfig(), Machine.of(slow, program)).total_s
+    assert round(estimated * 1e12) == end_ps(program, contention=False, cluster=slow)
 
 
 @pytest.mark.parametrize("sizes", [(8192, 12288, 12288), (512, 256, 128)], ids=["computes", "moves"])
