@@ -84,7 +84,7 @@ def test_where_memory_is_slow_the_longest_skew_is_none(
     name: str, shape: tuple[int, ...], dataflow: Dataflow
 ) -> None:
     """What is skewed by no place is copied, which may take longer than the way over the most links."""
-    slow = replace(POD, chip=replace(POD.chip, memory_bytes_per_s=1e9))
+    slow = replace(POD, chip=replace(POD.chip, memory_bytes_per_s=1e7))
     problem, entry = Matmul2dProblem(64, 64, 64, shape, dataflow), PRODUCTS_2D[name]
     program = entry.program(problem, Matmul2dConfig())
     estimated = entry.estimate(problem, Matmul2dConfig(), Machine.of(slow, program)).total_s
