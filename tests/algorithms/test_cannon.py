@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d.common.problem import Dataflow
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.estimate import skeleton_ps
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.validate import validate
@@ -32,8 +33,8 @@ POD = load_cluster("tpu-v4-pod:128")
 LAYERED = [(3, 3, 3), (4, 4, 2), (4, 4, 4), (6, 6, 2)]
 
 
-def end_ps(program: Program, contention: bool) -> int:
-    spans = simulate(program, Machine.of(POD, program), contention=contention).spans
+def end_ps(program: Program, contention: bool, cluster: Cluster = POD) -> int:
+    spans = simulate(program, Machine.of(cluster, program), contention=contention).spans
     return max(span.end_ps for span in spans)
 
 
@@ -75,6 +76,19 @@ def test_25d_skeleton_on_larger_meshes(problem: Matmul2dProblem, scale: int) -> 
         estimated = skeleton_ps(skeleton, lambda work, on=machine: price(work, on).total_ps)  # type: ignore[misc]
         simulated = end_ps(program, contention=False)
         assert estimated == simulated if factor > scale else estimated >= simulated
+
+
+@pytest.mark.parametrize(("name", "shape"), [("cannon", (4, 4)), ("25d", (2, 2, 2)), ("25d", (4, 4, 2))])
+@pytest.mark.parametrize("dataflow", ["os", "ls", "rs"])
+def test_where_memory_is_slow_the_longest_skew_is_none(
+    name: str, shape: tuple[int, ...], dataflow: Dataflow
+) -> None:
+    """What is skewed by no place is copied, which may take longer than the way over the most links."""
+    slow = replace(POD, chip=replace(POD.chip, memory_bytes_per_s=1e7))
+    problem, entry = Matmul2dProblem(64, 64, 64, shape, dataflow), PRODUCTS_2D[name]
+    program = entry.program(problem, Matmul2dConfig())
+    estimated = entry.estimate(problem, Matmul2dConfig(), Machine.of(slow, program)).total_s
+    assert round(estimated * 1e12) == end_ps(program, contention=False, cluster=slow)
 
 
 @pytest.mark.parametrize("sizes", [(8192, 12288, 12288), (512, 256, 128)], ids=["computes", "moves"])

@@ -91,7 +91,7 @@ def test_llama_2_7b_from_64_ranks_to_8() -> None:
         assert (found == 1).all(), (plan.problem.moves[number].name, rank)
     parameters = 6_738_415_616
     assert plan.bytes_across_hosts == plan.least_bytes_across_hosts == 2 * parameters
-    assert plan.predicted_s < 1.01 * plan.bound_s
+    assert plan.predicted_s < 1.05 * plan.bound_s  # chains inside hosts wait for each other's lanes
     peaks = {rank: plan.local_bytes(rank) + plan.scratch_bytes(rank) for rank in plan.problem.ranks}
     # Half of the model and its norms (65 of 4096) on a server, and not 1 % beside it.
     assert parameters < max(peaks.values()) < 1.01 * parameters

@@ -216,6 +216,8 @@ def test_a_piece_is_strided_by_its_shards() -> None:
         (range(4), Shard(0), Replicate(), "send_recv", 0.7),
         (range(0, 16, 4), Shard(0), Shard(1), "send_recv", 0.9),  # all ranks send and receive at once
         (range(0, 16, 4), Shard(0), Replicate(), "broadcast", 0.9),
+        (range(8), Shard(0), Shard(1), "send_recv", 0.95),  # a rank has messages inside and between hosts
+        (range(8), Shard(0), Replicate(), "local_all_gather", 0.95),
     ],
 )
 def test_ranks_that_send_and_receive_take_what_the_plan_says(

@@ -16,7 +16,7 @@ these steps on each of several meshes, from different starts (`two_half_d`); its
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
@@ -238,8 +238,8 @@ def build(
 def build_skeleton(problem: Matmul2dProblem, steps: CannonSteps) -> Skeleton:
     """Return the skeleton (tasks per lane and their order) of the program of `build`.
 
-    Every task has the largest size of any chip, and skew and unskew go the most hops, so that the estimated time
-    is an upper bound. It is exact if all shards are equal.
+    Every task has the largest size of any chip. A skew or unskew takes the longer of going the most hops and of
+    going none, which is a copy in memory. So the estimated time is an upper bound, exact if all shards are equal.
     """
     if steps.count == 1:
         return Skeleton((Phase(1, _tasks(problem, steps, first=True, last=True)),))
@@ -261,48 +261,54 @@ def _tasks(problem: Matmul2dProblem, steps: CannonSteps, first: bool, last: bool
         moving: each * largest_extent(problem, placed, moving.operand, 1 - moving.dim)
         for moving in (problem.horizontal, problem.vertical)
     }
-    output = next((moving for moving in parts if moving.scattered), None)
     before: list[Task] = []
     after: list[Task] = []
     waits: list[tuple[str, int]] = []
     for moving, part in parts.items():
         if moving.scattered:
             waits.append(("shift_c", SLOTS))
+            made = "matmul" if first else "add_c"
             if not first:
-                add = move_work(part, problem.dtype, "add")
-                after.append(Task("add_c", moving.axis, add, (("matmul", 0),)))
+                after.append(Task(made, moving.axis, move_work(part, problem.dtype, "add"), (("matmul", 0),)))
             move = "unskew" if last else "shift"
-            after.append(_move(problem, steps, moving, move, part, (("matmul", 0),)))
+            after += _moves(problem, steps, moving, move, part, ((made, 0),))
             continue
-        if first:
-            before.append(_move(problem, steps, moving, "skew", part))
-        waits.append((f"skew_{moving.operand}", 0) if first else (f"shift_{moving.operand}", 1))
+        moved = _moves(problem, steps, moving, "skew", part) if first else ()
+        before += moved
+        waits += _ends(moved) or ((f"shift_{moving.operand}", 1),)
         if not last:  # what arrives takes the place of the part that the product before this one read
-            after.append(_move(problem, steps, moving, "shift", part, (("matmul", 1),)))
+            after += _moves(problem, steps, moving, "shift", part, (("matmul", 1), *_ends(moved[1:])))
     if last and steps.layers > 1:
-        after.append(_sum(problem, steps, "unskew_c" if output else "matmul"))
+        after.append(_sum(problem, steps, _ends(after) or (("matmul", 0),)))
     return (*before, replace(product, after=tuple(waits)), *after)
 
 
-def _move(
+def _ends(tasks: Sequence[Task]) -> tuple[tuple[str, int], ...]:
+    return tuple((task.name, 0) for task in tasks)
+
+
+def _moves(
     problem: Matmul2dProblem,
     steps: CannonSteps,
     moving: MovingMatrix,
     name: str,
     elements: int,
     after: tuple[tuple[str, int], ...] = (),
-) -> Task:
+) -> tuple[Task, ...]:
+    """Return a shift, or both extremes of a skew or unskew: most hops, and none, a copy, in a lane beside it."""
     hops = 1 if name == "shift" else steps.side // 2
     size = elements * dtype_bytes(problem.dtype)
     work = Transfer("permute", f"{MESH}.{moving.axis}", steps.side, size, hops=hops)
-    return Task(f"{name}_{moving.operand}", moving.axis, work, after)
+    task = Task(f"{name}_{moving.operand}", moving.axis, work, after)
+    copy = Task(f"stay_{moving.operand}", f"{moving.axis}_back", move_work(elements, problem.dtype), after)
+    return (task,) if name == "shift" else (task, copy)
 
 
-def _sum(problem: Matmul2dProblem, steps: CannonSteps, after: str) -> Task:
+def _sum(problem: Matmul2dProblem, steps: CannonSteps, after: tuple[tuple[str, int], ...]) -> Task:
     rows, columns = (largest_extent(problem, two_d_placements(problem), "c", dim) for dim in (0, 1))
     part = -(-rows // steps.layers) * columns * dtype_bytes(problem.dtype)
     work = Transfer("reduce_scatter", f"{MESH}.depth", steps.layers, part)
-    return Task("sum_c", "depth", work, ((after, 0),))
+    return Task("sum_c", "depth", work, after)
 
 
 # --- bytes ----------------------------------------------------------------------------------------------

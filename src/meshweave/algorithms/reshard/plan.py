@@ -4,27 +4,29 @@ The bound. Whatever the strategy, every receiving host takes in one copy of what
 every piece leaves the hosts that have it at least once. So no plan ends before the busiest NIC has taken in its
 share, or has sent its own where the sources share the sending as evenly as possible (AlpaComm, MLSys '23, eq. 4,
 with tasks that may be divided). What a plan takes beyond the bound is the filling of chains, the latency of
-messages, and NICs that idle because their tasks wait for other NICs.
+messages, and NICs that idle because their tasks wait for other NICs, or for lanes of their ranks: in a lane a rank
+sends or receives one message after another. So a multicast begins when the lanes of what its sender sends are
+free, and what is passed on waits where it is.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshweave.algorithms.reshard.multicast import Multicast, MulticastCost, Strategy, multicasts_of
 from meshweave.algorithms.reshard.order import ORDERS, JobSchedule, JobSet
 from meshweave.algorithms.reshard.problem import ReshardProblem
-from meshweave.algorithms.reshard.resources import jobs_of, nic_bound_s, routes_of
+from meshweave.algorithms.reshard.resources import MulticastRoute, jobs_of, nic_bound_s, routes_of
 from meshweave.algorithms.reshard.strategies import STRATEGIES
-from meshweave.algorithms.reshard.tasks import UnitTask, equal_shares, unit_tasks
+from meshweave.algorithms.reshard.tasks import TensorPiece, UnitTask, equal_shares, unit_tasks
 from meshweave.algorithms.reshard.writer import TrafficCounter
 from meshweave.base.errors import LayoutError, UnsupportedError, require_known
 from meshweave.base.units import PS_PER_S
-from meshweave.cost.fabric import HostTopology
+from meshweave.cost.fabric import HostTopology, Nic
 
 SPLIT_ABOVE = 1.02
 """Multicasts are divided among senders while the schedule takes more than this times the bound."""
@@ -106,22 +108,7 @@ class ReshardPlan:
         that both send, and of which one sends to the other, each has lanes of its own, up to `MAX_SENDER_LANES`,
         unless all multicasts are below `LEAST_BYTES_APART`.
         """
-        if all(scheduled.multicast.num_bytes < LEAST_BYTES_APART for scheduled in self.multicasts):
-            return {}
-        senders = {rank for scheduled in self.multicasts for rank in scheduled.multicast.senders}
-        peers: dict[int, set[int]] = defaultdict(set)
-        for multicast in (scheduled.multicast for scheduled in self.multicasts):
-            both = senders.intersection(multicast.receivers)
-            for sender in multicast.senders if both else ():
-                peers[sender] |= both
-                for receiver in both:
-                    peers[receiver].add(sender)
-        numbers: dict[int, int] = {}
-        for rank in sorted(peers):
-            used = {numbers[peer] for peer in peers[rank] if peer in numbers}
-            free = (number for number in range(MAX_SENDER_LANES) if number not in used)
-            numbers[rank] = next(free, rank % MAX_SENDER_LANES)
-        return {rank: f"_{number}" for rank, number in numbers.items() if number}
+        return _sender_lanes([scheduled.multicast for scheduled in self.multicasts])
 
     @cached_property
     def _traffic(self) -> TrafficCounter:
@@ -204,6 +191,63 @@ def plan_reshard(
     return ReshardPlan(problem, network, planner.strategy, order, tasks, multicasts, serial)
 
 
+def _sender_lanes(multicasts: Sequence[Multicast]) -> dict[int, str]:
+    """Return `ReshardPlan.sender_lanes` of multicasts."""
+    if all(multicast.num_bytes < LEAST_BYTES_APART for multicast in multicasts):
+        return {}
+    senders = {rank for multicast in multicasts for rank in multicast.senders}
+    peers: dict[int, set[int]] = defaultdict(set)
+    for multicast in multicasts:
+        both = senders.intersection(multicast.receivers)
+        for sender in multicast.senders if both else ():
+            peers[sender] |= both
+            for receiver in both:
+                peers[receiver].add(sender)
+    numbers: dict[int, int] = {}
+    for rank in sorted(peers):
+        used = {numbers[peer] for peer in peers[rank] if peer in numbers}
+        free = (number for number in range(MAX_SENDER_LANES) if number not in used)
+        numbers[rank] = next(free, rank % MAX_SENDER_LANES)
+    return {rank: f"_{number}" for rank, number in numbers.items() if number}
+
+
+class _LaneUses(TrafficCounter):
+    """Counts what the ranks of a multicast do in each of their lanes.
+
+    Attributes:
+        hops: for each (rank, lane) how many hops from the source its messages are, the fewest and the most.
+        busy_s: for each (rank, lane) the seconds of its messages, one after another.
+        most: hops that any message is from the source.
+    """
+
+    def __init__(self, network: HostTopology, sender_lanes: Mapping[int, str]) -> None:
+        super().__init__(network, sender_lanes)
+        self.network, self.most = network, 0
+        self.hops: dict[tuple[int, str], tuple[int, int]] = {}
+        self.busy_s = defaultdict[tuple[int, str], float](float)
+        self._hops_to: dict[int, int] = {}
+        self._seconds: dict[tuple[int, bool], float] = {}
+
+    def message(
+        self, piece: TensorPiece, src: int, dst: int, lane: str, *, from_source: bool, signals: bool = True
+    ) -> None:
+        """Count a message in its lane on both its ranks, once for each chunk that it stands for."""
+        lane, hops = lane + self._sender_lanes.get(src, ""), 0 if from_source else self._hops_to[src]
+        self._hops_to[dst] = hops + 1
+        if hops > self.most:
+            self.most = hops
+        is_local = self._host_of[src] == self._host_of[dst]
+        seconds = self._seconds.get((piece.num_bytes, is_local))
+        if seconds is None:
+            times = self.network.transfer_times(piece.num_bytes, is_local)
+            seconds = times.inter_host_s + times.inter_host_latency_s
+            self._seconds[piece.num_bytes, is_local] = seconds
+        for key in ((src, lane), (dst, lane)):
+            least, most = self.hops.get(key, (hops, hops))
+            self.hops[key] = (least if least < hops else hops), (most if most > hops else hops)
+            self.busy_s[key] += self._times * seconds
+
+
 @dataclass(frozen=True)
 class _Planner:
     """The arguments of `plan_reshard` that every step of planning needs."""
@@ -217,19 +261,28 @@ class _Planner:
         """Return the multicasts of all tasks in the order of their starts, and whether they run one by one."""
         multicasts = [each for task in tasks for each in multicasts_of(task, self.network, self.strategy)]
         multicasts, schedule = self.order_multicasts(self.put_senders_last(multicasts), tasks)
-        chosen = [
-            routes_of(number, each, self.network, self.strategy)[route].multicast
+        routes = [
+            routes_of(number, each, self.network, self.strategy)[route]
             for number, (each, route) in enumerate(zip(multicasts, schedule.routes, strict=True))
         ]
-        turns, free_s = _local_turns(chosen), defaultdict[_Port, float](float)
-        out = []
+        chosen = [route.multicast for route in routes]
+        turns, free_s, lanes = _local_turns(chosen), defaultdict[object, float](float), _sender_lanes(chosen)
+        out: list[ScheduledMulticast] = []
         for number in sorted(range(len(chosen)), key=lambda n: (schedule.starts[n], turns[n], n)):
-            multicast, start_s = chosen[number], schedule.starts[number] / PS_PER_S
-            chunks = self.num_chunks(multicast)
-            cost = self.strategy.cost(multicast, self.network, chunks)
-            ports = _local_ports(multicast)
-            start_s = max(start_s, *(free_s[port] for port in ports)) if ports else start_s
-            free_s.update(dict.fromkeys(ports, start_s + cost.occupied_s))
+            multicast, chunks = chosen[number], self.num_chunks(chosen[number])
+            cost, uses = self.strategy.cost(multicast, self.network, chunks), _LaneUses(self.network, lanes)
+            self.strategy.write(uses, multicast, chunks)
+            ports: list[object] = [*_local_ports(multicast), *_nic_ports(routes[number])]
+            ports += ["all"] if schedule.serial and not multicast.is_local else []
+            ports += [lane for lane, (least, _) in uses.hops.items() if not least]
+            start_s = max(schedule.starts[number] / PS_PER_S, *(free_s[port] for port in ports))
+            end_s, hop_s = start_s + cost.occupied_s, cost.fill_s / max(uses.most, 1)
+            free_s.update(dict.fromkeys(ports, end_s))
+            for lane, (least, most) in uses.hops.items():  # what is passed on waits at the rank that has it
+                waits_s = free_s[lane] + uses.busy_s[lane] if least else 0.0
+                free_s[lane] = max(end_s + most * hop_s, waits_s)
+            last_s = max((free_s[lane] for lane in uses.hops), default=end_s)
+            cost = replace(cost, fill_s=max(cost.fill_s, last_s - end_s))
             out.append(ScheduledMulticast(multicast, chunks, cost, start_s))
         return tuple(out), schedule.serial
 
@@ -308,6 +361,11 @@ def _local_ports(multicast: Multicast) -> list[_Port]:
     passing_on = multicast.receivers if len(multicast.receivers) > 1 else ()
     out = dict.fromkeys((*multicast.senders, *passing_on))
     return [*(("out", rank) for rank in out), *(("in", rank) for rank in multicast.receivers)]
+
+
+def _nic_ports(route: MulticastRoute) -> list[tuple[str, Nic]]:
+    """Return the directions of NICs that a multicast occupies on its route."""
+    return [*(("out", nic) for nic in (*route.out, *route.forwarding)), *(("in", nic) for nic in route.into)]
 
 
 def _local_turns(multicasts: Sequence[Multicast]) -> list[int]:
