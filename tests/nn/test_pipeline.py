@@ -15,9 +15,10 @@ pytest.importorskip("torch", reason="torch is not installed: the torch rung cann
 import torch
 from sections import launched
 
-from meshweave.base.errors import LayoutError, RankLostError
+from meshweave.base.errors import LayoutError, RankLostError, UnsupportedError
 from meshweave.execute.ranks.launch import launch
 from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.parallel.optimizers import GradientProbe
 from meshweave.nn.parallel.tokens import TokenLimits
 from meshweave.nn.pipelining import parallel_stage, stage_words
 from meshweave.nn.pipelining.gradients import LossSum, StageGradients, num_loss_elements
@@ -254,6 +255,29 @@ def test_an_error_in_a_backward_pass_is_that_of_the_stage() -> None:
     stash["outputs"][0].register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         functions.input_grad(stash, x, x, 0)
+
+
+def test_only_hooks_of_others_need_whole_backward_passes() -> None:
+    """That of a parallelised model is on the table of embedding and head, which the last stage may have."""
+    module = torch.nn.Linear(2, 2)
+    gradients = StageGradients.of(module, ranks=1, index=0, number=1, device=torch.device("cpu"))
+    module.weight.register_post_accumulate_grad_hook(GradientProbe(torch.nn.Module())._keep)
+    gradients.check(module, 1, splits=True)
+    module.weight.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(UnsupportedError, match="weight has a post-accumulate gradient hook"):
+        gradients.check(module, 1, splits=True)
+
+
+def test_a_hook_that_steps_between_micro_batches_is_refused() -> None:
+    module = torch.nn.Linear(2, 2)
+    gradients = StageGradients.of(module, ranks=1, index=0, number=1, device=torch.device("cpu"))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    gradients.begin()
+    module(torch.ones(1, 2)).sum().backward()
+    gradients.check_kept(module, 1, micro_batches=1)
+    with pytest.raises(LayoutError, match="stage 1: bias was changed during the step, after one of 4 micro"):
+        gradients.check_kept(module, 1, micro_batches=4)
 
 
 class TwoBiases(torch.nn.Module):

@@ -87,10 +87,11 @@ class TrainingState:
             RankLostError, DeadlineError: other ranks are missing or late, also in the save before this one.
         """
         tensors = {**self._model(), f"random.{self._rank}": torch.get_rng_state(), **self._of_devices()}
-        wrong, sums = "", {}
+        wrong, sums = "", dict[str, dict[str, str]]()
         try:
             tensors |= self._optimized()
-            sums = sums_of_parts((name, parameter) for parameter, name in self._names.items())
+            if checkpoints.num_ranks > 1:
+                sums = sums_of_parts((name, parameter) for parameter, name in self._names.items())
         except LayoutError as error:
             wrong = str(error)
         told = checkpoints.refuse_together(

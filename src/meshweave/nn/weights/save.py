@@ -92,7 +92,7 @@ def _saved(
 ) -> tuple[Path, ...]:
     """Do what `save_weights` says."""
     safetensors_library()
-    own, named, pieces = {}, [], []
+    own, named, pieces = dict[str, Tensor](), list[tuple[str, Tensor]](), list[_Piece]()
     for slot in slots_of(module):
         stored = stored_as(mapping, slot.names[0])
         local = compat.local_tensor(slot.tensor) if isinstance(slot.tensor, DTensor) else slot.tensor.detach()
