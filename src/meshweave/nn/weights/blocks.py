@@ -76,13 +76,13 @@ def sizes_of(block: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, ...]:
 
 
 def sums_of_parts(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, str]]:
-    """Return {name: {part: checksum}}, one part each, of the parameters among named tensors as this rank has them.
+    """Return {name: {part: checksum}}, one part each, of the parameters among named tensors that this rank has.
 
     Others, such as statistics of batches, may differ between copies. Raises LayoutError as `block_of`.
     """
     own = [(name, each) for name, each in tensors if isinstance(each, nn.Parameter) and _has_bits(each)]
     sums = checksum_words(own)
-    return {name: {str(block_of(name, each)): sums[name]} for name, each in own if name in sums}
+    return {name: {f"{each.dtype} {block_of(name, each)}": sums[name]} for name, each in own if name in sums}
 
 
 def _has_bits(tensor: Tensor) -> bool:
