@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,12 +184,17 @@ def test_targets_of_a_stage_weigh_alike(monkeypatch: pytest.MonkeyPatch) -> None
     targets = torch.tensor([[1, 2, 3], [1, -100, -100], [-100, -100, -100], [1, 2, -100]])
     context, ranks = TorchContext(), (4, 5, 6, 7)
     stage.count_targets(targets, 4, 1, ranks, context)
-    assert stage._num_items == 6 / 4
+    assert stage.num_items == 6 / 4
     stage.count_targets(targets, 0, 2, ranks, context)  # losses are summed, each by its own number
-    assert stage._num_items is None
+    assert stage.num_items is None
     monkeypatch.setattr(parallel_stage, "gathered", lambda own, *_: torch.tensor([[6], [6], [2], [2]]))
     stage.count_targets(targets, 4, 2, ranks, context)
-    assert stage._num_items == (6 + 2) / 4
+    assert stage.num_items == (6 + 2) / 4
+    pipeline: Any = SimpleNamespace(
+        _stages={0: stage}, _running=threading.Lock(), _stepped=lambda *_, **__: 5
+    )
+    assert Pipeline._run(pipeline, None, None, trains=False, wants_outputs=True) == 5
+    assert stage.num_items is None
 
 
 @pytest.mark.parametrize("has_one", [True, False])

@@ -202,6 +202,9 @@ class Pipeline:
         try:
             return self._stepped(batch, target, trains=trains, wants_outputs=wants_outputs)
         finally:
+            for stage in self._stages.values():
+                if isinstance(stage, ParallelStage):
+                    stage.num_items = None  # its loss by hand is a mean again
             self._running.release()
 
     def _stepped(
