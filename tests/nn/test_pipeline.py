@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +16,17 @@ pytest.importorskip("torch", reason="torch is not installed: the torch rung cann
 import torch
 from sections import launched
 
-from meshweave.base.errors import RankLostError
+from meshweave.base.errors import LayoutError, RankLostError, UnsupportedError
 from meshweave.execute.ranks.launch import launch
 from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.parallel.optimizers import GradientProbe
 from meshweave.nn.parallel.tokens import TokenLimits
-from meshweave.nn.pipelining import parallel_stage
+from meshweave.nn.pipelining import parallel_stage, stage_words
 from meshweave.nn.pipelining.gradients import LossSum, StageGradients, num_loss_elements
 from meshweave.nn.pipelining.parallel_stage import ParallelStage
 from meshweave.nn.pipelining.pipeline import Pipeline
-from meshweave.nn.pipelining.stage_functions import StageStep
+from meshweave.nn.pipelining.plan import kind_of_micro_batch
+from meshweave.nn.pipelining.stage_functions import StageFunctions, StageShape, StageStep, TensorKind
 from shared_launch import SharedLaunch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -181,9 +184,125 @@ def test_targets_of_a_stage_weigh_alike(monkeypatch: pytest.MonkeyPatch) -> None
     targets = torch.tensor([[1, 2, 3], [1, -100, -100], [-100, -100, -100], [1, 2, -100]])
     context, ranks = TorchContext(), (4, 5, 6, 7)
     stage.count_targets(targets, 4, 1, ranks, context)
-    assert stage._num_items == 6 / 4
+    assert stage.num_items == 6 / 4
     stage.count_targets(targets, 0, 2, ranks, context)  # losses are summed, each by its own number
-    assert stage._num_items is None
+    assert stage.num_items is None
     monkeypatch.setattr(parallel_stage, "gathered", lambda own, *_: torch.tensor([[6], [6], [2], [2]]))
     stage.count_targets(targets, 4, 2, ranks, context)
-    assert stage._num_items == (6 + 2) / 4
+    assert stage.num_items == (6 + 2) / 4
+    pipeline: Any = SimpleNamespace(
+        _stages={0: stage}, _running=threading.Lock(), _stepped=lambda *_, **__: 5
+    )
+    assert Pipeline._run(pipeline, None, None, trains=False, wants_outputs=True) == 5
+    assert stage.num_items is None
+
+
+@pytest.mark.parametrize("has_one", [True, False])
+def test_a_target_of_some_ranks_is_refused(has_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of an evaluation would be a part of the whole; ranks 5 and 7 have none."""
+    target, context = torch.ones(2) if has_one else None, TorchContext()
+    others = torch.tensor([[1], [0], [1], [0]])
+    monkeypatch.setattr(stage_words, "gathered", lambda own, *_: others)
+    with pytest.raises(
+        LayoutError, match=r"^ranks 5 and 7 of the last stage have no target, and others have"
+    ):
+        stage_words.require_target_of_all(target, (4, 5, 6, 7), context)
+    monkeypatch.setattr(stage_words, "gathered", lambda own, *_: own.expand(4, 1))
+    stage_words.require_target_of_all(target, (4, 5, 6, 7), context)
+
+
+def test_a_batch_that_is_to_have_a_gradient_is_refused() -> None:
+    batch = torch.ones(6, 2, requires_grad=True)
+    assert kind_of_micro_batch(batch, 3, 2, trains=False) == TensorKind((4, 2), torch.float32)
+    with pytest.raises(LayoutError, match=r"requires a gradient.* let the first stage compute it"):
+        kind_of_micro_batch(batch, 3, 2, trains=True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (
+            lambda y, t: (y - t) ** 2,
+            "the loss_fn returns a tensor (2, 3) of float32; it must",
+        ),
+        (lambda y, t: (y.mean(), t), "the loss_fn returns a tuple"),
+        (lambda y, t: (y.detach() - t).mean(), "the loss has no gradient"),
+        (lambda y, t: (y - t).mean()[None], ""),
+    ],
+)
+@pytest.mark.parametrize("whole", [(), (0,)])
+def test_a_loss_is_one_number_with_a_gradient(loss: Any, words: str, whole: tuple[int, ...]) -> None:
+    module, kind, x = torch.nn.Linear(3, 3), TensorKind((2, 3), torch.float32), torch.ones(2, 3)
+    functions, stash = (
+        StageFunctions(module, StageShape(1, 2, (kind,), (), (0,)), loss, whole),
+        dict[str, Any](),
+    )
+    functions.step = StageStep(targets=[x])
+
+    def run() -> None:
+        functions.forward(stash, x, x, 0)
+        functions.input_grad(stash, x, 0)
+        functions.weight_grad(stash, x, 0)
+
+    if words:
+        with pytest.raises(LayoutError, match=f"^{re.escape(words)}"):
+            run()
+    else:
+        run()
+        assert module.bias.grad.tolist() == pytest.approx([1 / 3] * 3)
+        assert functions.step.losses[0].shape == ()
+
+
+def test_an_error_in_a_backward_pass_is_that_of_the_stage() -> None:
+    """torch raises another in its place, with the shapes of a stage's outputs."""
+    module, kind, x = torch.nn.Linear(3, 3), TensorKind((2, 3), torch.float32), torch.ones(2, 3)
+    functions, stash = StageFunctions(module, StageShape(1, 2, (kind,), (kind,), (0,), (2,)), None, ()), {}
+    functions.forward(stash, x, x, 0)
+    stash["outputs"][0].register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        functions.input_grad(stash, x, x, 0)
+
+
+def test_only_hooks_of_others_need_whole_backward_passes() -> None:
+    """That of a parallelised model is on the table of embedding and head, which the last stage may have."""
+    module = torch.nn.Linear(2, 2)
+    gradients = StageGradients.of(module, ranks=1, index=0, number=1, device=torch.device("cpu"))
+    module.weight.register_post_accumulate_grad_hook(GradientProbe(torch.nn.Module())._keep)
+    gradients.check(module, 1, splits=True)
+    module.weight.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(UnsupportedError, match="weight has a post-accumulate gradient hook"):
+        gradients.check(module, 1, splits=True)
+
+
+def test_a_hook_that_steps_between_micro_batches_is_refused() -> None:
+    module = torch.nn.Linear(2, 2)
+    gradients = StageGradients.of(module, ranks=1, index=0, number=1, device=torch.device("cpu"))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    gradients.begin()
+    module(torch.ones(1, 2)).sum().backward()
+    gradients.check_kept(module, 1, micro_batches=1)
+    with pytest.raises(LayoutError, match="stage 1: bias was changed during the step, after one of 4 micro"):
+        gradients.check_kept(module, 1, micro_batches=4)
+
+
+class TwoBiases(torch.nn.Module):
+    """Adds the sum of two parameters, whose gradients torch has as one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.one + self.two)
+
+
+def test_each_parameter_of_a_backward_in_two_parts_has_a_gradient_of_its_own() -> None:
+    module, kind, x = TwoBiases(), TensorKind((2, 3), torch.float32), torch.ones(2, 3)
+    functions = StageFunctions(module, StageShape(1, 2, (kind,), (kind,), (0,), (2,)), None, ())
+    for micro_batch in range(2):
+        stash: dict[str, Any] = {}
+        functions.forward(stash, x, x, micro_batch)
+        functions.input_grad(stash, x, x, micro_batch)
+        functions.weight_grad(stash, x, micro_batch)
+    assert [each.grad.tolist() for each in module.parameters()] == [[4.0] * 3] * 2  # type: ignore[union-attr]

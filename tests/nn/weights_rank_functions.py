@@ -92,8 +92,11 @@ def load_and_save(context: Any, payload: Mapping[str, Any]) -> tuple[list[str], 
     return wrong, written_here
 
 
-def outside_of_a_mesh(context: Any, payload: Mapping[str, Any]) -> list[float]:
-    """Load and save two tensors that the last rank alone has; return what all of them have then, summed."""
+def outside_of_a_mesh(context: Any, payload: Mapping[str, Any]) -> list[float | str]:
+    """Load and save two tensors that the last rank alone has; return what all of them have then, summed.
+
+    And what is said where each rank saves a parameter of its own under one name.
+    """
     mesh, folder = DeviceMesh("cpu", [dist.get_world_size() - 1]), Path(payload["folder"])
     module = nn.Module()
     module.scale = nn.Parameter(distribute_tensor(torch.zeros(()), mesh, [Replicate()]))
@@ -102,7 +105,13 @@ def outside_of_a_mesh(context: Any, payload: Mapping[str, Any]) -> list[float]:
     save_weights(module, folder / "again")
     dist.barrier()
     stored = load_file(folder / "again" / "model.safetensors")
-    return [float(stored["scale"]), float(stored["weight"].sum())]
+    said: list[float | str] = [float(stored["scale"]), float(stored["weight"].sum())]
+    module.weight = nn.Parameter(torch.full((2,), float(context.rank)))
+    try:
+        save_weights(module, folder / "again")
+    except MeshweaveError as error:
+        said.append(f"{type(error).__name__}: {error}")
+    return said
 
 
 def save_with_a_lost_rank(context: RankContext, payload: Mapping[str, Any]) -> None:

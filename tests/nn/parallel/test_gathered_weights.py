@@ -151,3 +151,19 @@ def test_gathered_parts_are_what_products_take(name: str, data: st.DataObject) -
         kept = KeptParameter(rank, first.layout, first.used, first.terms)
         wanted = ParameterLayout(first.layout.sides, first.used, parts).local(whole, rank)
         assert torch.equal(gathered(kept, ranks, whole), wanted), (name, zero, rank.mesh.shape, rank.rank)
+
+
+def test_strategies_are_made_anew_in_another_world() -> None:
+    """Device meshes of two worlds are equal, and the groups of the first are gone."""
+
+    def made() -> tuple[LayerStrategy, object]:
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+        return LayerStrategy.of("megatron", mesh), mesh
+
+    first, _ = made()
+    assert made()[0] is first
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    other, mesh = made()
+    assert other is not first
+    assert other.device_mesh is mesh

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 from torch import nn  # noqa: E402
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
+from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E402
 
 from meshweave.base.errors import CheckpointError, LayoutError  # noqa: E402
 from meshweave.execute.ranks.launch import launch  # noqa: E402
@@ -254,7 +255,30 @@ def test_a_resumption_on_more_ranks_and_a_value_of_some_ranks(tmp_path: Path) ->
     assert [each["value"] for each in answers] == [3.0, 3.0]
     assert [each["again"] for each in answers] == [True, True]
     assert [each["fused"] for each in answers] == [[True, True]] * 2
+    words = (
+        "cannot be saved: 'weight' has other values on rank 1 than on rank 0: parameters of different stages"
+    )
+    assert all(words in each["stages"] for each in answers), answers
     assert checkpoints.latest() == 1
+
+
+def test_hooks_on_steps_do_not_see_that_a_state_is_loaded(tmp_path: Path) -> None:
+    """As one that averages weights, or counts steps: loading makes states by a step of its own."""
+    model = nn.Linear(2, 2)
+    state = state_of(model)
+    model(torch.ones(1, 2)).sum().backward()
+    state._optimizer.step()
+    checkpoints, others, seen = saved(state, tmp_path), state_of(model), list[int]()
+    handles = [
+        others._optimizer.register_step_pre_hook(lambda *_: seen.append(0)),
+        others._optimizer.register_step_post_hook(lambda *_: seen.append(1)),
+        register_optimizer_step_post_hook(lambda *_: seen.append(2)),
+    ]
+    others.load(checkpoints, 1)
+    assert others._optimizer.state and not seen
+    others._optimizer.step()
+    assert seen == [0, 1, 2]
+    handles[2].remove()
 
 
 def test_a_module_may_have_layouts_of_its_own(tmp_path: Path) -> None:

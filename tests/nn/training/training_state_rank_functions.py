@@ -36,7 +36,20 @@ def on_more_ranks(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     wanted = torch.rand(2)
     state.load(checkpoints, 2)
     again = torch.equal(torch.rand(2), wanted)
-    return {"drawn": drawn, "value": float(whole), "again": again, "fused": _fused(context, checkpoints)}
+    made = {"drawn": drawn, "value": float(whole), "again": again, "fused": _fused(context, checkpoints)}
+    return made | {"stages": _stages_of_one_name(context, checkpoints)}
+
+
+def _stages_of_one_name(context: Any, checkpoints: mw.Checkpoints) -> str:
+    """What is said where each rank has a layer of its own under a name that all have."""
+    torch.manual_seed(context.rank)
+    stage = nn.Linear(2, 2)
+    state = mw.nn.TrainingState([stage], torch.optim.SGD(stage.parameters()), rank=context.rank)
+    try:
+        state.save(checkpoints, 4)
+    except mw.MeshweaveError as error:
+        return str(error)
+    return ""
 
 
 def _fused(context: Any, checkpoints: mw.Checkpoints) -> list[bool]:

@@ -20,7 +20,7 @@ from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch.call_order import CallSequence, call_order
 from meshweave.execute.torch.call_watch import out_of_order
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.groups import CountsPerWorld
+from meshweave.execute.torch.groups import PerWorld
 from meshweave.execute.torch.world import SignedStore, signed_store
 from meshweave.ir.program import Program
 from meshweave.ir.program.text import to_text
@@ -76,7 +76,7 @@ def _said_by_all(
     store = signed_store(context.deadline_s)
     me, ranks = sequence.order.rank, sequence.ranks
     others = [rank for rank in ranks if rank != me]
-    known = _begun.counts()
+    known = _begun.kept()
     known[ranks, sequence.session] = number
     keys = [sequence.words_key(number, rank) for rank in others]
 
@@ -108,7 +108,7 @@ def _said_by_all(
     return {rank: json.loads(spoken if rank == me else heard[rank]) for rank in ranks}
 
 
-_begun = CountsPerWorld()
+_begun: PerWorld[int] = PerWorld()
 """The last call in which this rank has spoken, by (ranks, session)."""
 
 

@@ -38,7 +38,7 @@ from meshweave.execute.torch.call_records import (
 )
 from meshweave.execute.torch.call_watch import CallWatch, WatchedCalls
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.groups import CountsPerWorld
+from meshweave.execute.torch.groups import PerWorld
 from meshweave.execute.torch.world import signed_store
 
 TAGS_PER_PROGRAM = 1 << 16
@@ -66,7 +66,7 @@ class CallSequence(SharedCalls):
         self.order, self.num_bound = order, 0
         self.digests: set[str] = set()
         self.last_key = ""
-        sessions = _sessions.counts()
+        sessions = _sessions.kept()
         self.session = sessions[ranks] = sessions.get(ranks, 0) + 1
 
     def begin(self, kind: CallKind) -> int:
@@ -174,7 +174,7 @@ class CallSequence(SharedCalls):
 
 
 _numbers = itertools.count()
-_sessions = CountsPerWorld()
+_sessions: PerWorld[int] = PerWorld()
 """Contexts in which a set of ranks has called something: contexts come and go, and marks stay in the store."""
 
 

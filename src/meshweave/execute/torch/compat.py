@@ -248,17 +248,17 @@ def bare_step(kind: type) -> Callable[..., Any]:
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
-def other_step_hooks(optimizer: Any) -> bool:
-    """Return whether a step of `optimizer` runs any hook but the global optimizer hooks that meshweave sets.
+def other_step_hooks(optimizer: Any) -> list[tuple[dict[int, Any], int, Any]]:
+    """Return (table, key, hook) of each hook that a step of `optimizer` runs, but those that meshweave sets.
 
     Relies on `Optimizer._optimizer_step_pre_hooks` and `_optimizer_step_post_hooks`, and, for all optimizers,
     `torch.optim.optimizer._global_optimizer_pre_hooks` and `_global_optimizer_post_hooks` (torch 2.9 and 2.13).
     """
-    module = "torch.optim.optimizer"
-    own = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
     names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
-    for_all = [getattr(hook, "__module__", "") for name in names for hook in _private(module, name).values()]
-    return own > 0 or not all(str(module).startswith("meshweave.") for module in for_all)
+    for_all = [_private("torch.optim.optimizer", name) for name in names]
+    tables = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *for_all]
+    known = [(table, key, hook) for table in tables for key, hook in table.items()]
+    return [each for each in known if not str(getattr(each[2], "__module__", "")).startswith("meshweave.")]
 
 
 def keep_in_order(op: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -15,6 +15,7 @@ from meshweave.ir.program.expressions import evaluate
 from meshweave.ir.program.ops import Collective, Fence, Permute, Recv, Send
 from meshweave.ir.program.statements import rewrite
 
+Value = TypeVar("Value")
 GroupKey = tuple[int, tuple[int, ...]]
 """A channel (see `assign_channels`), and the global ranks in ascending order."""
 
@@ -152,22 +153,22 @@ def fence_groups(program: Program) -> list[tuple[int, ...]]:
     return list(groups)
 
 
-class CountsPerWorld:
-    """Counters by key, such as a tuple of ranks, that begin anew with each default process group."""
+class PerWorld(Generic[Value]):
+    """Values by key, such as counts by ranks, that begin anew with each default process group."""
 
     def __init__(self) -> None:
         self._world: Any = None
-        self._counts: dict[Any, int] = {}
+        self._kept: dict[Any, Value] = {}
 
-    def counts(self) -> dict[Any, int]:
-        """Return the dict of counts, for the caller to change; a new default process group begins with {}."""
+    def kept(self) -> dict[Any, Value]:
+        """Return the dict of values, for the caller to change; a new default process group begins with {}."""
         world = dist.group.WORLD
         if self._world is not world:
-            self._world, self._counts = world, {}
-        return self._counts
+            self._world, self._kept = world, {}
+        return self._kept
 
 
-_num_named = CountsPerWorld()
+_num_named: PerWorld[int] = PerWorld()
 
 
 def group_name(ranks: Sequence[int]) -> str:
@@ -175,6 +176,6 @@ def group_name(ranks: Sequence[int]) -> str:
 
     The name is equal on all ranks if each makes equally many calls with `ranks` in the same order.
     """
-    num_named, key = _num_named.counts(), tuple(ranks)
+    num_named, key = _num_named.kept(), tuple(ranks)
     num_named[key] = num_named.get(key, 0) + 1
     return f"meshweave_{hashlib.sha1(repr(key).encode()).hexdigest()}_{num_named[key]}"

@@ -19,6 +19,7 @@ from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.groups import PerWorld
 from meshweave.nn.dtensor import mesh_of
 from meshweave.nn.in_graphs import context_of
 
@@ -91,9 +92,10 @@ class LayerStrategy:
         mesh = Mesh(MESH, shape, AXES[-len(shape) :], ranks)
         number = -1 if context is None else context.number
         key = (entry.name, roles, mesh, config or BlockConfig(), rank, device_mesh, number)
-        if key not in _KNOWN:
-            _KNOWN[key] = cls(*key)
-        return _KNOWN[key]
+        known = _known.kept()  # device meshes of an earlier world are equal, and have no groups any more
+        if key not in known:
+            known[key] = cls(*key)
+        return known[key]
 
     @cached_property
     def coordinates(self) -> tuple[int, ...]:
@@ -149,7 +151,7 @@ class LayerStrategy:
         return Side("batch", batch), Side("sequence", sequence)
 
 
-_KNOWN: dict[Any, LayerStrategy] = {}
+_known: PerWorld[LayerStrategy] = PerWorld()
 
 
 def device_mesh_for(

@@ -82,6 +82,7 @@ class StageGradients:
 
     def __post_init__(self) -> None:
         self._previous: list[Tensor | None] = []
+        self._versions: list[int] = []
         self._given: list[Tensor] = []
 
     @classmethod
@@ -131,13 +132,14 @@ class StageGradients:
     def check(self, module: nn.Module, number: int, splits: bool) -> None:
         """Raise LayoutError, naming a parameter, where other parameters are trained than in the first step.
 
-        That is where a parameter requires a gradient and did not then, or is frozen since and data-parallel ranks
-        sum its gradient. Raise UnsupportedError where a parameter has a hook to call after its gradient, and the
-        schedule `splits` backward passes in two, which does not call it. `module` is stage `number`.
+        That is where a parameter requires a gradient and did not then or was another tensor, or is frozen since
+        and data-parallel ranks sum its gradient. Raise UnsupportedError where a parameter has a hook to call after
+        its gradient, and the schedule `splits` backward passes in two, which does not call it. `module` is stage
+        `number`.
         """
         trained = set(map(id, self.trained))
         for name, parameter in module.named_parameters():
-            if splits and parameter._post_accumulate_grad_hooks:
+            if splits and _has_hook(parameter):
                 raise UnsupportedError(
                     f"stage {number}: {name} has a post-accumulate gradient hook, which a backward in two parts "
                     "does not call; take a schedule with whole backwards, or do it after the step"
@@ -146,7 +148,7 @@ class StageGradients:
             if is_known and not parameter.requires_grad and self.vector is not None:
                 change = "is frozen since the first step, in which ranks summed its gradient"
             elif not is_known and parameter.requires_grad:
-                change = "requires a gradient, and did not in the first step"
+                change = "requires a gradient, and did not in the first step or is another tensor since"
             else:
                 continue
             raise LayoutError(f"stage {number}: {name} {change}; make a new pipeline of the stages")
@@ -160,6 +162,7 @@ class StageGradients:
         self._previous = [
             None if parameter.grad is None else parameter.grad.detach() for parameter in self.parameters
         ]
+        self._versions = [parameter._version for parameter in self.parameters]
         if self.vector is None:
             for parameter in self.parameters:
                 parameter.grad = None
@@ -176,12 +179,19 @@ class StageGradients:
             start += num_local_elements(parameter)
         return made
 
-    def check_kept(self, module: nn.Module, number: int) -> None:
-        """Raise LayoutError where `.grad` is no longer the tensor in `vector` that ranks have summed.
+    def check_kept(self, module: nn.Module, number: int, micro_batches: int) -> None:
+        """Raise LayoutError where hooks on gradients made a step wrong. `module` is stage `number`.
 
-        Nothing is checked without a `vector`. `module` is stage `number`.
+        That is where one of several micro-batches had a parameter changed for the others, as by an optimizer's
+        step, or where `.grad` is no longer the tensor in `vector`, if any, that ranks have summed.
         """
         names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for parameter, version in zip(self.parameters, self._versions, strict=True):
+            if micro_batches > 1 and parameter._version != version and _has_hook(parameter):
+                raise LayoutError(
+                    f"stage {number}: {names[id(parameter)]} was changed during the step, after one of "
+                    f"{micro_batches} micro-batches: let the optimizer step after the pipeline, not in a hook"
+                )
         for parameter, given in zip(self.parameters if self._given else (), self._given, strict=True):
             if parameter.grad is not given:
                 raise LayoutError(
@@ -228,6 +238,12 @@ def num_local_elements(parameter: Tensor) -> int:
         if dim is not None:
             sizes[dim] = -(-sizes[dim] // ranks)
     return max(int(math.prod(sizes)), int(parameter.to_local().numel()))
+
+
+def _has_hook(parameter: Tensor) -> bool:
+    """Return whether a parameter has a post-accumulate hook, but for that by which ranks compare first steps."""
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return any(not str(getattr(hook, "__module__", "")).startswith("meshweave.") for hook in hooks)
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:

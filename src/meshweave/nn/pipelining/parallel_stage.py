@@ -35,6 +35,9 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         end: the number after that of its last layer.
         sequence: tokens of a row.
 
+    Attributes:
+        num_items: by what `loss` divides, during a step of `pipeline`; None outside of one, for the mean.
+
     Raises:
         LayoutError: there are no such layers.
     """
@@ -47,7 +50,7 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         self.is_first, self.is_last = first == 0, end == count
         self._model, self._first, self._end, self._sequence = model, first, end, sequence
         self._features = model.embedding.features
-        self._num_items: float | None = None
+        self.num_items: float | None = None
         model.prune(first, end)
         model.agreement.is_stage = not (self.is_first and self.is_last)
         self.module = model.module
@@ -100,7 +103,7 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
             LayoutError: targets are outside the model's vocabulary.
         """
         self.check(targets=targets)
-        loss: Tensor = self._model.head_loss(self._taken_apart(x), targets, self._num_items)
+        loss: Tensor = self._model.head_loss(self._taken_apart(x), targets, self.num_items)
         return loss
 
     def count_targets(
@@ -130,7 +133,7 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
                 count[None].to(context.device), context, ranks, "the numbers of targets of all ranks"
             )
             count = told.sum() * shares / len(ranks)
-        self._num_items = float(count) / parts if parts else None
+        self.num_items = float(count) / parts if parts else None
 
     def check(self, tokens: Tensor | None = None, targets: Tensor | None = None) -> None:
         """Raise LayoutError where the model does not take tokens or targets (rows, sequence); None passes."""

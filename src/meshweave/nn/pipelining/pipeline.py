@@ -26,13 +26,13 @@ from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.host_memory import keep_freed_memory
 from meshweave.ir.analysis.lifetimes import peak_stash_bytes
 from meshweave.ir.program import Program
-from meshweave.nn.dtensor import kind_text
 from meshweave.nn.parallel.agreed import agree as agree_on_words
 from meshweave.nn.pipelining.binding import BoundPipeline, bind_stages
 from meshweave.nn.pipelining.parallel_stage import ParallelStage
 from meshweave.nn.pipelining.plan import (
     PipelineOptions,
     check_stage_numbers,
+    kind_of_micro_batch,
     meshes_of,
     micro_batches_of,
     plan_of,
@@ -40,7 +40,7 @@ from meshweave.nn.pipelining.plan import (
 from meshweave.nn.pipelining.saved_memory import PipelineMemory, SavedMemory
 from meshweave.nn.pipelining.stage_functions import LossFunction, StageStep, TensorKind
 from meshweave.nn.pipelining.stage_problem import PipelineData, StagePlaces, agreed_places
-from meshweave.nn.pipelining.stage_words import stage_words
+from meshweave.nn.pipelining.stage_words import require_target_of_all, stage_words
 from meshweave.trace import Trace
 
 Batch: TypeAlias = Tensor | Sequence[Tensor] | None
@@ -187,8 +187,9 @@ class Pipeline:
 
         Outputs, a tensor or tuple as the stage returns, are this rank's rows of all micro-batches, in order (of
         scalars one each). Batch, target and loss are those of `step`; without a target or a `loss_fn` the loss is
-        None. Raises LayoutError if a batch is missing or has other rows than the first, or a stage other outputs;
-        UnsupportedError if a step runs already; BindError, RankLostError or DeadlineError as `step`.
+        None. Raises LayoutError if a batch is missing or has other rows than the first, a stage other outputs, or
+        some ranks of the last stage alone have a target; UnsupportedError if a step runs already; BindError,
+        RankLostError or DeadlineError as `step`.
         """
         loss, outputs = self._run(batch, target, trains=False, wants_outputs=True)
         return outputs, loss
@@ -201,6 +202,9 @@ class Pipeline:
         try:
             return self._stepped(batch, target, trains=trains, wants_outputs=wants_outputs)
         finally:
+            for stage in self._stages.values():
+                if isinstance(stage, ParallelStage):
+                    stage.num_items = None  # its loss by hand is a mean again
             self._running.release()
 
     def _stepped(
@@ -224,7 +228,7 @@ class Pipeline:
                 if bound.tied is not None:
                     bound.tied.sum_gradients()
                 for number, gradients in trained.items():
-                    gradients.check_kept(self._stages[number], number)
+                    gradients.check_kept(self._stages[number], number, self._options.micro_batches)
             except BaseException:
                 for gradients in trained.values():
                     gradients.abandon()
@@ -234,7 +238,7 @@ class Pipeline:
         return self._loss(bound, steps), self._outputs(steps)
 
     def _compare(self, batch: Batch, target: Tensor | None, *, trains: bool) -> None:
-        """Compare what ranks of a stage give the first step that trains, and check tokens that stages know.
+        """Compare what ranks give the first step that trains and each other one, and check tokens and targets.
 
         Raises LayoutError where ranks that are to give the same do not, or a stage refuses tokens or targets.
         """
@@ -244,6 +248,8 @@ class Pipeline:
             )
             agree_on_words(self._context, self.places.ranks, words, "all ranks to compare their stages")
             self._is_compared = True
+        if not trains and self._is_last:
+            require_target_of_all(target, self.places.meshes[-1].ranks, self._context)
         for number, stage in self._stages.items():
             if isinstance(stage, ParallelStage):
                 for tokens in _tensors(batch) if number == 0 else ():
@@ -376,21 +382,14 @@ class Pipeline:
             raise LayoutError("ranks of the last stage must give a target")
         if 0 not in self._stages and not self._is_last:
             return None
-        given, last = _tensors(batch) if 0 in self._stages else (), self.places.num_stages - 1
-        whole = None if target is None or not self._is_last else self._whole_kind(last, target)
-        return PipelineData(tuple(self._whole_kind(0, value) for value in given), whole)
 
-    def _whole_kind(self, stage: int, value: Tensor) -> TensorKind:
-        """Return the kind of one micro-batch over all data-parallel ranks."""
-        if not isinstance(value, Tensor) or not value.ndim:
-            raise LayoutError(
-                f"a batch or target is {kind_text(value)}; give tensors with a row for each sample"
-            )
-        count = self._options.micro_batches
-        rows = len(value) * (self.places.data_parallelism(stage) if self._options.has_local_batch else 1)
-        if not rows or rows % count:
-            raise LayoutError(f"{count} micro-batches do not divide a batch of {rows} rows")
-        return TensorKind((rows // count, *value.shape[1:]), value.dtype)
+        def whole(stage: int, value: Tensor) -> TensorKind:
+            parts = self.places.data_parallelism(stage) if self._options.has_local_batch else 1
+            return kind_of_micro_batch(value, self._options.micro_batches, parts, trains=trains)
+
+        given, last = _tensors(batch) if 0 in self._stages else (), self.places.num_stages - 1
+        of_target = None if target is None or not self._is_last else whole(last, target)
+        return PipelineData(tuple(whole(0, value) for value in given), of_target)
 
 
 def _tensors(batch: Batch) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +17,8 @@ from meshweave.algorithms.pipeline.torch_csv import schedule_from_csv
 from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import DescriptionError, LayoutError, printable
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.nn.pipelining.stage_functions import LossFunction
+from meshweave.nn.dtensor import kind_text
+from meshweave.nn.pipelining.stage_functions import LossFunction, TensorKind
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,32 @@ def micro_batches_of(plan: PipelineAlgorithm | Schedule, given: int | None) -> i
             f"the schedule has {plan.num_micro_batches} micro-batches, and micro_batches is {given}"
         )
     return plan.num_micro_batches
+
+
+def kind_of_micro_batch(value: Any, micro_batches: int, parts: int, *, trains: bool) -> TensorKind:
+    """Return the kind of one micro-batch over all data-parallel ranks, of a batch or target as a rank gives it.
+
+    Args:
+        value: a tensor with the samples as dim 0.
+        micro_batches: the number of them in a step.
+        parts: the number of data-parallel ranks that have rows of their own; 1 where each gives all rows.
+        trains: whether gradients are computed.
+
+    Raises:
+        LayoutError: it is no tensor with rows, micro-batches do not divide these, or it is to have a gradient,
+            which is neither scaled nor summed over ranks.
+    """
+    if not isinstance(value, Tensor) or not value.ndim:
+        raise LayoutError(f"a batch or target is {kind_text(value)}; give tensors with a row for each sample")
+    if trains and value.requires_grad:
+        raise LayoutError(
+            "a batch or target requires a gradient, and a step has those of parameters of stages alone: let the "
+            "first stage compute it, or give it detached"
+        )
+    rows = len(value) * parts
+    if not rows or rows % micro_batches:
+        raise LayoutError(f"{micro_batches} micro-batches do not divide a batch of {rows} rows")
+    return TensorKind((rows // micro_batches, *value.shape[1:]), value.dtype)
 
 
 def check_stage_numbers(name: str, given: Iterable[int], num_stages: int) -> None:

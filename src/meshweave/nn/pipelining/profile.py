@@ -236,10 +236,10 @@ def _measured(
             input_grad = _counted_flops(lambda: functions.input_grad(stash, *grads, token, micro_batch))
             after_input_grad = memory.bytes
             weight_grad = _counted_flops(lambda: functions.weight_grad(stash, token, micro_batch))
-        except RuntimeError as error:
+        except Exception as error:
             if not splits or isinstance(error, MeshweaveError):
                 raise
-            raise _NotSplitError(_first_line(error.__cause__ or error)) from error
+            raise _NotSplitError(_first_line(error)) from error
         if not splits:
             half = input_grad // 2
             return (forward, half, input_grad - half), (after_forward, after_forward), ""
@@ -251,7 +251,7 @@ def _measured(
         raise
     except Exception as error:
         raise LayoutError(
-            f"stage {shape.number} does not run on the meta device: {_first_line(error.__cause__ or error)}; "
+            f"stage {shape.number} does not run on the meta device: {_first_line(error)}; "
             + _REMEDY.format(shape.number)
         ) from error
     lost = sorted(_with_gradients(module) - split)

@@ -19,13 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshweave.base.errors import LayoutError, MeshweaveError
+from meshweave.base.errors import LayoutError
+from meshweave.execute.torch.call_records import is_of_distributed
 from meshweave.execute.torch.compat_pipelining import (
     is_view,
     stage_backward,
     stage_backward_input,
     stage_backward_weight,
 )
+from meshweave.nn.dtensor import kind_text
 from meshweave.nn.pipelining.gradients import LossSum
 from meshweave.nn.pipelining.missed_gradients import reached_parameters, require_all
 from meshweave.nn.pipelining.run_again import ForwardState
@@ -220,7 +222,12 @@ class StageFunctions:
             return [out.clone() if is_view(out) else out for out in outputs]
         if self.loss_fn is None or not len(self.step.targets):
             return outputs
-        return [*outputs, self.loss_fn(made, self.step.targets[micro_batch])]
+        loss = self.loss_fn(made, self.step.targets[micro_batch])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise LayoutError(
+                f"the loss_fn returns {kind_text(loss)}; it must return a tensor of one element"
+            )
+        return [*outputs, loss.sum() if loss.ndim or is_view(loss) else loss]
 
     def _check(self, outputs: Sequence[Any]) -> None:
         """Raise LayoutError where outputs are not what the stages after this one expect."""
@@ -270,10 +277,15 @@ class StageFunctions:
         gradients of the tensors that the forward sent, a token that only orders calls, and the micro-batch's
         number.
 
-        Raises UnsupportedError, in the first backward in two parts, where it misses the gradient of a parameter.
+        Raises UnsupportedError, in the first backward in two parts, where it misses the gradient of a parameter;
+        LayoutError where the loss has no gradient.
         """
         *grads, _, micro_batch = operands
         inputs, outputs = stash["inputs"], stash.pop("outputs")
+        if self.is_last and not outputs[0].requires_grad:
+            raise LayoutError(
+                "the loss has no gradient: loss_fn must compute it from what the last stage returns"
+            )
         arrived = self._arrived_grads(grads)
         if micro_batch in self.whole_backwards:
             made = self._whole(outputs, arrived, inputs)
@@ -315,7 +327,10 @@ class StageFunctions:
             if self.is_first:
                 self._whole(stash.pop("outputs"), stash.pop("grads"), stash["inputs"])
             else:
+                first = [parameter for parameter in self._parameters() if parameter.grad is None]
                 stage_backward_weight()(self._parameters(), stash.pop("groups"))
+                for each in first:  # torch adds to them in place, and may have one tensor for several of them
+                    each.grad = None if each.grad is None else each.grad.clone()
         stash.pop("kept").release()
         return total
 
@@ -375,11 +390,11 @@ class StageFunctions:
 
 @contextmanager
 def _unwrapped_errors() -> Iterator[None]:
-    """Raise an error of meshweave's own in place of torch's that it caused: `stage_backward` hides every one."""
+    """Raise the error that caused torch's in its place: `stage_backward` hides every one behind shapes."""
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, MeshweaveError) and isinstance(error.__cause__, MeshweaveError):
+        if is_of_distributed(error) and error.__cause__ is not None:
             raise error.__cause__ from None
         raise
 

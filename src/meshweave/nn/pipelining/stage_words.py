@@ -1,4 +1,4 @@
-"""Texts on a rank's stages and on what it gives a pipeline, which `nn.parallel.agreed` compares between ranks."""
+"""What ranks compare of their stages and of what they give a pipeline: texts for `nn.parallel.agreed`, targets."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshweave.base.errors import LayoutError
+from meshweave.execute.ranks.blame import ranks_text
+from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.counted import gathered
 from meshweave.nn.parallel.agreed import Words
 from meshweave.nn.parallel.checksums import digest_of
 from meshweave.nn.parallel.model_words import checksum_words, copy_words, setting_words, version_words
@@ -69,6 +73,22 @@ def stage_words(
         if number == places.num_stages - 1 and target is not None:
             words[f"targets of parts {rows}"] = checksum_words([("target", target)])
     return words
+
+
+def require_target_of_all(target: Tensor | None, ranks: tuple[int, ...], context: TorchContext) -> None:
+    """Raise LayoutError where some of `ranks`, those of the last stage, have a target and others have None.
+
+    Collective among them: the loss of those that have one would be a part of the whole. Raises BindError,
+    RankLostError or DeadlineError where other ranks refuse, are missing or late.
+    """
+    own = torch.tensor([target is not None], dtype=torch.int64, device=context.device)
+    told = gathered(own, context, ranks, "ranks of the last stage to say whether they have a target")
+    lacking = [rank for rank, has_one in zip(ranks, told.flatten().tolist(), strict=True) if not has_one]
+    if 0 < len(lacking) < len(ranks):
+        raise LayoutError(
+            f"{ranks_text(lacking)} of the last stage {'has' if len(lacking) == 1 else 'have'} no target, and "
+            "others have one: give a target on all ranks of the last stage, or on none for outputs alone"
+        )
 
 
 def _coordinates(places: StagePlaces, stage: int) -> tuple[str, str]:

@@ -14,14 +14,14 @@ from typing import Any
 
 from meshweave.base.errors import CheckpointError
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.groups import CountsPerWorld
+from meshweave.execute.torch.groups import PerWorld
 from meshweave.execute.torch.world import signed_store
 
 STALLED_S = 60.0
 """Seconds in which a disk finishes nothing that is asked of it, after which it is taken to hang."""
 _FIRST_S, _LONGEST_S = 0.0005, 0.02
 _TICK_S = 0.2
-_sessions = CountsPerWorld()
+_sessions: PerWorld[int] = PerWorld()
 
 
 class AgreementRound:
@@ -152,7 +152,7 @@ class Rounds:
         self._ended: list[AgreementRound] = []
         self._session = 0
         if context.is_distributed:
-            counts = _sessions.counts()
+            counts = _sessions.kept()
             self._session = counts["made"] = counts.get("made", 0) + 1
 
     def begin(self, what: str) -> AgreementRound:

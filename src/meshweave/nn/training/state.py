@@ -27,7 +27,7 @@ from meshweave.nn.parallel.parameters import ranges_of
 from meshweave.nn.training.checkpoints import Checkpoints
 from meshweave.nn.training.manifest import Manifest, checked_notes
 from meshweave.nn.training.pieces import Ranges, Saved, ShardPieces
-from meshweave.nn.weights.blocks import sizes_of
+from meshweave.nn.weights.blocks import other_copy, sizes_of, sums_of_parts
 from meshweave.nn.weights.slots import plain_name
 
 
@@ -82,18 +82,25 @@ class TrainingState:
 
         Raises:
             CheckpointError: on all ranks, where one of them has what cannot be saved, or an optimizer with a
-                parameter of none of its modules; where another job saves into the folder; or where the save
-                before this one failed.
+                parameter of none of its modules; where ranks have other values of one parameter; where another
+                job saves into the folder; or where the save before this one failed.
             RankLostError, DeadlineError: other ranks are missing or late, also in the save before this one.
         """
         tensors = {**self._model(), f"random.{self._rank}": torch.get_rng_state(), **self._of_devices()}
-        wrong = ""
+        wrong, sums = "", dict[str, dict[str, str]]()
         try:
             tensors |= self._optimized()
+            if checkpoints.num_ranks > 1:
+                sums = sums_of_parts((name, parameter) for parameter, name in self._names.items())
         except LayoutError as error:
             wrong = str(error)
-        told = checkpoints.refuse_together(step, wrong and f"cannot be saved: {wrong}", self._members())
-        own = {"places": self._places, "groups": self._groups(), "members": _of_all_ranks(told)}
+        told = checkpoints.refuse_together(
+            step, wrong and f"cannot be saved: {wrong}", [self._members(), sums]
+        )
+        if wrong := other_copy([each[1] for each in told]):  # on all ranks
+            checkpoints.refuse_together(step, f"cannot be saved: {wrong}")
+        members = _of_all_ranks([each[0] for each in told])
+        own = {"places": self._places, "groups": self._groups(), "members": members}
         checkpoints.save(step, tensors, {"training": own, "notes": dict(notes or {})})
 
     def load(
@@ -296,7 +303,8 @@ class TrainingState:
     def _fill_optimizer(self, stateful: Collection[str]) -> list[Tensor]:
         """Let the optimizer make state of the parameters named that have none. Return these.
 
-        It takes one step in which only they have gradients, of zero, at a rate of zero.
+        It takes one step in which only they have gradients, of zero, at a rate of zero. Hooks on steps that
+        others have set, such as one that averages weights, are not run.
         """
         groups = self._optimizer.param_groups
         parameters = [each for group in groups for each in group["params"]]
@@ -309,7 +317,9 @@ class TrainingState:
             return []
         gradients = [parameter.grad for parameter in parameters]
         rates = [group["lr"] for group in groups]
-        lacking = set(made)
+        lacking, hooks = set(made), compat.other_step_hooks(self._optimizer)
+        for table, key, _ in hooks:
+            del table[key]
         try:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter) if parameter in lacking else None
@@ -321,6 +331,8 @@ class TrainingState:
                 parameter.grad = gradient
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
+            for table, key, hook in hooks:
+                table[key] = hook
         return [each for each in made if each in self._optimizer.state]
 
 

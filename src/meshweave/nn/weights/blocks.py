@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Partial
+from meshweave.execute.torch import compat
 from meshweave.nn.dtensor import layout_of
+from meshweave.nn.parallel.model_words import checksum_words
 
 Runs = tuple[tuple[int, int], ...]
 """Ranges of positions along one dim, (start, stop), in the order in which a rank has them."""
@@ -70,3 +73,38 @@ def boxes_of(block: Block) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...
 def sizes_of(block: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, ...]:
     """Return the shape of the shard whose (start, stop) ranges for each dim are `block`: summed lengths."""
     return tuple(sum(stop - start for start, stop in runs) for runs in block)
+
+
+def sums_of_parts(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, str]]:
+    """Return {name: {part: checksum}}, one part each, of the parameters among named tensors that this rank has.
+
+    Others, such as statistics of batches, may differ between copies. Raises LayoutError as `block_of`.
+    """
+    own = [(name, each) for name, each in tensors if isinstance(each, nn.Parameter) and _has_bits(each)]
+    sums = checksum_words(own)
+    return {name: {f"{each.dtype} {block_of(name, each)}": sums[name]} for name, each in own if name in sums}
+
+
+def _has_bits(tensor: Tensor) -> bool:
+    """Return whether this rank has a part of a tensor whose elements are its own memory."""
+    if isinstance(tensor, DTensor):
+        return tensor.device_mesh.get_coordinate() is not None
+    return tensor.layout is torch.strided and not compat.wraps_tensors(tensor)
+
+
+def other_copy(said: Sequence[Mapping[str, Mapping[str, str]]]) -> str:
+    """Return in words which parameter two ranks have the same part of with other values; "" for none.
+
+    `said` has the `sums_of_parts` of each rank. One of the two would be kept, and the other lost.
+    """
+    known: dict[tuple[str, str], tuple[int, str]] = {}
+    for rank, sums in enumerate(said):
+        for name, parts in sums.items():
+            for part, bits in parts.items():
+                first, kept = known.setdefault((name, part), (rank, bits))
+                if kept != bits:
+                    return (
+                        f"'{name}' has other values on rank {rank} than on rank {first}: parameters of different "
+                        "stages need names that differ, and copies of one the same values"
+                    )
+    return ""

@@ -23,7 +23,7 @@ from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.call_order import call_order, share_refusal
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.weights.blocks import Block, block_of, boxes_of, sizes_of
+from meshweave.nn.weights.blocks import Block, block_of, boxes_of, other_copy, sizes_of, sums_of_parts
 from meshweave.nn.weights.checkpoint import INDEX_FILE, SINGLE_FILE, safetensors_library
 from meshweave.nn.weights.slots import Mapped, slots_of, stored_as
 
@@ -57,9 +57,10 @@ def save_weights(
 
     Ranks that see the folder of rank 0 write the files by turns; the others send them their parts, each part
     once, one file's tensors at a time: no rank has more than `file_bytes` of others. Stages of a pipeline give
-    their own modules. A tied tensor is written once, under its first name. Files appear under their names only
-    when all are complete, the index after them; files of an earlier checkpoint in the folder go last. Where it
-    has files of the same names, its index goes before these are replaced, so that no reader takes some of each.
+    their own modules, with names that differ. A tied tensor is written once, under its first name. Files appear
+    under their names only when all are complete, the index after them; files of an earlier checkpoint in the
+    folder go last. Where it has files of the same names, its index goes before these are replaced, so that no
+    reader takes some of each.
 
     Args:
         mapping: a dict or function from a tensor's name in the module to the name to store it under, or to a
@@ -74,8 +75,8 @@ def save_weights(
 
     Raises:
         CheckpointError: a rank cannot write; on all ranks.
-        LayoutError: ranks differ in the shape or dtype of a tensor, do not have all of it, or it is a partial sum
-            or on the meta device.
+        LayoutError: ranks differ in the shape or dtype of a tensor or in the values of a parameter, do not have
+            all of it, or it is a partial sum or on the meta device.
         UnsupportedError: safetensors is not installed.
         BindError: another rank refuses what it was given.
         RankLostError, DeadlineError: other ranks are missing or late.
@@ -91,8 +92,7 @@ def _saved(
 ) -> tuple[Path, ...]:
     """Do what `save_weights` says."""
     safetensors_library()
-    own = {}
-    pieces = []
+    own, named, pieces = dict[str, Tensor](), list[tuple[str, Tensor]](), list[_Piece]()
     for slot in slots_of(module):
         stored = stored_as(mapping, slot.names[0])
         local = compat.local_tensor(slot.tensor) if isinstance(slot.tensor, DTensor) else slot.tensor.detach()
@@ -108,8 +108,10 @@ def _saved(
         if stored.name in own:
             raise LayoutError(f"two tensors are to be stored as {stored.name}; give each a name of its own")
         own[stored.name] = local.contiguous()
+        named.append((stored.name, slot.tensor))
         pieces.append(_Piece(stored.name, shape, local.dtype, block))
-    senders = _senders(_all_pieces(pieces, context))
+    sums = sums_of_parts(named) if context.num_ranks > 1 else {}
+    senders = _senders(_all_pieces(pieces, sums, context))
     files = _files_of(senders, file_bytes)
     rank, wrong, writers = context.rank or 0, "", _writers(folder, context)
     device = next((each.device for each in own.values()), torch.device("cpu"))
@@ -202,11 +204,16 @@ def _waiting(context: TorchContext, what: str) -> Iterator[None]:
             raise
 
 
-def _all_pieces(pieces: Sequence[_Piece], context: TorchContext) -> list[list[_Piece]]:
-    """Return what each rank has; all ranks call it."""
-    own = json.dumps([[each.name, each.shape, str(each.dtype)[6:], each.block] for each in pieces])
-    said = exchange(context, tuple(range(context.num_ranks)), own, "all ranks to say what they have")
-    return [[_piece_of(*each) for each in json.loads(words)] for words in said.values()]
+def _all_pieces(
+    pieces: Sequence[_Piece], sums: Mapping[str, Mapping[str, str]], context: TorchContext
+) -> list[list[_Piece]]:
+    """Return what each rank has; all ranks call it. Raises LayoutError where `sums` of one part differ."""
+    own = json.dumps([[[each.name, each.shape, str(each.dtype)[6:], each.block] for each in pieces], sums])
+    words = exchange(context, tuple(range(context.num_ranks)), own, "all ranks to say what they have")
+    said = [json.loads(each) for each in words.values()]
+    if wrong := other_copy([of_rank for _, of_rank in said]):
+        raise LayoutError(wrong)
+    return [[_piece_of(*each) for each in parts] for parts, _ in said]
 
 
 def _piece_of(name: str, shape: list[int], dtype: str, block: list[list[list[int]]]) -> _Piece:
