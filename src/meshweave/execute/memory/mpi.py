@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from meshweave.base.errors import BindError, MeshweaveError, UnsupportedError, require_known
-from meshweave.execute.memory.base import SIGNALS, ExposedSlots, RemoteMemory, RemoteSlot, Window, extent
+from meshweave.execute.memory.base import SIGNALS, ExposedSlots, RemoteMemory, RemoteSlot, Window
 from meshweave.execute.memory.pool import Segment, block_of
 from meshweave.execute.ranks.agreement import waiting
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.views import Action
+from meshweave.execute.torch.views import Action, extent
 
 _TALK_TAG, _FENCE_TAG = 1, 2
 _OPS = {"sum": "SUM", "prod": "PROD", "max": "MAX", "min": "MIN"}
