@@ -348,13 +348,14 @@ class _MpiWindow(Window):
         """Return a function of `values` that polls until own flag `flags[i]` is at least `values[i]`."""
         memory, mine = self.memory, self.own[SIGNALS].numpy()
         places, wins = [self.flag_at(flag) for flag in flags], self._all_wins()
+        of_flags = memory.reach(self.remote[self.rank, SIGNALS])[0]  # which other ranks' need not be in
 
         def run(values: Sequence[int]) -> None:
             with waiting(memory.context, what, [peer for peer in peers if peer != self.rank]) as overdue:
                 while not all(mine[at] >= value for at, value in zip(places, values, strict=True)):
                     overdue()
                     memory.comm.Iprobe(memory.mpi.ANY_SOURCE, _TALK_TAG)  # so that MPI gets on
-                    wins[0].Sync()
+                    of_flags.Sync()
                     time.sleep(2e-5)
             for win in wins:
                 win.Sync()
