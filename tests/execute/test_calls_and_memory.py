@@ -131,10 +131,40 @@ def test_an_output_does_not_lie_where_an_input_is_still_read(other):
         _bound(TWO_WRITERS, given)
     with pytest.raises(BindError, match="memory in common"):
         _bound(READ_LATE, {"y": memory[:4], "z": memory[:4]})
+    with pytest.raises(BindError, match="memory in common"):  # with gaps
+        _bound(READ_LATE, {"x": memory[:7:2], "y": memory[2:6]})
     columns = memory.view(4, 2)
     bound = _bound(READ_LATE, {"x": columns[:, 0], "y": columns[:, 1]})
     bound.run()
     assert bound.outputs["y"].tolist() == [0, 20, 40, 60] and bound.outputs["z"].tolist() == [1, 3, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"y": torch.ones(1, dtype=torch.int64).expand(4)},
+            r"y is given a tensor of strides \(0,\), whose elem",
+        ),
+        ({"x": torch.arange(4).to_sparse()}, "x is given a torch.sparse_coo tensor: give a dense one"),
+        ({"x": torch.arange(4, device="meta")}, "x is given a meta tensor"),
+        ({"x": [0, 1, 2, 3]}, "x is given a list: give a torch.Tensor"),
+        ({"x": torch._neg_view(torch.arange(4))}, "x is given a lazily negated tensor"),
+    ],
+)
+def test_memory_that_no_program_can_use_is_refused(given, says):
+    with pytest.raises(BindError, match=f"buffer {says}"):
+        _bound(READ_FIRST, given)
+
+
+def test_new_values_are_checked_before_any_is_copied():
+    bound = _bound(READ_FIRST, {"x": torch.tensor(3).expand(4)})
+    bound.run()
+    assert bound.outputs["z"].tolist() == [6] * 4
+    with pytest.raises(BindError, match="x is bound to an expanded tensor"):
+        bound.run({"x": torch.arange(4)})
+    with pytest.raises(BindError, match=r"x is given a torch\.sparse_coo tensor"):
+        bound.run({"x": torch.arange(4).to_sparse()})
 
 
 def test_an_output_may_lie_where_an_input_was():

@@ -1,6 +1,7 @@
 """Each private name of torch that meshweave uses is there and does what `compat` says of it."""
 
 import importlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -83,14 +84,19 @@ def test_group_by_name(mesh):
 
 
 def test_naming_groups():
-    """Groups that form among their own ranks take the name that is made for them, others torch's."""
-    with observing.fake_default_group(1, 4):
+    """Groups that a thread forms among their own ranks take the name that is made for them, others torch's."""
+    with observing.fake_default_group(1, 4), ThreadPoolExecutor(1) as other:
         with compat_groups.override_group_names(lambda ranks: f"ranks {list(ranks)}"):
             own = dist.new_group([1, 3], use_local_synchronization=True)
             of_all = dist.new_group([0, 1])
+            beside = other.submit(dist.new_group, [1, 2], use_local_synchronization=True).result()
+            of_other = compat_groups.override_group_names(lambda ranks: "of the other")
+            other.submit(of_other.__enter__).result()
+        other.submit(of_other.__exit__, None, None, None).result()
         after = dist.new_group([1, 3], use_local_synchronization=True)
         assert own.group_name == "ranks [1, 3]"
         assert not of_all.group_name.startswith("ranks")
+        assert not beside.group_name.startswith("ranks")
         assert not after.group_name.startswith("ranks")
 
 

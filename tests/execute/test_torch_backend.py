@@ -17,15 +17,18 @@ from backend_programs import PROGRAMS, golden, inputs_for, ring  # noqa: E402
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem  # noqa: E402
 from meshweave.algorithms.table import PRODUCTS_2D  # noqa: E402
 from meshweave.base.errors import BindError, DeadlineError, RankLostError, UnsupportedError  # noqa: E402
+from meshweave.execute.calls import CallTable  # noqa: E402
 from meshweave.execute.numpy import run_numpy  # noqa: E402
 from meshweave.execute.ranks.launch import RankError, launch  # noqa: E402
 from meshweave.execute.torch.bind import bind  # noqa: E402
+from meshweave.execute.torch.comm import bind_communication  # noqa: E402
+from meshweave.execute.torch.compute import Binder  # noqa: E402
 from meshweave.execute.torch.context import TorchContext  # noqa: E402
 from meshweave.execute.torch.groups import assign_channels, group_keys  # noqa: E402
 from meshweave.execute.torch.lanes import cross_lane_waits  # noqa: E402
 from meshweave.execute.torch.streams import Streams  # noqa: E402
 from meshweave.execute.torch.views import Staging, StridedView, bind_view, empty_in_order  # noqa: E402
-from meshweave.execute.torch.wire import wire_orders  # noqa: E402
+from meshweave.execute.torch.wire import Wire, wire_orders  # noqa: E402
 from meshweave.ir.analysis.dataflow import analyse  # noqa: E402
 from meshweave.ir.analysis.interpret import numpy_index  # noqa: E402
 from meshweave.ir.analysis.validate import validate  # noqa: E402
@@ -302,6 +305,15 @@ def test_what_a_call_returns_is_checked():
 def test_without_liveness_an_error_says_at_least_what_was_waited_for(said, error, message):
     with pytest.raises(error, match=message), TorchContext(deadline_s=0.2).guard("the ring", (1,)):
         raise RuntimeError(said)
+
+
+@pytest.mark.parametrize("tag", [-1, 65_534])
+def test_tags_that_would_be_those_of_another_program_are_refused(tag):
+    text = 'program("p")\nq = mesh((2,), ("x",))\nb = scratch((4,), "float32", on=q)\nnet = lane()\n'
+    program = parse(f"{text}with ranks(0):\n    send(b, peer=1, tag={tag}, lane=net)\n")
+    binder = Binder(0, {}, Staging(CPU), CallTable({}, program, 0))
+    with pytest.raises(BindError, match=f"a tag is at least 0 and below 65534, {tag} is not"):
+        bind_communication(Wire(TorchContext(), binder, program, {}, {}), program.ops_on_rank(0)[0])
 
 
 def test_groups_come_from_the_text_and_are_shared_by_messages():

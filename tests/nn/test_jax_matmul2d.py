@@ -120,3 +120,8 @@ def test_what_does_not_fit_is_refused() -> None:
         mw.jax.matmul2d(x > 0, x.T > 0, mesh=mesh)
     with pytest.raises(mw.errors.LayoutError, match="2 axes"):
         mw.jax.matmul2d(x, x.T, mesh=jax.make_mesh((4,), ("x",), devices=jax.devices()[:4]))
+    kinds = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
+    mixed = jax.make_mesh((2, 2), ("x", "y"), kinds, devices=jax.devices()[:4])
+    lying = jax.sharding.NamedSharding(mixed, jax.sharding.PartitionSpec("x"))
+    with pytest.raises(mw.errors.LayoutError, match="all explicit or all automatic"):
+        mw.jax.matmul2d(jax.device_put(x, lying), x.T, mesh=mixed)

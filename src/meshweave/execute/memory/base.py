@@ -21,7 +21,7 @@ from meshweave.base.errors import BindError, MeshweaveError, UnsupportedError
 from meshweave.execute.memory.pool import Segment, aligned, take
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.views import Action
+from meshweave.execute.torch.views import Action, extent
 
 Key = tuple[str, int]
 """A buffer and a slot of it."""
@@ -50,13 +50,6 @@ class Slot:
     def num_bytes(self) -> int:
         """Return the slot's size in bytes, with the gaps that its strides leave between elements."""
         return extent(self.shape, self.strides) * int(self.dtype.itemsize)
-
-
-def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements of memory a strided tensor spans: shape (2, 3), strides (4, 1) -> 7."""
-    if 0 in shape:
-        return 0
-    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
 
 
 @dataclass(frozen=True)

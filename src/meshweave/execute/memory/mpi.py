@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from meshweave.base.errors import BindError, MeshweaveError, UnsupportedError, require_known
-from meshweave.execute.memory.base import SIGNALS, ExposedSlots, RemoteMemory, RemoteSlot, Window, extent
+from meshweave.execute.memory.base import SIGNALS, ExposedSlots, RemoteMemory, RemoteSlot, Window
 from meshweave.execute.memory.pool import Segment, block_of
 from meshweave.execute.ranks.agreement import waiting
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.views import Action
+from meshweave.execute.torch.views import Action, extent
 
 _TALK_TAG, _FENCE_TAG = 1, 2
 _OPS = {"sum": "SUM", "prod": "PROD", "max": "MAX", "min": "MIN"}
@@ -348,13 +348,14 @@ class _MpiWindow(Window):
         """Return a function of `values` that polls until own flag `flags[i]` is at least `values[i]`."""
         memory, mine = self.memory, self.own[SIGNALS].numpy()
         places, wins = [self.flag_at(flag) for flag in flags], self._all_wins()
+        of_flags = memory.reach(self.remote[self.rank, SIGNALS])[0]  # which other ranks' need not be in
 
         def run(values: Sequence[int]) -> None:
             with waiting(memory.context, what, [peer for peer in peers if peer != self.rank]) as overdue:
                 while not all(mine[at] >= value for at, value in zip(places, values, strict=True)):
                     overdue()
                     memory.comm.Iprobe(memory.mpi.ANY_SOURCE, _TALK_TAG)  # so that MPI gets on
-                    wins[0].Sync()
+                    of_flags.Sync()
                     time.sleep(2e-5)
             for win in wins:
                 win.Sync()

@@ -36,7 +36,7 @@ from meshweave.execute.torch.graphs import CapturedRun, check_graph
 from meshweave.execute.torch.issue import Execute, LaneExecution, one_order, thread_per_lane
 from meshweave.execute.torch.lanes import BUSY
 from meshweave.execute.torch.one_sided import OneSidedAccess
-from meshweave.execute.torch.views import Action, Staging
+from meshweave.execute.torch.views import Action, Staging, overlaps_itself
 from meshweave.execute.torch.wire import Wire
 from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.program.ops import COMPUTE_KINDS
@@ -71,6 +71,7 @@ class BoundProgram:
         self.outputs = {name: visible[name] for name, b in buffers.items() if b.kind == "output"}
         self.scratch = {name: memory.slots[name, 0] for name, b in buffers.items() if b.kind == "scratch"}
         self._places = {value.untyped_storage().data_ptr() for value in self.inputs.values()}
+        self._expanded = {name for name, value in self.inputs.items() if overlaps_itself(value)}
         self._copies_in = [
             (memory.slots[name, slot], value)
             for name, value in self.inputs.items()
@@ -191,25 +192,24 @@ class BoundProgram:
         return spans
 
     def _load_all(self, inputs: Mapping[str, Tensor]) -> None:
-        for name, value in [(name, self._kept(name, value)) for name, value in inputs.items()]:
-            self._load(name, value)
+        for name, value in [(name, self._checked(name, value)) for name, value in inputs.items()]:
+            if value is not self.inputs[name]:
+                self.inputs[name].copy_(value)
+            self._unset.discard(name)
         if self._unset:
             raise BindError(f"input buffer {min(self._unset)} of program {self.program.name} has no value")
 
-    def _kept(self, name: str, value: Tensor) -> Tensor:
+    def _checked(self, name: str, value: Tensor) -> Tensor:
         """Return a new value, or a copy where it lies in memory of inputs, to which others are written."""
-        if value is self.inputs.get(name) or not isinstance(value, Tensor):
-            return value
-        return value.clone() if value.untyped_storage().data_ptr() in self._places else value
-
-    def _load(self, name: str, value: Tensor) -> None:
         if name not in self.inputs:  # in every run: a name is not looked at twice
             require_known(name, self.inputs, f"program {self.program.name} has no input buffer", BindError)
         target = self.inputs[name]
-        if value is not target:
-            check_value(name, value, tuple(target.shape), target.dtype)
-            target.copy_(value)
-        self._unset.discard(name)
+        if value is target:
+            return value
+        check_value(name, value, tuple(target.shape), target.dtype)
+        if name in self._expanded:
+            raise BindError(f"buffer {name} is bound to an expanded tensor: no value can be copied into it")
+        return value.clone() if value.untyped_storage().data_ptr() in self._places else value
 
     def _trace(self, spans: Mapping[int, tuple[int, int]]) -> Trace:
         listed: list[Span] = []
@@ -293,7 +293,7 @@ def bind(
     """
     program = program.expanded
     if context is None:
-        context = TorchContext.default(next((tensor.device for tensor in tensors.values()), "cpu"))
+        context = TorchContext.default(next((getattr(t, "device", "cpu") for t in tensors.values()), "cpu"))
     # What is bound outlives the call, and later ones may be outside inference mode.
     with share_refusal(context, program.ranks, f"program {program.name}"), torch.inference_mode(False):
         how = _HowBound(

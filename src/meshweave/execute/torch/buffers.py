@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshweave.base.errors import BindError, require_known
 from meshweave.execute.torch.analysis import RankAnalysis
-from meshweave.execute.torch.views import empty_in_order, share_memory
+from meshweave.execute.torch.views import empty_in_order, overlaps_itself, share_memory
 from meshweave.ir.program.ops import READ
 
 
@@ -44,9 +44,9 @@ def check_tensors(
     """Return the outputs that lie in memory of other buffers, of `tensors` of this rank by buffer name.
 
     Raises BindError where the tensors do not fit the rank's input and output buffers. Compared are names, shapes,
-    dtypes and the type of `device`, not its index. An output that is written must not share memory with another
-    output, and with an input only if all ops that use the input are done before any op that writes the output, or
-    are that op.
+    dtypes and the type of `device`, not its index. An output that is written must not share memory with itself or
+    another output, and with an input only if all ops that use the input are done before any op that writes the
+    output, or are that op.
     """
     program, rank = analysis.program, analysis.rank
     bindable = {name: b for name, b in analysis.buffers.items() if b.kind in ("input", "output")}
@@ -57,6 +57,16 @@ def check_tensors(
         check_value(name, tensor, program.local_shape(name, rank), torch_dtype(bindable[name].dtype))
         if tensor.device.type != device.type:
             raise BindError(f"buffer {name} is on {tensor.device}, its context on {device}")
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.is_neg():
+            kind = "a lazily negated tensor" if tensor.is_neg() else f"a {type(tensor).__name__}"
+            raise BindError(
+                f"buffer {name} is given {kind}, whose memory is not its value: give a plain tensor"
+            )
+        if bindable[name].kind == "output" and overlaps_itself(tensor):
+            raise BindError(
+                f"buffer {name} is given a tensor of strides {tensor.stride()}, whose elements share memory: "
+                "an output needs its own for each"
+            )
     shared = [
         (name, other)
         for name, other in itertools.permutations(tensors, 2)
@@ -136,7 +146,14 @@ def _ordinary(tensor: Tensor) -> Tensor:
 
 
 def check_value(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise BindError where `value`, given for buffer `name`, is not of this local `shape` and `dtype`."""
+    """Raise BindError where `value`, given for buffer `name`, is no strided tensor with data, or not of this local
+    `shape` and `dtype`.
+    """
+    if not isinstance(value, Tensor):
+        raise BindError(f"buffer {name} is given a {type(value).__name__}: give a torch.Tensor")
+    if value.layout != torch.strided or value.is_nested or value.is_meta:
+        kind = "nested" if value.is_nested else "meta" if value.is_meta else value.layout
+        raise BindError(f"buffer {name} is given a {kind} tensor: give a dense one (torch.strided) with data")
     if tuple(value.shape) != shape or value.dtype != dtype:
         raise BindError(
             f"buffer {name} is of shape {shape} and {dtype}, "

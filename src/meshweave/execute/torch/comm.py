@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshweave.base.errors import BindError, UnsupportedError, require_known
+from meshweave.execute.torch.call_order import ENTRY_TAG
 from meshweave.execute.torch.views import Action, Order, StridedView, chain_actions, from_wire
 from meshweave.execute.torch.wire import Wire
 from meshweave.ir.analysis.shapes import part_sizes
@@ -40,8 +41,8 @@ def bind_communication(wire: Wire, bound: BoundOp) -> Action:
 
     Raises:
         UnsupportedError: the op is one-sided, or has a reduction other than sum, prod, max and min.
-        BindError: a tag is negative, a peer is this rank or no rank of the program, or a collective does not
-            include this rank.
+        BindError: a tag is negative or above 65,533, a peer is this rank or no rank of the program, or
+            a collective does not include this rank.
     """
     op = bound.op
     wire.binder.refuse_remote(bound)
@@ -83,8 +84,8 @@ def bind_communication(wire: Wire, bound: BoundOp) -> Action:
 def _message(wire: Wire, op: ops.Send | ops.Recv, what: str) -> Action:
     peer, tag = op.peer, op.tag
     assert isinstance(peer, int) and isinstance(tag, int)
-    if tag < 0:
-        raise BindError(f"{what}: a tag must not be negative, {tag} is")
+    if not 0 <= tag < ENTRY_TAG - 1:
+        raise BindError(f"{what}: a tag is at least 0 and below {ENTRY_TAG - 1}, {tag} is not")
     if peer == wire.rank or peer not in wire.program.ranks:
         raise BindError(f"{what}: peer {peer} is no other rank of the program")
     group, tag = wire.group(op.lane, wire.program.ranks), 1 + tag

@@ -7,12 +7,15 @@ elements). No index lists: whatever is copied is copied by strides.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +26,9 @@ Action = Callable[[], object]
 
 Order = tuple[int, ...]
 """Dims from outermost to innermost in memory."""
+
+_MOST_WORK = 10_000
+"""Steps that numpy may take to tell whether two strided tensors overlap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,19 +253,41 @@ def _is_same_memory(a: Tensor, b: Tensor) -> bool:
     return bool(0 != a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype)
 
 
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return how many elements of memory a strided tensor spans: shape (2, 3), strides (4, 1) -> 7."""
+    if 0 in shape:
+        return 0
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+
+
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors overlap in memory; where one has gaps, only whether both are the same view."""
+    """Return whether an element of one tensor has a byte in common with one of the other, also where both have
+    gaps; True where that would take long to tell.
+    """
     if not a.numel() or not b.numel() or not a.data_ptr():
         return False
-    if (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype):
-        return True
     first, second = sorted((a, b), key=Tensor.data_ptr)
-    return _has_no_gaps(a) and _has_no_gaps(b) and second.data_ptr() < first.data_ptr() + first.nbytes
+    if second.data_ptr() >= first.data_ptr() + extent(first.shape, first.stride()) * first.itemsize:
+        return False
+    return np.may_share_memory(_addresses(a), _addresses(b), max_work=_MOST_WORK)
 
 
-def _has_no_gaps(tensor: Tensor) -> bool:
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return bool(reach + 1 == tensor.numel())
+def _addresses(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Return an array where a tensor lies, not to be read: it may be in memory of another device."""
+    step = tensor.itemsize
+    memory = (ctypes.c_char * (extent(tensor.shape, tensor.stride()) * step)).from_address(tensor.data_ptr())
+    strides = [stride * step for stride in tensor.stride()]
+    return np.ndarray(tuple(tensor.shape), f"V{step}", memory, strides=strides)
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor may lie in the same memory, as those of an expanded one do."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return tensor.numel() > 0
+        reach += (size - 1) * stride
+    return False
 
 
 class ActionSequence:

@@ -60,9 +60,9 @@ def matmul2d(
     """Return the product of two matrices that are sharded over a 2D mesh; it is sharded so, too.
 
     Rows of each matrix are sharded over the first mesh axis, columns over the second:
-    `PartitionSpec(*mesh.axis_names)`. Operands with other shardings are resharded first. Sizes need not
-    divide by those of the mesh. jax has no type for unequal shards: where a size of the result does not
-    divide, explicit axes have it replicated, and otherwise XLA chooses how it lies.
+    `PartitionSpec(*mesh.axis_names)`. Operands with other shardings over the mesh's devices, in its order, are
+    resharded first. Sizes need not divide by those of the mesh. jax has no type for unequal shards: where a size
+    of the result does not divide, explicit axes have it replicated, and otherwise XLA chooses how it lies.
 
         dataflow  computes       x (global)  w (global)  stationary
         os        Y = X W        (M, K)      (K, N)      Y
@@ -85,7 +85,7 @@ def matmul2d(
 
     Raises:
         LayoutError: an operand is no matrix, shapes do not fit each other or `dataflow`, the mesh is not
-            2D, or the algorithm shards otherwise.
+            2D, or the algorithm shards otherwise; of an operand's axes some are explicit and some automatic.
         UnsupportedError: there is no such algorithm.
         BindError: an option has no such value, or no program has the dtype.
     """
@@ -93,6 +93,15 @@ def matmul2d(
         raise LayoutError(f"matmul2d needs a mesh of 2 axes, this one has {len(mesh.axis_names)}")
     if x.ndim != 2 or w.ndim != 2:
         raise LayoutError(f"matmul2d multiplies matrices, not arrays of shapes {x.shape} and {w.shape}")
+    for lies_on in (
+        jax.typeof(x).sharding.mesh,
+        jax.typeof(w).sharding.mesh,
+        jax.sharding.get_abstract_mesh(),
+    ):
+        if {AxisType.Explicit, AxisType.Auto} <= set(lies_on.axis_types):
+            raise LayoutError(
+                f"matmul2d needs mesh axes that are all explicit or all automatic, not {lies_on.axis_types}"
+            )
     if loops not in get_args(Loops):
         raise BindError(f"loops are {' or '.join(get_args(Loops))}, not {loops!r}")
     if ring_ways not in (0, 1, 2):
