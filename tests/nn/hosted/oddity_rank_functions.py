@@ -115,11 +115,12 @@ def one_head_of_keys(kind: str, strategy: str) -> list[float]:
 
 
 def set_afterwards(kind: str, strategy: str) -> list[float]:
-    """Return how far a model is from its own whose last norm gets another epsilon after `parallelize`."""
+    """Return how far a model is from its own of which a module gets another number after `parallelize`."""
     whole: Any = small_models.make_model(kind)
     made = _parallel(whole, strategy)
     tokens = small_models.batch()[0]
-    path, name = ("transformer.ln_f", "eps") if kind == "gpt2" else ("model.norm", "variance_epsilon")
+    places = {"gpt2": ("transformer.ln_f", "eps"), "gpt_oss": ("model.layers.0.mlp.experts", "alpha")}
+    path, name = places.get(kind, ("model.norm", "variance_epsilon"))
     for module in (whole, made.module):
         setattr(module.get_submodule(path), name, 0.5)
     return _off(whole, made, input_ids=tokens, labels=tokens)

@@ -35,6 +35,7 @@ MORE_ROWS_AND_HEADS = [
     ("masked", "deepseek_v3", "megatron"),
     ("one_head_of_keys", "olmo2", "megatron_sp"),
     ("set_afterwards", "llama", "megatron"),
+    ("set_afterwards", "gpt_oss", "megatron"),
 ]
 
 

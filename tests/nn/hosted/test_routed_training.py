@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,14 @@ pytest.importorskip("torch", reason="torch is not installed: the torch rung cann
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
+from torch import nn
 
+from meshweave.base.errors import UnsupportedError
 from meshweave.execute.ranks.launch import launch
-from meshweave.nn.hosted.experts import choice_digits
+from meshweave.nn.hosted.experts import HostedExperts, choice_digits
+from meshweave.nn.hosted.inputs import HostedArguments
+from meshweave.nn.hosted.own_modules import OwnModule
+from meshweave.nn.hosted.routers import auxiliary_loss
 
 HERE = Path(__file__).parent
 PATHS = {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent / "parallel")))}
@@ -67,6 +73,29 @@ def test_numbers_of_unlike_choices_differ_and_add_up_exactly(dtype: torch.dtype,
     for _ in range(num_ranks):
         total += digits
     assert torch.equal(total.double(), num_ranks * digits.double())
+
+
+@pytest.mark.parametrize("kind", [OwnModule, HostedExperts])
+def test_settings_of_routers_and_experts_are_read_and_set(kind: type[Any]) -> None:
+    own = nn.Module()
+    own.top_k = 2
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    made.take_settings(own)
+    assert hasattr(made, "top_k") and made.top_k == 2
+    made.top_k, made.other = 1, 3
+    assert own.top_k == 1 and not hasattr(own, "other")
+
+
+def test_an_auxiliary_loss_is_that_of_the_configuration_and_of_recorded_logits() -> None:
+    module: Any = nn.Module()
+    module.config = SimpleNamespace(output_router_logits=True)
+    arguments = HostedArguments(module, True, SimpleNamespace(roles=None))  # type: ignore[arg-type]
+    taken = [arguments.takes("output_router_logits", value, torch.zeros(1, 1)) for value in (True, False)]
+    assert taken == [True, False] and "config" in arguments.why_not("output_router_logits")
+    nothing = SimpleNamespace(aux_loss=0, router_logits=())  # of logits that nothing has recorded
+    with pytest.raises(UnsupportedError, match="auxiliary loss"):
+        auxiliary_loss(module, nothing, 4)
 
 
 SHARDED, SPREAD, CUT, _ = LAYOUTS[4]

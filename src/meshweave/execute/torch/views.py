@@ -269,7 +269,7 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
     first, second = sorted((a, b), key=Tensor.data_ptr)
     if second.data_ptr() >= first.data_ptr() + extent(first.shape, first.stride()) * first.itemsize:
         return False
-    return np.may_share_memory(_addresses(a), _addresses(b), max_work=_MOST_WORK)
+    return bool(np.may_share_memory(_addresses(a), _addresses(b), max_work=_MOST_WORK))  # type: ignore[arg-type]
 
 
 def _addresses(tensor: Tensor) -> np.ndarray[Any, Any]:
@@ -285,7 +285,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
-            return tensor.numel() > 0
+            return bool(tensor.numel())
         reach += (size - 1) * stride
     return False
 

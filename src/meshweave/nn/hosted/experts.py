@@ -20,18 +20,17 @@ from meshweave.algorithms.step.executed import splits_rows
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.nn.experts import ExpertExchange
 from meshweave.nn.hosted.expert_parts import ExpertsPart, operand_indices, own_call
-from meshweave.nn.hosted.own_modules import without_parameters
+from meshweave.nn.hosted.own_modules import OwnSettings, without_parameters
 from meshweave.nn.hosted.residual import Tokens, as_plain
-from meshweave.nn.hosted.rows import MovedRows
 from meshweave.nn.parallel.buckets import KeptParameter
 from meshweave.nn.parallel.checksums import checksum_factors
-from meshweave.nn.parallel.moves import PlacedMove
+from meshweave.nn.parallel.moves import Mover, PlacedMove
 from meshweave.nn.parallel.parameters import ParameterLayout
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
 
-class HostedExperts(nn.Module):  # type: ignore[misc]
+class HostedExperts(OwnSettings):
     """The experts of a layer in the place of the model's own, called with the same arguments.
 
     Args:
@@ -52,7 +51,6 @@ class HostedExperts(nn.Module):  # type: ignore[misc]
         _check(strategy, name, type(module).__name__, part)
         self._modules["act_fn"] = module._modules.get("act_fn")
         own, parameters = without_parameters(module)
-        object.__setattr__(self, "_own", own)
         first, end = strategy.span(Side("expert", part.count), self.dims)
         self.first, self.local = first, end - first
         features = strategy.span(Side("inner", part.inner), self.dims)
@@ -68,6 +66,7 @@ class HostedExperts(nn.Module):  # type: ignore[misc]
         self._use = ParameterUse([entries_of([self])])
         self._moves = BoundaryMoves(strategy, self.dims)
         self._is_shared = num_parts(self.dims, strategy.mesh.shape, ("expert",)) > 1
+        self.take_settings(own)
 
     @torch.compiler.disable(reason="the rows of an expert are counted on the host")  # type: ignore[untyped-decorator]
     def forward(self, *given: Any, **named: Any) -> Tensor:
@@ -234,7 +233,7 @@ class BoundaryMoves:
         moved = []
         for each in (x, gates):
             rows = tokens.rows_of(each.reshape(-1, each.shape[-1]), self._residual)
-            moved.append(MovedRows.apply(rows, *self._pair(each.shape[-1]), *tokens.sizes).flatten(0, 1))
+            moved.append(Mover(*self._pair(each.shape[-1]))(rows, *tokens.sizes).flatten(0, 1))
         there, _ = self._pair(index.shape[-1])
         chosen = index
         if there.is_needed:
@@ -260,8 +259,7 @@ class BoundaryMoves:
         if is_checked:
             made = torch.cat((made, choice_digits(index, made.dtype, self._num_terms)), -1)
         there, back = self._pair(made.shape[-1])
-        rows: Tensor = MovedRows.apply(tokens.rows_of(made, self._there), back, there, *tokens.sizes)
-        rows = rows.flatten(0, 1)
+        rows = Mover(back, there)(tokens.rows_of(made, self._there), *tokens.sizes).flatten(0, 1)
         if not is_checked:
             return rows
         own = choice_digits(chosen, rows.dtype, self._num_terms)

@@ -74,6 +74,8 @@ class HostedArguments(ForwardArguments):
             return True
         if name == "use_cache":
             return name in self._taken
+        if name == "output_router_logits":  # routers read it there
+            return value is getattr(getattr(self.module, "config", None), name, None)
         if name in ("logits_to_keep", "num_logits_to_keep"):
             return isinstance(value, int) and value > 0 and why_no_generation(self.strategy) == ""
         if name == "num_items_in_batch":

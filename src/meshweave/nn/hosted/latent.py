@@ -18,9 +18,8 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.nn.hosted.own_modules import OwnModule
 from meshweave.nn.hosted.readings import is_matrix
 from meshweave.nn.hosted.residual import Tokens, as_plain
-from meshweave.nn.hosted.rows import MovedRows
 from meshweave.nn.hosted.trace import FlowTrace, ModuleCall
-from meshweave.nn.parallel.moves import PlacedMove, terms
+from meshweave.nn.parallel.moves import Mover, PlacedMove, terms
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,10 @@ class HostedLatent(OwnModule):
         self._tokens = tokens
         side = (Side("", int(module.weight.shape[0])),)
         there: AxisDims = tuple(dim if dim in TOKENS else "" for dim in core)
-        self._there = PlacedMove(strategy, side, residual, there)
-        self._back = PlacedMove(strategy, side, terms(core, ("inner",)), residual)
+        self._move = Mover(
+            PlacedMove(strategy, side, residual, there),
+            PlacedMove(strategy, side, terms(core, ("inner",)), residual),
+        )
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Return the latent features (batch, sequence, features) of this rank's attention tokens. Collective.
@@ -100,5 +101,4 @@ class HostedLatent(OwnModule):
         `given` and `named` are the arguments of the linear layer: this rank's part of the residual.
         """
         rows: Tensor = super().forward(*(as_plain(each) for each in given), **named)
-        moved: Tensor = MovedRows.apply(rows, self._there, self._back, *self._tokens.sizes)
-        return moved
+        return self._move(rows, *self._tokens.sizes)

@@ -50,7 +50,25 @@ def kept_whole(strategy: LayerStrategy, whole: Tensor, dims: AxisDims) -> KeptPa
     return KeptParameter(strategy, layout, replicated, terms(dims, _SPLITS))
 
 
-class OwnModule(nn.Module):  # type: ignore[misc]
+class OwnSettings(nn.Module):  # type: ignore[misc]
+    """A module that runs the code of another, `_own`, and has its settings: that code sees what is set here."""
+
+    _own: Any
+
+    def take_settings(self, own: nn.Module) -> None:
+        """Run the code of `own` from now on. All its attributes that this module has not are its settings."""
+        object.__setattr__(self, "_own", own)
+        names = vars(own).keys() - vars(self).keys() - self._parameters.keys()
+        self.__dict__.update({name: vars(own)[name] for name in names}, _settings=names)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, also for the module's own code where that has one of this name."""
+        super().__setattr__(name, value)
+        if name in vars(self).get("_settings", ()):
+            self._own.__dict__[name] = value
+
+
+class OwnModule(OwnSettings):
     """A module that runs its own code on a rank's part of its arguments; every rank has its whole parameters.
 
     Args:
@@ -77,7 +95,6 @@ class OwnModule(nn.Module):  # type: ignore[misc]
             raise UnsupportedError(f"{name}: {type(module).__name__} has modules beside its parameters")
         self.layer_strategy, self._rows = strategy, dict(rows or {})
         own, parameters = without_parameters(module)
-        object.__setattr__(self, "_own", own)
         self._buffers = module._buffers  # one for both
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self.layouts: dict[str, ParameterLayout] = {}
@@ -88,13 +105,7 @@ class OwnModule(nn.Module):  # type: ignore[misc]
             self.layouts[key] = self.kept[key].layout
             setattr(self, key, self.layouts[key].distribute(name, whole, strategy))
         self._use = ParameterUse([entries_of([self])])
-        self._settings = vars(own).keys() - vars(self).keys() - self.kept.keys()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, also for the module's own code where that has one of this name."""
-        super().__setattr__(name, value)
-        if name in vars(self).get("_settings", ()):
-            self._own.__dict__[name] = value
+        self.take_settings(own)
 
     def forward(self, *given: Any, **named: Any) -> Any:
         """Return what the module's own code returns for `given` and `named`, this rank's parts of its arguments.
@@ -241,7 +252,7 @@ class HostedNorm(ParallelNorm):
         self, norm: nn.Module, tokens: Tokens, name: str, dims: AxisDims, side: Side, kind: NormKind
     ) -> None:
         super().__init__(norm, tokens.strategy, name, dims, side, kind)
-        self._tokens, self._class, self._code = tokens, type(norm), type(norm).forward
+        self._tokens = tokens
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Return this rank's part of the normalised rows, of the same number of dims as x.
@@ -253,10 +264,6 @@ class HostedNorm(ParallelNorm):
             UnsupportedError: it is called outside of a forward or backward pass of the whole model, or the forward
                 of the class that it stands for was replaced.
         """
-        if self._class.forward is not self._code:
-            raise UnsupportedError(
-                f"{self._class.__name__}.forward was replaced after parallelize, and is not computed: do it before"
-            )
         rows = as_plain(x)
         is_flat = rows.ndim == 2
         if is_flat and not self.has_whole_rows:

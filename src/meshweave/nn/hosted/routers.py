@@ -10,8 +10,7 @@ from meshweave.algorithms.block.roles import Side
 from meshweave.base.errors import UnsupportedError
 from meshweave.nn.hosted.own_modules import OwnModule
 from meshweave.nn.hosted.residual import Tokens, as_plain
-from meshweave.nn.hosted.rows import MovedRows
-from meshweave.nn.parallel.moves import PlacedMove
+from meshweave.nn.parallel.moves import Mover, PlacedMove
 from meshweave.nn.parallel.norm import be_instance_of
 
 
@@ -58,7 +57,7 @@ class HostedRouter(OwnModule):
         side = (Side("", int(logits.shape[1])),)
         there = PlacedMove(self.layer_strategy, side, roles.residual, roles.replicated)
         back = PlacedMove(self.layer_strategy, side, roles.replicated, roles.residual)
-        whole = MovedRows.apply(rows, there, back, *tokens.sizes).flatten(0, 1)
+        whole = Mover(there, back)(rows, *tokens.sizes).flatten(0, 1)
         return (whole, *rest)
 
 
@@ -76,7 +75,7 @@ def auxiliary_loss(module: nn.Module, out: Any, num_tokens: int) -> Tensor | Non
     unknown.
     """
     loss = getattr(out, "aux_loss", None)
-    if loss is None or not isinstance(loss, Tensor):
+    if loss is None:
         return None
     kind, logits = type(module).__name__, getattr(out, "router_logits", None) or ()
     if any(each.shape[0] != num_tokens for each in logits) or not logits:

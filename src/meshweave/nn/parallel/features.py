@@ -50,9 +50,9 @@ _ARGUMENTS = {
     "inputs_embeds": "give input_ids",
     "output_hidden_states": "take them from hooks on .blocks",
     "output_attentions": "weights of attention are not kept",
+    "output_router_logits": "set it in the model's config, for all calls",
     "return_dict": "the result has loss and logits by these names",
-    "logits_to_keep": "all logits are computed; give labels, and none is gathered",
-    "num_logits_to_keep": "all logits are computed; give labels, and none is gathered",
+    **dict.fromkeys(("logits_to_keep", "num_logits_to_keep"), "all logits are computed; labels gather none"),
     "num_items_in_batch": "the loss is the mean over all tokens; Trainer takes models of transformers",
     "shift_labels": "give targets=",
 }

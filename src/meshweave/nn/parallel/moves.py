@@ -72,16 +72,18 @@ def block_move(x: Tensor, number: int, reverse: int, batch: int, sequence: int) 
 
     Args:
         x: this rank's shard of the tensor before the move.
-        number: what `number_of` returns for the move, a `PlacedMove`.
+        number: what `number_of` returns for the move, a `PlacedMove`; -1 where only the gradient is moved.
         reverse: what `number_of` returns for the move of the gradient; -1 where the gradient is not moved.
         batch, sequence: global sizes: the number of sequences, and the tokens of each.
     """
-    return value_of(number, PlacedMove).sized(batch, sequence, x.dtype).run(x)
+    return _run(x, number, batch, sequence) if number >= 0 else x.clone()
 
 
 @block_move.register_fake  # type: ignore[untyped-decorator]
 def _(x: Tensor, number: int, reverse: int, batch: int, sequence: int) -> Tensor:
     keep_order(torch.ops.meshweave.block_move)
+    if number < 0:
+        return x.clone()
     return x.new_empty(value_of(number, PlacedMove).sized(int(batch), int(sequence), x.dtype).shape)
 
 
@@ -91,7 +93,7 @@ def _keep_move(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _move_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if ctx.reverse >= 0:
-        grad = block_move(grad.contiguous(), ctx.reverse, -1, *ctx.sizes)
+        grad = block_move(grad, ctx.reverse, -1, *ctx.sizes)
     return grad, None, None, None, None
 
 
@@ -104,7 +106,11 @@ def _moved(x: Tensor, number: int, batch: int, sequence: int) -> Tensor:
     if torch.compiler.is_compiling():
         out: Tensor = block_move(x, number, -1, batch, sequence)
         return out
-    return value_of(number, PlacedMove).sized(batch, sequence, x.dtype).run(x)
+    return _run(x, number, batch, sequence)
+
+
+def _run(x: Tensor, number: int, batch: int, sequence: int) -> Tensor:
+    return value_of(number, PlacedMove).sized(batch, sequence, x.dtype).run(x.contiguous())
 
 
 class _EagerMove(torch.autograd.Function):  # type: ignore[misc]
@@ -114,7 +120,7 @@ class _EagerMove(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, x: Tensor, number: int, reverse: int, batch: int, sequence: int) -> Tensor:
         """Return the result, and keep what gradients need."""
         ctx.reverse, ctx.sizes = reverse, (batch, sequence)
-        return _moved(x, number, batch, sequence)
+        return _run(x, number, batch, sequence) if number >= 0 else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -122,7 +128,7 @@ class _EagerMove(torch.autograd.Function):  # type: ignore[misc]
         refuse_second_derivative(OF_SHARED_LAYERS)
         (grad,) = grads
         if ctx.reverse >= 0:
-            grad = _moved(grad.contiguous(), ctx.reverse, *ctx.sizes)
+            grad = _moved(grad, ctx.reverse, *ctx.sizes)
         return grad, None, None, None, None
 
 
@@ -148,15 +154,15 @@ class Mover:
     """A move of activations in the forward pass, and one of their gradients in the backward pass.
 
     Args:
-        there: the move of the activations. Where it moves nothing, calls return their argument, and `back` is
-            ignored.
-        back: the move of the gradient; None where the gradient stays as it arrives.
+        there: the move of the activations.
+        back: the move of the gradient; None where the gradient stays as it arrives. Where neither moves anything,
+            calls return their argument.
     """
 
     def __init__(self, there: PlacedMove, back: PlacedMove | None = None) -> None:
-        self.is_needed = there.is_needed
         self.number = number_of(there) if there.is_needed else -1
         self.reverse = number_of(back) if back is not None and back.is_needed else -1
+        self.is_needed = self.number >= 0 or self.reverse >= 0
 
     def __call__(self, x: Tensor, batch: int, sequence: int) -> Tensor:
         """Return this rank's part of x after the move. Collective.

@@ -72,6 +72,7 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
         kind: NormKind | None = None,
     ) -> None:
         super().__init__()
+        self._class, self._code = type(norm), type(norm).forward
         self.layer_strategy, self.dims = strategy, strategy.roles.residual if dims is None else dims
         self.is_layer_norm, self.eps, self.offset = kind or _kind(norm, name)
         side = side or Side("hidden", int(norm.weight.shape[-1]))
@@ -114,7 +115,14 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
         Args:
             x: this rank's part of (batch, sequence, features), each dim split as `dims` says.
             batch, sequence: global sizes: the number of sequences, and the tokens of each.
+
+        Raises:
+            UnsupportedError: the forward of the class that it stands for was replaced.
         """
+        if self._class.forward is not self._code:
+            raise UnsupportedError(
+                f"{self._class.__name__}.forward was replaced after parallelize, and is not computed: do it before"
+            )
         gain, bias = self._gains()
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         if self.has_whole_rows:

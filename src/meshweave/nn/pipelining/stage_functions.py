@@ -375,8 +375,6 @@ class StageFunctions:
     def _parameters(self) -> Any:
         return (parameter for parameter in self.module.parameters() if parameter.requires_grad)
 
-    # --- memory ----------------------------------------------------------------------------------------------
-
     def _hooks(self) -> Any:
         return nullcontext() if self.memory is None or not self.trains else self.memory.hooks()
 
