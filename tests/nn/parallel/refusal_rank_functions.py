@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import reference_models
 import torch
@@ -250,6 +251,13 @@ def _stale_optimizer(mesh: DeviceMesh) -> str:
     made = parallelize(model, "megatron", mesh, check=False)
     made.step(*_batch())
     return _said(optimizer.step)
+
+
+def _norm_class(mesh: DeviceMesh) -> str:
+    """What is said where the forward of a class of norms is replaced after `parallelize`, as a patch does."""
+    made = parallelize(_make(), "megatron", mesh, check=False)
+    with mock.patch.object(nn.LayerNorm, "forward", lambda self, x: 2 * x):
+        return _said(lambda: made.loss(*_batch()))
 
 
 def _meta(mesh: DeviceMesh) -> list[str]:

@@ -44,7 +44,9 @@ def _answers(*names: str, num_ranks: int = 2, timeout_s: float = 300) -> list[di
 
 @pytest.mark.gloo
 def test_tokens_and_models_that_are_not_taken() -> None:
-    for answer in _answers("tokens", "nothing_to_learn", "models", "stale_optimizer", "meta", "others"):
+    names = "tokens", "nothing_to_learn", "models", "stale_optimizer", "norm_class", "meta", "others"
+    for answer in _answers(*names):
+        assert "LayerNorm.forward was replaced after parallelize" in answer["norm_class"]
         for strategy, said in answer["tokens"].items():
             assert said[-1] == "", strategy
             for found, expected in zip(said, OF_TOKENS, strict=False):

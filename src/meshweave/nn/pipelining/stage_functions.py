@@ -364,9 +364,7 @@ class StageFunctions:
         """Return copies of the gradients of outputs; None for a loss."""
         if self.is_last:
             return None
-        if self.has_signals:
-            return self._zeros(self.shape.outs)
-        return [grad.clone() for grad in grads]
+        return self._zeros(self.shape.outs) if self.has_signals else [grad.clone() for grad in grads]
 
     def _zeros(self, kinds: Sequence[TensorKind]) -> list[Tensor]:
         device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
