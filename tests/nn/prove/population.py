@@ -211,7 +211,7 @@ POPULATION: Mapping[str, tuple[Callable[[], nn.Module], str]] = {
     "fewer layers in evaluation": (
         _called(lambda layer, n, x, f: layer(x) if n < 5 or layer.training else x), "it has other logits",
     ),
-    "a scale in evaluation": (lambda: Gpt(scale=lambda own: 0.5 + own.training), "it has other logits"),
+    "a scale in evaluation": (lambda: Gpt(scale=lambda own: 1.0 if own.training else 0.5), "it has other logits"),
     "dropout in evaluation": (_with_parts("attn", Dropping), "in evaluation, too"),
     "inner dropout": (lambda: _with_inner(nn.Dropout(0.5)), "drops out with probabilities"),
     "layers at random": (lambda: Gpt(_skipped), "random numbers beside dropout"),
