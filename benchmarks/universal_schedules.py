@@ -36,13 +36,13 @@ from meshweave.algorithms.universal import (
     UniversalProblem,
 )
 from meshweave.algorithms.universal.config import ScheduleKind
-from meshweave.algorithms.universal.issue_order import schedule_graph
 from meshweave.algorithms.universal.volume import volume
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.grid import ProcessGrid, block_2d, block_cyclic, column_block, row_block
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.network import SwitchNetwork
+from meshweave_studies.slicing.issue_rules import schedule_graph
 from meshweave_studies.slicing.schedules import search_schedule
 
 CLAIM = 1.05

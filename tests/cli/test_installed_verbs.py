@@ -157,9 +157,14 @@ def test_the_wheel_alone_says_what_to_install(wheel_alone: tuple[Path, ...], tmp
         assert package in said and said.count("\n") == 1 and "pip install" in said, (words, said)
     shown = called("--help", paths=wheel_alone, alone=True)
     assert shown.returncode == 0 and "simulate" in shown.stdout and "reproduce" not in shown.stdout
-    moved = "import meshweave as mw\ntry:\n    mw.Lab\nexcept AttributeError as error:\n    print(error)"
+    moved = (
+        "import meshweave as mw\nfrom meshweave.algorithms.universal.issue_order import rule_of\n"
+        "for ask, error in ((lambda: mw.Lab, AttributeError), (lambda: rule_of('greedy'), mw.MeshweaveError)):\n"
+        "    try:\n        ask()\n    except error as said:\n        print(said)"
+    )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, wheel_alone))}
     ran = subprocess.run(
         [sys.executable, "-S", "-c", moved], env=env, capture_output=True, text=True, check=True, timeout=60
     )
     assert ran.stdout.startswith("meshweave.Lab is meshweave_lab.Lab now")
+    assert "'greedy' is of the package meshweave-studies, which is not installed: pip install" in ran.stdout

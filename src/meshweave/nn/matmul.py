@@ -14,8 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from meshweave.algorithms.universal.config import ScheduleKind
-from meshweave.algorithms.universal.schedule import STAGE_LIMITS, StageLimits
+from meshweave.algorithms.universal.config import STAGE_LIMITS, ScheduleKind, StageLimits
 from meshweave.base.errors import LayoutError
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.execute.torch import compat
@@ -88,8 +87,9 @@ def matmul(
             for the same placements. All ranks must name the same.
         context: process groups, deadline and liveness; by default those of the default process group.
         schedule: the order in which a rank issues its fetches, products and accumulates: "direct" as its steps are
-            listed, or "greedy", "cost-greedy", "exhaustive" by their costs on the cluster. The gradients take it
-            too. `meshweave tune schedule` simulates all four. All ranks must give the same.
+            listed, or "greedy", "cost-greedy", "exhaustive" by their costs on the cluster, which need the package
+            meshweave-studies. The gradients take it too. `meshweave tune schedule` simulates all four. All ranks
+            must give the same.
         limits: the most products, fetches and accumulates of one stage of such a schedule; also how many products,
             and accumulates, a rank may run at once.
         overlap: how communication is hidden. "slices": by the universal product, which fetches the next slices

@@ -17,8 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from meshweave.algorithms.fused import Tiles, ring_problems
 from meshweave.algorithms.table import FUSED_PRODUCTS
 from meshweave.algorithms.universal import Operand, UniversalProblem, universal_program
-from meshweave.algorithms.universal.config import SCHEDULE_KINDS, ScheduleKind
-from meshweave.algorithms.universal.schedule import STAGE_LIMITS, StageLimits
+from meshweave.algorithms.universal.config import SCHEDULE_KINDS, STAGE_LIMITS, ScheduleKind, StageLimits
 from meshweave.base.errors import BindError, LayoutError
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from meshweave.algorithms.universal import Slicing, UniversalProblem, universal_program
-from meshweave.algorithms.universal.config import ScheduleKind
+from meshweave.algorithms.universal.config import STAGE_LIMITS, ScheduleKind, StageLimits
 from meshweave.algorithms.universal.problem import Operand, transposed_layout
-from meshweave.algorithms.universal.schedule import STAGE_LIMITS, StageLimits
 from meshweave.base.errors import BindError
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout

@@ -15,10 +15,15 @@ from meshweave.algorithms.universal import (
     UniversalProblem,
     universal_program,
 )
-from meshweave.algorithms.universal.config import ScheduleKind, base_configs, summed_layouts
+from meshweave.algorithms.universal.config import (
+    STAGE_LIMITS,
+    ScheduleKind,
+    StageLimits,
+    base_configs,
+    summed_layouts,
+)
 from meshweave.algorithms.universal.problem import OPERANDS
 from meshweave.algorithms.universal.reduction import replicas_have_same_bits
-from meshweave.algorithms.universal.schedule import STAGE_LIMITS, StageLimits
 from meshweave.algorithms.universal.volume import volume
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.rates import RankRates

@@ -7,10 +7,10 @@ arithmetic and `program` for what comes of it.
 
 from __future__ import annotations
 
+from meshweave.algorithms.universal.config import StageLimits as StageLimits
 from meshweave.algorithms.universal.config import UniversalConfig as UniversalConfig
 from meshweave.algorithms.universal.config import universal_configs as universal_configs
 from meshweave.algorithms.universal.problem import Operand as Operand
 from meshweave.algorithms.universal.problem import UniversalProblem as UniversalProblem
 from meshweave.algorithms.universal.program import universal_program as universal_program
-from meshweave.algorithms.universal.schedule import StageLimits as StageLimits
 from meshweave.algorithms.universal.slicing import Slicing as Slicing

@@ -9,8 +9,7 @@ from typing import Literal, get_args
 
 from meshweave.algorithms.universal.owners import owners
 from meshweave.algorithms.universal.problem import OPERANDS, Operand, UniversalProblem
-from meshweave.algorithms.universal.schedule import STAGE_LIMITS, StageLimits
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
@@ -18,7 +17,33 @@ from meshweave.describe.layout.mesh import Mesh
 SplitRule = Literal["even", "local"]
 ScheduleKind = Literal["direct", "greedy", "cost-greedy", "exhaustive"]
 SCHEDULE_KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
-"""All schedule kinds; "direct" is the first."""
+"""All schedule kinds; "direct" is the first. The others are of `meshweave-studies`."""
+
+
+@dataclass(frozen=True)
+class StageLimits:
+    """The most products, fetches and accumulates of one stage. The default fetches both operands of a product.
+
+    An accumulate adds the result of a product to a remote tile of C.
+
+    Raises:
+        UnsupportedError: one of them is less than 1.
+    """
+
+    products: int = 1
+    fetches: int = 2
+    accumulates: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.products, self.fetches, self.accumulates) < 1:
+            raise UnsupportedError(f"limits of {self}: give 1 or more of each")
+
+    def __str__(self) -> str:
+        return f"{self.products} products, {self.fetches} fetches, {self.accumulates} accumulates"
+
+
+STAGE_LIMITS = StageLimits()
+"""Those of a schedule unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +66,7 @@ class UniversalConfig:
             More steps hide more communication and cost more launches.
         prefetch: how many panels of each matrix may be fetched early: scratch slots beyond those that are needed.
         schedule: the order of a rank's steps: "direct" is the order in which they are listed, others are those
-            of `schedule` and `schedule_search`.
+            of stages (section 4.3), which `meshweave-studies` has (`issue_order.IssueRule`).
         limits: the most products, fetches and accumulates of a stage of a schedule. A rank also runs at most that
             many products at once, and accumulates at once, whatever the schedule (section 4.2).
         rates: rates of the machine, which every schedule but "direct" needs.

@@ -1,79 +1,70 @@
-"""What a rank of a universal product issues in which order: from its steps to a schedule, and from that to lanes.
+"""What a rank of a universal product issues in which order, and in which slots of scratch its panels lie.
 
-Slicing Is All You Need, section 4.3. In the graph of a schedule each step is a product, and each of its panels
-that is not one block of the rank's own memory a fetch. The order in which a schedule fetches, multiplies and
-accumulates is kept on the three lanes of the program; its stages are no barriers there. A panel gets the slot of
-its scratch buffer that is free for longest. There are as many slots as the order needs where every fetch comes as
-late as it can, and `prefetch` more, by which fetches run ahead.
+Slicing Is All You Need, sections 4.2 and 4.3. Steps are issued as they are listed ("direct"), or as a rule of
+another schedule says (`IssueRule`). The order in which a schedule fetches, multiplies and accumulates is kept on
+the three lanes of the program. A panel gets the slot of its scratch buffer that is free for longest. There are as
+many slots as the order needs where every fetch comes as late as it can, and `prefetch` more, by which fetches run
+ahead.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from meshweave.algorithms.universal.config import ScheduleKind
 from meshweave.algorithms.universal.panels import ProductStep
 from meshweave.algorithms.universal.problem import OPERANDS, Operand
-from meshweave.algorithms.universal.schedule import (
-    MAX_SELECTIONS,
-    STAGE_LIMITS,
-    FetchNode,
-    IssueOrder,
-    IssueStage,
-    ProductNode,
-    ScheduleGraph,
-    StageLimits,
-    cost_greedy,
-    direct,
-    flatten_stages,
-    greedy,
-)
-from meshweave.algorithms.universal.schedule_search import ScheduleSearchResult, exhaustive
 from meshweave.algorithms.universal.slicing import Slicing
 from meshweave.base.errors import UnsupportedError
-from meshweave.base.units import dtype_bytes
+from meshweave.base.installed import offered
 from meshweave.cost.rates import RankRates
 
-MAX_STATES = 20_000
-"""The most states that an exhaustive search weighs per rank. Unlike a time limit, it gives the same schedule on
-every machine."""
-_STATES, _SELECTIONS = 160_000, 80_000
-"""The most states, and selections, that are weighed per kind, each times the products of its graph, unless told
-otherwise: the time of each grows with the graph."""
+ENTRY_POINTS = "meshweave.issue_rules"
+"""The group of entry points under which `meshweave-studies` offers the rule of each schedule but "direct"."""
+
+Selection = tuple[int, ...]
+"""Numbers of products, or of fetches."""
 
 
 @dataclass(frozen=True)
-class SearchEffort:
-    """Limits of the search for one rank's schedule. Equal efforts give equal schedules.
+class IssueOrder:
+    """The order in which a rank issues its fetches, its products and its accumulates, each in a lane of its own.
 
-    Attributes:
-        max_states: the most states that an exhaustive search weighs.
-        max_selections: the most choices of products, fetches and accumulates that `cost_greedy` weighs a stage.
-        limits: the most products, fetches and accumulates of one stage.
+    Entries are numbers of fetches and of products; an accumulate has the number of its product.
     """
 
-    max_states: int = MAX_STATES
-    max_selections: int = MAX_SELECTIONS
-    limits: StageLimits = STAGE_LIMITS
+    fetches: Selection
+    products: Selection
+    accumulates: Selection
 
-    @classmethod
-    def of(
-        cls, graphs: Collection[ScheduleGraph], limits: StageLimits, max_states: int | None = None
-    ) -> SearchEffort:
-        """Return limits with which the searches of all graphs together take a second or two.
 
-        Args:
-            graphs: one graph per rank.
-            limits: the most products, fetches and accumulates of one stage.
-            max_states: the result's `max_states`; None to choose it by the number of products in the graphs.
-        """
-        num_products = max(1, sum(len(graph.products) for graph in set(graphs)))
-        if max_states is None:
-            max_states = min(MAX_STATES, max(1, _STATES // num_products))
-        return cls(max_states, min(MAX_SELECTIONS, max(1, _SELECTIONS // num_products)), limits)
+class IssueRule(ABC):
+    """The rule by which a schedule orders the steps of ranks by what they cost."""
+
+    @abstractmethod
+    def orders(self, slicing: Slicing, rates: RankRates) -> dict[int, IssueOrder]:
+        """Return for each global rank the order of its steps, numbered as by `issue_orders`."""
+
+    @abstractmethod
+    def costs(self, slicing: Slicing, rank: int, rates: RankRates) -> object:
+        """Return what the order of a rank follows from: where it is equal for two ranks, so are their orders."""
+
+
+@cache
+def rule_of(kind: ScheduleKind) -> IssueRule:
+    """Return the rule of a schedule other than "direct".
+
+    Raises:
+        UnsupportedError: the package that has it is not installed, or offers something else under its name.
+    """
+    rule = offered(ENTRY_POINTS, kind)
+    if not isinstance(rule, IssueRule):
+        raise UnsupportedError(f"entry point {kind} of {ENTRY_POINTS} is no IssueRule")
+    return rule
 
 
 PanelKey = tuple[int, Operand]
@@ -106,35 +97,6 @@ def remote_panels(steps: Sequence[ProductStep], rank: int) -> tuple[PanelKey, ..
     )
 
 
-def schedule_graph(slicing: Slicing, rank: int, rates: RankRates) -> ScheduleGraph:
-    """Return the graph to schedule for a rank: its steps are the products, its `remote_panels` the fetches.
-
-    Both keep their order. `rates` of the machine give the seconds of products, fetches and accumulates.
-    """
-    steps = slicing.steps(rank)
-    element_bytes, adds = dtype_bytes(slicing.problem.dtype), not needs_no_accumulate(slicing)
-
-    def transfer_s(step: ProductStep, operand: Operand, *, accumulates: bool = False) -> float:
-        return sum(
-            rates.transfer_s(rank, block.owner, block.num_elements * element_bytes, accumulates=accumulates)
-            for block in step.panels[operand].blocks
-        )
-
-    panels = remote_panels(steps, rank)
-    needs: list[list[int]] = [[] for _ in steps]
-    for fetch, (number, _) in enumerate(panels):
-        needs[number].append(fetch)
-    products = []
-    for step, need in zip(steps, needs, strict=True):
-        m, n, k = step.sizes
-        accumulate_s = 0.0
-        if slicing.config.stationary != "c":
-            accumulate_s = transfer_s(step, "c", accumulates=adds)
-        products.append(ProductNode(2 * m * n * k / rates.flops_per_s, tuple(need), accumulate_s))
-    fetches = tuple(FetchNode(transfer_s(steps[number], operand)) for number, operand in panels)
-    return ScheduleGraph(fetches, tuple(products))
-
-
 def direct_order(steps: Sequence[ProductStep], rank: int) -> IssueOrder:
     """Return the order of direct execution (section 4.2): fetches, products and accumulates follow the steps.
 
@@ -144,35 +106,6 @@ def direct_order(steps: Sequence[ProductStep], rank: int) -> IssueOrder:
     return IssueOrder(tuple(range(len(remote_panels(steps, rank)))), numbers, numbers)
 
 
-def schedule_stages(
-    kind: ScheduleKind, graph: ScheduleGraph, effort: SearchEffort = SearchEffort()
-) -> tuple[IssueStage, ...]:
-    """Return the stages into which the schedule `kind` divides one rank's fetches, products and accumulates.
-
-    `effort` limits how long the search takes, and how many products and transfers a stage has.
-    """
-    if kind == "exhaustive":
-        return exhaustive_search(graph, effort).stages
-    return _heuristic_stages(kind, graph, effort.max_selections, effort.limits)
-
-
-@lru_cache(maxsize=4096)
-def exhaustive_search(graph: ScheduleGraph, effort: SearchEffort = SearchEffort()) -> ScheduleSearchResult:
-    """Return the fastest stages that branch and bound finds for one rank's `graph` within the limits `effort`."""
-    return exhaustive(
-        graph, effort.limits, max_states=effort.max_states, max_selections=effort.max_selections
-    )
-
-
-@lru_cache(maxsize=1024)
-def _heuristic_stages(
-    kind: ScheduleKind, graph: ScheduleGraph, max_selections: int, limits: StageLimits
-) -> tuple[IssueStage, ...]:
-    if kind == "cost-greedy":
-        return cost_greedy(graph, limits, max_selections)
-    return (direct if kind == "direct" else greedy)(graph, limits)
-
-
 def issue_orders(slicing: Slicing) -> dict[int, IssueOrder]:
     """Return for each global rank the order of its fetches, products and accumulates by the config's schedule.
 
@@ -180,19 +113,15 @@ def issue_orders(slicing: Slicing) -> dict[int, IssueOrder]:
     `remote_panels`.
 
     Raises:
-        UnsupportedError: the schedule is not "direct", and the config has no rates.
+        UnsupportedError: the schedule is not "direct", and the config has no rates or the schedule's package is
+            not installed (`rule_of`).
     """
     config, ranks = slicing.config, slicing.problem.ranks
     if config.schedule == "direct":
         return {rank: direct_order(slicing.steps(rank), rank) for rank in ranks}
     if config.rates is None:
         raise UnsupportedError(f"schedule '{config.schedule}' needs rates; give the choice some, too")
-    graphs = {rank: schedule_graph(slicing, rank, config.rates) for rank in ranks}
-    effort = SearchEffort.of(graphs.values(), config.limits)
-    return {
-        rank: flatten_stages(schedule_stages(config.schedule, graph, effort))
-        for rank, graph in graphs.items()
-    }
+    return rule_of(config.schedule).orders(slicing, config.rates)
 
 
 @dataclass(frozen=True)

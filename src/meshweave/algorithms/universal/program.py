@@ -16,6 +16,7 @@ from typing import Literal
 
 from meshweave.algorithms.universal.config import UniversalConfig, check_config
 from meshweave.algorithms.universal.issue_order import (
+    IssueOrder,
     IssueStep,
     issue_orders,
     issue_steps,
@@ -24,7 +25,6 @@ from meshweave.algorithms.universal.issue_order import (
 from meshweave.algorithms.universal.panels import OwnedBlock, ProductStep, Span
 from meshweave.algorithms.universal.problem import OPERANDS, Operand, UniversalProblem
 from meshweave.algorithms.universal.reduction import merges_replicas, partial_sums, replicas_of, share_to_sum
-from meshweave.algorithms.universal.schedule import IssueOrder
 from meshweave.algorithms.universal.slicing import Slicing
 from meshweave.describe.layout.meshes import ProgramMeshes
 from meshweave.ir.program import Buffer, Lane, On, Product, Program, Statement, Tensor

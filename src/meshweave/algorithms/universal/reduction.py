@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshweave.algorithms.universal.issue_order import schedule_graph
+from meshweave.algorithms.universal.issue_order import rule_of
 from meshweave.algorithms.universal.owners import BlockKey, owners
 from meshweave.algorithms.universal.panels import OwnedBlock, Span
 from meshweave.algorithms.universal.problem import Operand
@@ -71,7 +71,7 @@ def replicas_have_same_bits(slicing: Slicing) -> bool:
     Within a group (`Slicing`) one rank computes an element, and the others copy it. Several groups get the same
     bits if each adds up the same products in the same order: products of equal panels, which also lie alike in
     memory (`Slicing.product_key`), each added by the same side, the owner or another rank. A schedule other than
-    "direct" orders the products of a rank by what it has to fetch, so that with C stationary the ranks' graphs
+    "direct" orders the products of a rank by what it has to fetch, so that with C stationary the ranks' costs
     must be equal, too; with A or B stationary the result is then False. `ir.analysis.replicas` decides the same
     for any program, and takes longer.
     """
@@ -82,7 +82,8 @@ def replicas_have_same_bits(slicing: Slicing) -> bool:
     if config.schedule != "direct":
         if config.stationary != "c" or config.rates is None:
             return False
-        sums = {rank: (sums[rank], schedule_graph(slicing, rank, config.rates)) for rank in sums}
+        rule, rates = rule_of(config.schedule), config.rates
+        sums = {rank: (sums[rank], rule.costs(slicing, rank, rates)) for rank in sums}
     sums_of_block: dict[BlockKey, object] = {}
     for rank in slicing.problem.ranks:
         of_rank = [sums[replica] for replica in replicas_of(slicing, rank)]

@@ -11,23 +11,19 @@ from dataclasses import dataclass
 
 from meshweave.algorithms.universal import Slicing, UniversalConfig, UniversalProblem, universal_program
 from meshweave.algorithms.universal.config import SCHEDULE_KINDS, ScheduleKind
-from meshweave.algorithms.universal.issue_order import (
-    SearchEffort,
-    direct_order,
-    exhaustive_search,
-    schedule_graph,
-    schedule_stages,
-)
-from meshweave.algorithms.universal.schedule import (
-    IssueOrder,
-    flatten_stages,
-    staged_s,
-)
+from meshweave.algorithms.universal.issue_order import IssueOrder, direct_order
 from meshweave.base.progress import Progress, no_progress
 from meshweave.cost.machine import Machine
 from meshweave.cost.rates import RankRates
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.simulate import simulate
+from meshweave_studies.slicing.issue_rules import (
+    SearchEffort,
+    exhaustive_search,
+    schedule_graph,
+    schedule_stages,
+)
+from meshweave_studies.slicing.stages import flatten_stages, staged_s
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The best schedule of a rank's local products: exhaustive search over stages, by branch and bound.
 
-Slicing Is All You Need, section 4.3: of all possible sequences of stages the one of least cost. See `schedule` for
+Slicing Is All You Need, section 4.3: of all possible sequences of stages the one of least cost. See `stages` for
 what a stage is and what it costs.
 """
 
@@ -13,13 +13,13 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from meshweave.algorithms.universal.schedule import (
+from meshweave.algorithms.universal.config import StageLimits
+from meshweave.algorithms.universal.issue_order import Selection
+from meshweave_studies.slicing.stages import (
     MAX_SELECTIONS,
     IssueStage,
     ScheduleGraph,
     ScheduleState,
-    Selection,
-    StageLimits,
     bit_set,
     cost_greedy,
     direct,

@@ -10,15 +10,15 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from universal_pipelined import pipelined_s
 
-from meshweave.algorithms.universal.schedule import (
+from meshweave.algorithms.universal.config import StageLimits
+from meshweave.algorithms.universal.issue_order import IssueOrder
+from meshweave_studies.slicing.stage_search import ScheduleSearchResult, exhaustive
+from meshweave_studies.slicing.stages import (
     FetchNode,
-    IssueOrder,
     IssueStage,
     ProductNode,
     ScheduleGraph,
-    StageLimits,
     cost_greedy,
     direct,
     flatten_stages,
@@ -26,8 +26,8 @@ from meshweave.algorithms.universal.schedule import (
     stage_s,
     staged_s,
 )
-from meshweave.algorithms.universal.schedule_search import ScheduleSearchResult, exhaustive
 from sampling import examples
+from universal_pipelined import pipelined_s
 
 HEURISTICS = (direct, greedy, cost_greedy)
 quick = examples(150)

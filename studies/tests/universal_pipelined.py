@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from itertools import accumulate
 
-from meshweave.algorithms.universal.schedule import IssueOrder, ScheduleGraph
+from meshweave.algorithms.universal.issue_order import IssueOrder
+from meshweave_studies.slicing.stages import ScheduleGraph
 
 
 def pipelined_s(issue: IssueOrder, graph: ScheduleGraph, prefetch: int) -> float:

@@ -26,13 +26,11 @@ from functools import cached_property
 from itertools import combinations
 from itertools import product as cartesian
 
-from meshweave.base.errors import UnsupportedError
+from meshweave.algorithms.universal.config import StageLimits
+from meshweave.algorithms.universal.issue_order import IssueOrder, Selection
 
 ScheduleState = tuple[int, int, int]
 """Three bit sets: products done, tiles fetched, products whose results are accumulated."""
-
-Selection = tuple[int, ...]
-"""Numbers of products, or of fetches."""
 
 
 @dataclass(frozen=True)
@@ -56,32 +54,6 @@ class ProductNode:
     seconds: float
     needs: tuple[int, ...]
     accumulate_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class StageLimits:
-    """The most products, fetches and accumulates of one stage. The default fetches both operands of a product.
-
-    An accumulate adds the result of a product to a remote tile of C.
-
-    Raises:
-        UnsupportedError: one of them is less than 1.
-    """
-
-    products: int = 1
-    fetches: int = 2
-    accumulates: int = 1
-
-    def __post_init__(self) -> None:
-        if min(self.products, self.fetches, self.accumulates) < 1:
-            raise UnsupportedError(f"limits of {self}: give 1 or more of each")
-
-    def __str__(self) -> str:
-        return f"{self.products} products, {self.fetches} fetches, {self.accumulates} accumulates"
-
-
-STAGE_LIMITS = StageLimits()
-"""Those of a schedule unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -139,18 +111,6 @@ class IssueStage:
 
     products: Selection
     fetches: Selection
-    accumulates: Selection
-
-
-@dataclass(frozen=True)
-class IssueOrder:
-    """The order in which a rank issues its fetches, its products and its accumulates, each in a lane of its own.
-
-    Entries are numbers of fetches and of products; an accumulate has the number of its product.
-    """
-
-    fetches: Selection
-    products: Selection
     accumulates: Selection
 
 
