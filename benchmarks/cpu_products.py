@@ -22,12 +22,12 @@ import torch
 from machine import save
 
 from meshweave.calibrate.device import (
-    DeviceCalibration,
     calibrate_cpu_quickly,
     draw_shapes,
     fit_device,
     measure_products,
 )
+from meshweave.calibrate.kernel_fit import DeviceCalibration
 from meshweave.cost.product_table import item_bytes
 from meshweave.cost.products import product_seconds
 

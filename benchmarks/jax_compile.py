@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import meshweave as mw
-from meshweave.execute.jax.tpu import compiler_versions
 from meshweave_studies.cli.compile import TOPOLOGIES, report
 from meshweave_studies.tpu.compiled import compile_program, emission_named
+from meshweave_studies.tpu.targets import compiler_versions
 
 RESULTS = Path(__file__).parent / "results" / "jax_compile.json"
 PAGE = RESULTS.with_suffix(".md")

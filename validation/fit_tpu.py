@@ -27,20 +27,20 @@ from typing import Any
 import numpy as np
 
 from meshweave.calibrate.cluster_toml import kernels_toml
-from meshweave.calibrate.kernel_fit import fit_systolic
-from meshweave.calibrate.tpu_compiler import (
-    draw_tpu_shapes,
-    hardware_of,
-    product_cycles,
-)
 from meshweave.cost.product_table import item_bytes
 from meshweave.describe.machine.kernels import ChipKernels
 from meshweave.describe.machine.kernels_file import load_kernels
-from meshweave.execute.jax.tpu import TPU_TARGETS, TpuTarget, compiler_versions
 from meshweave_studies.kernels.score import Score, predicted
 from meshweave_studies.kernels.tables import tpu_page
 from meshweave_studies.meshslice.measured_mesh import local_shapes
 from meshweave_studies.meshslice.readings import READINGS
+from meshweave_studies.tpu.products import (
+    draw_tpu_shapes,
+    fit_systolic,
+    hardware_of,
+    product_cycles,
+)
+from meshweave_studies.tpu.targets import TPU_TARGETS, TpuTarget, compiler_versions
 
 ROOT = Path(__file__).parents[1]
 CATALOG = ROOT / "src" / "meshweave" / "catalog" / "kernels"

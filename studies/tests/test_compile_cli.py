@@ -9,10 +9,10 @@ import pytest
 
 import meshweave as mw
 from meshweave.cli.app import run_app
-from meshweave.execute.jax import tpu
-from meshweave.execute.jax.tpu import TPU_TARGETS, TpuTarget
 from meshweave_studies.tpu import compiled as compiled_module
+from meshweave_studies.tpu import targets as tpu
 from meshweave_studies.tpu.compiled import CompiledProgram, Emission, target_cluster
+from meshweave_studies.tpu.targets import TPU_TARGETS, TpuTarget
 
 MODULE = Path(__file__).parent / "modules" / "fused_gathers_v5e.txt"
 

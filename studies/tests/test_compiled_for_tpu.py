@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import meshweave as mw
-from meshweave.execute.jax.tpu import TPU_TARGETS, has_tpu_compiler
+from meshweave_studies.tpu.targets import TPU_TARGETS, has_tpu_compiler
 
 pytestmark = [
     pytest.mark.slow,

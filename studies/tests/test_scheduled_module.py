@@ -9,10 +9,10 @@ import pytest
 import meshweave as mw
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
-from meshweave.execute.jax.tpu import TPU_TARGETS
 from meshweave.ir.analysis.validate import validate
 from meshweave_studies.tpu.compiled import EMISSIONS, emission_named, schedule_time, target_cluster
 from meshweave_studies.tpu.scheduled_module import ModuleCollective, ScheduledModule
+from meshweave_studies.tpu.targets import TPU_TARGETS
 
 MODULES = Path(__file__).parent / "modules"
 AXES = (("row", 4), ("col", 4))

@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 
 from meshweave.base.errors import UnsupportedError
-from meshweave.calibrate import tpu_compiler
-from meshweave.calibrate.tpu_compiler import (
+from meshweave.cli.app import run_app
+from meshweave.describe.machine.kernels import SystolicConstants
+from meshweave.describe.machine.kernels_file import load_kernels
+from meshweave.describe.machine.measured_file import TPU_PRODUCTS, shipped_measured
+from meshweave_studies.kernels import score as score_module
+from meshweave_studies.kernels.score import score_kernels
+from meshweave_studies.kernels.tables import tpu_page
+from meshweave_studies.tpu import products as tpu_compiler
+from meshweave_studies.tpu import targets as tpu
+from meshweave_studies.tpu.products import (
     calibrate_tpu,
     draw_tpu_shapes,
     expected_cycles,
     product_cycles,
 )
-from meshweave.cli.app import run_app
-from meshweave.describe.machine.kernels import SystolicConstants
-from meshweave.describe.machine.kernels_file import load_kernels
-from meshweave.describe.machine.measured_file import TPU_PRODUCTS, shipped_measured
-from meshweave.execute.jax import tpu
-from meshweave.execute.jax.tpu import TPU_TARGETS, has_tpu_compiler
-from meshweave_studies.kernels import score as score_module
-from meshweave_studies.kernels.score import score_kernels
-from meshweave_studies.kernels.tables import tpu_page
+from meshweave_studies.tpu.targets import TPU_TARGETS, has_tpu_compiler
 
 ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "tpu_kernels.json").read_text())

@@ -31,7 +31,7 @@ from meshweave.algorithms.contract import Algorithm
 from meshweave.algorithms.experts.algorithm import ExpertsAlgorithm
 from meshweave.algorithms.table import ALGORITHMS
 from meshweave.base.errors import UnsupportedError
-from meshweave.calibrate import device, tpu_compiler
+from meshweave.calibrate import device
 from meshweave.check import runner, verifier
 from meshweave.cli import calibrate
 from meshweave.cli.app import run_app
@@ -39,7 +39,7 @@ from meshweave.describe.catalog import catalog_text, clusters, models
 from meshweave.describe.machine.measured_file import SHIPPED
 from meshweave.ir.program.text import to_text
 from meshweave_lab.lab import Lab
-from meshweave_studies.tpu import compiled
+from meshweave_studies.tpu import compiled, products
 
 ROOT = Path(__file__).parents[2]
 
@@ -267,7 +267,7 @@ def refuse_processes() -> None:
     Lab.up = refuse  # type: ignore[method-assign]
     calibrate.run_calibration = refuse  # type: ignore[assignment]
     device.calibrate_device = refuse  # type: ignore[assignment]
-    tpu_compiler.calibrate_tpu = refuse  # type: ignore[assignment]
+    products.calibrate_tpu = refuse  # type: ignore[assignment]
     compiled.compile_program = refuse  # type: ignore[assignment]
 
 

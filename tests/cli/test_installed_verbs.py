@@ -145,7 +145,10 @@ def test_a_verb_of_the_wheel_is_never_another_package_s(tmp_path: Path) -> None:
 
 def test_the_wheel_alone_says_what_to_install(wheel_alone: tuple[Path, ...], tmp_path: Path) -> None:
     lab, out = ROOT / "examples" / "labs" / "torus-2x2.toml", tmp_path / "out.toml"
-    commands, packages = [["calibrate", "--lab", str(lab), "--out", str(out)]], ["meshweave-lab"]
+    commands = [
+        ["calibrate", *what, "--out", str(out)] for what in (("--lab", str(lab)), ("--device", "tpu-v5e"))
+    ]
+    packages = ["meshweave-lab", "meshweave-studies"]
     for name, groups in OFFERED.items():
         verbs = [[verb] for verb in groups["meshweave.commands"]]
         verbs += [["tune", verb] for verb in groups.get("meshweave.commands.tune", ())]

@@ -21,9 +21,9 @@ import meshweave as mw
 from meshweave.base.units import format_s
 from meshweave.cli.app import run_app
 from meshweave.describe.machine.measured_file import LOW_PRECISIONS, TPU_PRODUCTS, shipped_measured
-from meshweave.execute.jax.tpu import TPU_TARGETS
 from meshweave_studies.meshslice.measured_mesh import local_shapes
 from meshweave_studies.meshslice.readings import READINGS as PAPER_READINGS
+from meshweave_studies.tpu.targets import TPU_TARGETS
 
 MEASURED = runpy.run_path(str(pages.ROOT / "docs" / "measured.py"))
 README = (pages.ROOT / "README.md").read_text()

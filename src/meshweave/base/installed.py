@@ -13,6 +13,7 @@ OFFERED: dict[str, dict[str, tuple[str, ...]]] = {
     "meshweave-studies": {
         "meshweave.algorithms": ("cosma", "dtensor"),
         "meshweave.commands": ("reproduce", "compile", "simulate-gpu"),
+        "meshweave.calibration": ("tpu",),
         "meshweave.issue_rules": ("greedy", "cost-greedy", "exhaustive"),
         "meshweave.commands.tune": ("block", "layouts", "schedule", "mesh"),
     },

@@ -18,13 +18,12 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshweave.base.errors import DescriptionError, UnsupportedError
-from meshweave.calibrate.kernel_fit import Hardware, fit_cpu_products, fit_products
+from meshweave.calibrate.kernel_fit import DeviceCalibration, Hardware, fit_cpu_products, fit_products
 from meshweave.cost.product_table import item_bytes
 from meshweave.cost.products import product_seconds
 from meshweave.describe.machine.kernels import ChipKernels, ProductModel
@@ -52,26 +51,6 @@ _ABOVE_BEST = 1.25
 """The peak of a device without a data sheet is at most this times the best rate that was measured."""
 _MEMORY_BYTES_PER_S = 1e13
 """An upper bound that no device reaches."""
-
-
-@dataclass(frozen=True)
-class DeviceCalibration:
-    """The constants of products on a device, in `kernels`, for operands of `dtype`.
-
-    `mean_error` and `worst_error` are relative (0.1: a tenth), over the `num_products` measured products to which
-    the constants are fitted.
-    """
-
-    kernels: ChipKernels
-    dtype: str
-    num_products: int
-    mean_error: float
-    worst_error: float
-
-    @property
-    def quality(self) -> str:
-        """Return the errors of the fit in words."""
-        return f"mean error {self.mean_error:.1%}, worst {self.worst_error:.1%} over {self.num_products} products"
 
 
 def draw_shapes(count: int, seed: int, most_flops: float, largest: int = _LARGEST["cpu"]) -> list[Shape]:

@@ -14,15 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from meshweave.cost.products import product_seconds
-from meshweave.cost.systolic import systolic_seconds
-from meshweave.describe.machine.kernels import (
-    CpuProductConstants,
-    ProductConstants,
-    SystolicConstants,
-)
+from meshweave.describe.machine.kernels import ChipKernels, CpuProductConstants, ProductConstants
 
 Array = NDArray[np.float64]
 
@@ -126,6 +121,26 @@ class Hardware:
     memory_bytes_per_s: float
 
 
+@dataclass(frozen=True)
+class DeviceCalibration:
+    """The constants of products on a device, in `kernels`, for operands of `dtype`.
+
+    `mean_error` and `worst_error` are relative (0.1: a tenth), over the `num_products` measured products to which
+    the constants are fitted.
+    """
+
+    kernels: ChipKernels
+    dtype: str
+    num_products: int
+    mean_error: float
+    worst_error: float
+
+    @property
+    def quality(self) -> str:
+        """Return the errors of the fit in words."""
+        return f"mean error {self.mean_error:.1%}, worst {self.worst_error:.1%} over {self.num_products} products"
+
+
 def fit_products(
     sizes: Array, seconds: Array, hardware: Hardware, tiles: str, item_bytes: int, *, is_cast: bool = False
 ) -> ProductConstants:
@@ -159,37 +174,6 @@ def fit_products(
     return made(
         fit_constants(free, lambda at: product_seconds(made(at), m, n, k, item_bytes), seconds, weights)
     )
-
-
-def fit_systolic(
-    sizes: Array, seconds: Array, hardware: Hardware, item_bytes: int, out_bytes: ArrayLike
-) -> SystolicConstants:
-    """Return the constants of products on systolic arrays.
-
-    Args:
-        sizes: (m, n, k) of each sample, shape (samples, 3).
-        seconds: of each sample.
-        item_bytes: of an element of an operand.
-        out_bytes: of an element of C, of all samples or of each.
-    """
-    free = {
-        "flops_per_s": Free(0.9 * hardware.peak_flops_per_s, hardware.peak_flops_per_s),
-        "load_rows": Free(64.0),
-        "rounded_per_s": Free(hardware.peak_flops_per_s / 1200),
-        "launch_s": Free(2e-6),
-        "memory_bytes_per_s": Free(0.6 * hardware.memory_bytes_per_s, hardware.memory_bytes_per_s),
-        "first_bytes": Free(4e6),
-        "last_bytes": Free(1e6),
-        "window": Free(2048.0, least=1.0),
-        "overlap": Free(3.0, 16.0, least=1.0),
-    }
-
-    m, n, k = sizes.T
-
-    def seconds_of(constants: Mapping[str, float]) -> Array:
-        return systolic_seconds(SystolicConstants(**constants), m, n, k, item_bytes, out_bytes)
-
-    return SystolicConstants(**fit_constants(free, seconds_of, seconds, np.ones_like(seconds)))
 
 
 def fit_cpu_products(sizes: Array, seconds: Array, item_bytes: int) -> CpuProductConstants:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -25,7 +25,7 @@ from meshweave.cli.option_fields import option, refuse_given, with_options
 from meshweave.cli.options import JSON_HELP, print_json, read_mesh
 
 CALIBRATION = "meshweave.calibration"
-"""The group of entry points by which the lab gives its ranks."""
+"""The group of entry points by which the lab gives its ranks, and the studies products compiled for TPUs."""
 
 
 _OF_DEVICE = ("dtype", "products")
@@ -121,7 +121,6 @@ def calibrate(
 def _calibrate_device(out: Path, options: CalibrateOptions) -> None:
     from meshweave.calibrate.cluster_toml import kernels_toml
     from meshweave.calibrate.device import DEVICE_DTYPES, calibrate_device
-    from meshweave.calibrate.tpu_compiler import calibrate_tpu
 
     device, products, seed = options.device, options.products, options.seed
     is_tpu = device.startswith("tpu")
@@ -140,7 +139,7 @@ def _calibrate_device(out: Path, options: CalibrateOptions) -> None:
         typer.echo(text, err=True)
 
     if is_tpu:
-        made = calibrate_tpu(device, products, seed, say)
+        made = _of_package("tpu")(device, products, seed, say)
     else:
         made = calibrate_device(device, dtype, products, options.repeat, seed, say)
     write_file(out, kernels_toml(made.kernels, [made.quality]))
@@ -182,10 +181,15 @@ def _target(lab: Path | None, ranks: int, flops_per_s: float, remarks: list[str]
         raise DescriptionError("--flops-per-s paces products of a lab; give --lab too")
     if lab is None:
         return local_target(ranks) if ranks else torchrun_target()
-    lab_target = offered(CALIBRATION, "lab")
-    assert lab_target is not None, "the lab is among the packages that are known"
-    target: CalibrationTarget = lab_target(lab, flops_per_s, remarks)
+    target: CalibrationTarget = _of_package("lab")(lab, flops_per_s, remarks)
     return target
+
+
+def _of_package(name: str) -> Any:
+    """Return what a package of the repository offers. Raises UnsupportedError where it is not installed."""
+    made = offered(CALIBRATION, name)
+    assert made is not None, "it is among the packages that are known"
+    return made
 
 
 def _read_limits(repeat: int, timeout: float, median_error: float, worst_error: float) -> FitLimits:

@@ -12,8 +12,8 @@ from meshweave.base.errors import UnsupportedError, require_known
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import JSON_HELP, OutputOption, print_json, read_names, read_plan
-from meshweave.execute.jax.tpu import TPU_TARGETS, TpuTarget
 from meshweave.report.tables import text_console, text_table
+from meshweave_studies.tpu.targets import TPU_TARGETS, TpuTarget
 
 if TYPE_CHECKING:
     from meshweave.ir.program import Program

@@ -30,13 +30,13 @@ from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave.estimate.uncontended import estimate
 from meshweave.execute.jax.devices import DeviceMesh
 from meshweave.execute.jax.source import jax_source
-from meshweave.execute.jax.tpu import TpuTarget, require_tpu_compiler, tpu_devices
 from meshweave.ir.program import Program
 from meshweave.ir.work import Transfer
 from meshweave.lower import lower_rings
 from meshweave_studies.tpu.interleave import interleave
 from meshweave_studies.tpu.scheduled_module import ModuleCollective, ScheduledModule
 from meshweave_studies.tpu.split_products import split_products
+from meshweave_studies.tpu.targets import TpuTarget, require_tpu_compiler, tpu_devices
 
 Axes = tuple[tuple[str, int], ...]
 

@@ -1,22 +1,24 @@
 """Compile products for a TPU that need not be there, and read the cycles that the compiler expects of them.
 
 The scheduled module says of every fused product how many cycles it is expected to take (`estimated_cycles`),
-operands to and from the chip's memory included. What is compiled for is described in `execute.jax.tpu`.
+operands to and from the chip's memory included. What is compiled for is described in `tpu.targets`.
+`meshweave calibrate --device tpu-v5e` is of this module (`calibrate_tpu`).
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from meshweave.calibrate.device import DeviceCalibration
-from meshweave.calibrate.kernel_fit import Hardware, fit_systolic
+from meshweave.calibrate.kernel_fit import Array, DeviceCalibration, Free, Hardware, fit_constants
 from meshweave.cost.products import product_seconds
-from meshweave.describe.machine.kernels import ChipKernels
-from meshweave.execute.jax.tpu import (
+from meshweave.cost.systolic import systolic_seconds
+from meshweave.describe.machine.kernels import ChipKernels, SystolicConstants
+from meshweave_studies.tpu.targets import (
     TpuTarget,
     compiler_versions,
     require_tpu_compiler,
@@ -94,6 +96,37 @@ def draw_tpu_shapes(count: int, seed: int, most_flops: float = 4e11) -> list[Sha
         if 2 * sizes[0] * sizes[1] * sizes[2] <= most_flops:
             out[sizes[0], sizes[1], sizes[2]] = None
     return list(out)
+
+
+def fit_systolic(
+    sizes: Array, seconds: Array, hardware: Hardware, item_bytes: int, out_bytes: ArrayLike
+) -> SystolicConstants:
+    """Return the constants of products on systolic arrays.
+
+    Args:
+        sizes: (m, n, k) of each sample, shape (samples, 3).
+        seconds: of each sample.
+        item_bytes: of an element of an operand.
+        out_bytes: of an element of C, of all samples or of each.
+    """
+    free = {
+        "flops_per_s": Free(0.9 * hardware.peak_flops_per_s, hardware.peak_flops_per_s),
+        "load_rows": Free(64.0),
+        "rounded_per_s": Free(hardware.peak_flops_per_s / 1200),
+        "launch_s": Free(2e-6),
+        "memory_bytes_per_s": Free(0.6 * hardware.memory_bytes_per_s, hardware.memory_bytes_per_s),
+        "first_bytes": Free(4e6),
+        "last_bytes": Free(1e6),
+        "window": Free(2048.0, least=1.0),
+        "overlap": Free(3.0, 16.0, least=1.0),
+    }
+
+    m, n, k = sizes.T
+
+    def seconds_of(constants: Mapping[str, float]) -> Array:
+        return systolic_seconds(SystolicConstants(**constants), m, n, k, item_bytes, out_bytes)
+
+    return SystolicConstants(**fit_constants(free, seconds_of, seconds, np.ones_like(seconds)))
 
 
 def calibrate_tpu(
