@@ -148,7 +148,9 @@ def test_the_wheel_alone_says_what_to_install(wheel_alone: tuple[Path, ...], tmp
     commands = [
         ["calibrate", *what, "--out", str(out)] for what in (("--lab", str(lab)), ("--device", "tpu-v5e"))
     ]
-    packages = ["meshweave-lab", "meshweave-studies"]
+    mesh = ("--from", "2 S0", "--to", "2 R", "--shape", "8", "--cluster", "p3.8xlarge")
+    commands.append(["reshard", *mesh, "--order", "exact"])
+    packages = ["meshweave-lab", "meshweave-studies", "meshweave-studies"]
     for name, groups in OFFERED.items():
         verbs = [[verb] for verb in groups["meshweave.commands"]]
         verbs += [["tune", verb] for verb in groups.get("meshweave.commands.tune", ())]

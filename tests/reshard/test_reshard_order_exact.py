@@ -16,11 +16,11 @@ from meshweave.algorithms.reshard.order import (
     best,
     bound,
     dfs,
-    exact,
     exclusive_bound,
     schedule_in_order,
 )
 from meshweave.base.errors import UnsupportedError
+from meshweave_studies.alpacomm.optimum import exact
 from sampling import mostly_slow
 
 

@@ -14,6 +14,7 @@ OFFERED: dict[str, dict[str, tuple[str, ...]]] = {
         "meshweave.algorithms": ("cosma", "dtensor"),
         "meshweave.commands": ("reproduce", "compile", "simulate-gpu"),
         "meshweave.calibration": ("tpu",),
+        "meshweave.reshard_orders": ("exact",),
         "meshweave.issue_rules": ("greedy", "cost-greedy", "exhaustive"),
         "meshweave.commands.tune": ("block", "layouts", "schedule", "mesh"),
     },

@@ -12,7 +12,6 @@ from meshweave.algorithms.reshard.order.baselines import in_order as in_order
 from meshweave.algorithms.reshard.order.baselines import naive as naive
 from meshweave.algorithms.reshard.order.bounds import bound as bound
 from meshweave.algorithms.reshard.order.bounds import exclusive_bound as exclusive_bound
-from meshweave.algorithms.reshard.order.cp_sat import exact as exact
 from meshweave.algorithms.reshard.order.depth_first import dfs as dfs
 from meshweave.algorithms.reshard.order.jobs import JobSchedule as JobSchedule
 from meshweave.algorithms.reshard.order.jobs import JobSet as JobSet
@@ -20,6 +19,20 @@ from meshweave.algorithms.reshard.order.jobs import TransferJob as TransferJob
 from meshweave.algorithms.reshard.order.jobs import schedule_in_order as schedule_in_order
 from meshweave.algorithms.reshard.order.list_greedy import greedy as greedy
 from meshweave.algorithms.reshard.order.portfolio import best as best
+from meshweave.base.installed import offered
+
+
+def exact(jobs: JobSet) -> JobSchedule:
+    """Return the schedule that constraint programming finds within 10 s; it is of the package `meshweave-studies`.
+
+    Raises:
+        UnsupportedError: that package or OR-tools is not installed.
+    """
+    solved = offered("meshweave.reshard_orders", "exact")
+    assert solved is not None, "it is among the packages that are known"
+    schedule: JobSchedule = solved(jobs)
+    return schedule
+
 
 ORDERS: dict[str, Callable[[JobSet], JobSchedule]] = {
     "naive": naive,
