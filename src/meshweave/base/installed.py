@@ -43,6 +43,13 @@ def offered(group: str, name: str) -> Any | None:
     return None
 
 
+def offered_by_ours(group: str, name: str) -> Any:
+    """Return what a package of this repository offers (`OFFERED`). Raises UnsupportedError as `offered` does."""
+    given = offered(group, name)
+    assert given is not None, f"{name} of {group} is in the table"
+    return given
+
+
 def offered_names(group: str) -> tuple[str, ...]:
     """Return the names that installed packages offer in a group of entry points.
 

@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from meshweave.base.errors import DescriptionError, printable
-from meshweave.base.installed import offered
+from meshweave.base.installed import offered_by_ours
 from meshweave.base.outputs import claim_output, write_file
 from meshweave.base.units import format_bytes
 from meshweave.calibrate import Calibration, FitLimits, Sweep, to_toml
@@ -139,7 +139,7 @@ def _calibrate_device(out: Path, options: CalibrateOptions) -> None:
         typer.echo(text, err=True)
 
     if is_tpu:
-        made = _of_package("tpu")(device, products, seed, say)
+        made = offered_by_ours(CALIBRATION, "tpu")(device, products, seed, say)
     else:
         made = calibrate_device(device, dtype, products, options.repeat, seed, say)
     write_file(out, kernels_toml(made.kernels, [made.quality]))
@@ -181,15 +181,8 @@ def _target(lab: Path | None, ranks: int, flops_per_s: float, remarks: list[str]
         raise DescriptionError("--flops-per-s paces products of a lab; give --lab too")
     if lab is None:
         return local_target(ranks) if ranks else torchrun_target()
-    target: CalibrationTarget = _of_package("lab")(lab, flops_per_s, remarks)
+    target: CalibrationTarget = offered_by_ours(CALIBRATION, "lab")(lab, flops_per_s, remarks)
     return target
-
-
-def _of_package(name: str) -> Any:
-    """Return what a package of the repository offers. Raises UnsupportedError where it is not installed."""
-    made = offered(CALIBRATION, name)
-    assert made is not None, "it is among the packages that are known"
-    return made
 
 
 def _read_limits(repeat: int, timeout: float, median_error: float, worst_error: float) -> FitLimits:

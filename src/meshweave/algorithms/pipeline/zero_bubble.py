@@ -36,19 +36,14 @@ class _ZeroBubble(PipelineAlgorithm):
         """Yield one config, with overlapped transfers and reshards that are planned for the cluster."""
         yield PipelineConfig(network=network_of(problem, cluster))
 
-
-def _one_stage_each(problem: PipelineProblem) -> str | None:
-    """Return why a schedule of one stage a rank does not fit a problem, or None."""
-    if problem.stage_ranks != tuple(range(problem.num_ranks)):
-        return f"one stage a rank, in order; the stages are on ranks {problem.stage_ranks}"
-    return None
-
-
-def _two_stages_folded(problem: PipelineProblem) -> str | None:
-    """Return why a schedule of stages in a V does not fit a problem, or None."""
-    if problem.stage_ranks != folded(problem.num_ranks):
-        return f"two stages a rank, down the ranks and back up; the stages are on ranks {problem.stage_ranks}"
-    return None
+    def refusal(self, problem: PipelineProblem) -> str | None:
+        """Return why the stages do not fit, which lie in order, or by two a rank in a V; None where they do."""
+        has_one = self.stages_per_rank == (1,)
+        in_order = tuple(range(problem.num_ranks))
+        if problem.stage_ranks == (in_order if has_one else folded(problem.num_ranks)):
+            return None
+        wanted = "one stage a rank, in order" if has_one else "two stages a rank, down the ranks and back up"
+        return f"{wanted}; the stages are on ranks {problem.stage_ranks}"
 
 
 class ZeroBubbleH1(_ZeroBubble):
@@ -58,10 +53,6 @@ class ZeroBubbleH1(_ZeroBubble):
     title = "ZB-H1"
     source = _SOURCE
     stages_per_rank = (1,)
-
-    def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the problem does not fit, if its stages are not one per pipeline rank in order; else None."""
-        return _one_stage_each(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
         """Return ZB-H1: 1F1B with weight gradients in its bubbles, and no more stashes than its first rank."""
@@ -87,10 +78,6 @@ class ZeroBubbleV(_ZeroBubble):
     source = _SOURCE
     stages_per_rank = (2,)
     names_elsewhere: ClassVar[Mapping[str, str]] = {"torch": "ZBVZeroBubble"}
-
-    def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the problem does not fit, if its stages are not two per rank in a V; else None."""
-        return _two_stages_folded(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
         """Return the ZB-V schedule (`zbv`) for the problem's ranks and micro-batches; `config` is not read."""
@@ -127,7 +114,7 @@ class DualPipeV(_ZeroBubble):
         """Return why the problem's stages or number of micro-batches do not fit; None if they do."""
         if problem.micro_batches < problem.num_stages:
             return f"{problem.num_stages} stages need as many micro-batches, not {problem.micro_batches}"
-        return _two_stages_folded(problem)
+        return super().refusal(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
         """Return the DualPipeV schedule (`dualpipe_v`), whose steady state overlaps a forward and a backward."""
@@ -155,10 +142,6 @@ class ZeroBubbleAuto(_ZeroBubble):
         yield chain_of_ranks((0, 1), 4, 2)
         yield chain_of_ranks((0, 1, 2), 3, work=(1, 3, 2), skips=((0, 2),), recomputes=(1,))
         yield chain_of_ranks((0,), 2)
-
-    def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the problem does not fit, if its stages are not one per pipeline rank in order; else None."""
-        return _one_stage_each(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
         """Return the best schedule of `zb_auto` within the limit on stashes, as if transfers took no time."""

@@ -20,7 +20,7 @@ from meshweave.algorithms.universal.panels import ProductStep
 from meshweave.algorithms.universal.problem import OPERANDS, Operand
 from meshweave.algorithms.universal.slicing import Slicing
 from meshweave.base.errors import UnsupportedError
-from meshweave.base.installed import offered
+from meshweave.base.installed import offered_by_ours
 from meshweave.cost.rates import RankRates
 
 ENTRY_POINTS = "meshweave.issue_rules"
@@ -59,11 +59,9 @@ def rule_of(kind: ScheduleKind) -> IssueRule:
     """Return the rule of a schedule other than "direct".
 
     Raises:
-        UnsupportedError: the package that has it is not installed, or offers something else under its name.
+        UnsupportedError: the package that has it is not installed.
     """
-    rule = offered(ENTRY_POINTS, kind)
-    if not isinstance(rule, IssueRule):
-        raise UnsupportedError(f"entry point {kind} of {ENTRY_POINTS} is no IssueRule")
+    rule: IssueRule = offered_by_ours(ENTRY_POINTS, kind)
     return rule
 
 

@@ -19,7 +19,7 @@ from meshweave.algorithms.reshard.order.jobs import TransferJob as TransferJob
 from meshweave.algorithms.reshard.order.jobs import schedule_in_order as schedule_in_order
 from meshweave.algorithms.reshard.order.list_greedy import greedy as greedy
 from meshweave.algorithms.reshard.order.portfolio import best as best
-from meshweave.base.installed import offered
+from meshweave.base.installed import offered_by_ours
 
 
 def exact(jobs: JobSet) -> JobSchedule:
@@ -28,9 +28,7 @@ def exact(jobs: JobSet) -> JobSchedule:
     Raises:
         UnsupportedError: that package or OR-tools is not installed.
     """
-    solved = offered("meshweave.reshard_orders", "exact")
-    assert solved is not None, "it is among the packages that are known"
-    schedule: JobSchedule = solved(jobs)
+    schedule: JobSchedule = offered_by_ours("meshweave.reshard_orders", "exact")(jobs)
     return schedule
 
 

@@ -12,7 +12,6 @@ without loss of an optimum:
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -31,19 +30,14 @@ State: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Tra
 """When each resource is free, the jobs left, the duration left for each load, and the trail so far."""
 
 
-def dfs(
-    jobs: JobSet, max_nodes: int = MAX_NODES, budget_s: float | None = None, known: JobSchedule | None = None
-) -> JobSchedule:
+def dfs(jobs: JobSet, max_nodes: int = MAX_NODES, known: JobSchedule | None = None) -> JobSchedule:
     """Return the best schedule found by depth-first search; it is `proven` if no schedule can be shorter.
 
     Args:
         max_nodes: about the most states that the search visits.
-        budget_s: seconds after which the search stops, so that the result depends on the computer; None for no
-            limit.
         known: a schedule that the result must beat or be; None for the better one of `balance` and one pass of
             `greedy`.
     """
-    stop = None if budget_s is None else time.monotonic() + budget_s
     loads = resource_loads(jobs)
     goal = exclusive_bound(jobs, loads)
     if known is None:
@@ -51,8 +45,6 @@ def dfs(
     search = _DepthFirstSearch(jobs, loads, known.makespan)
     nodes = 0
     while search.stack and search.least > goal and nodes < max_nodes:
-        if stop is not None and time.monotonic() > stop:
-            break
         nodes += search.step()
     best = search.schedule() or known
     proven = best.makespan <= goal or not search.stack
