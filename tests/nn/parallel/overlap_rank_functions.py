@@ -239,7 +239,23 @@ def kept_gradients(context: RankContext, payload: Mapping[str, Any]) -> list[Any
     del held, grads, pairs
     made.module.zero_grad()
     made.step(*batches[0])
-    return [far, [*places, parameters[0].grad.to_local().data_ptr()]]
+    places.append(parameters[0].grad.to_local().data_ptr())
+    return [far, places, [_of_a_layer_in_vain(context, made, batches[0], ranks) for ranks in (1, 2)]]
+
+
+def _of_a_layer_in_vain(context: RankContext, made: Any, batch: Tensor, num_ranks: int) -> list[bool]:
+    """Return whether parameters of the last layer, whose result the first ranks drop, have gradients."""
+    layer = made.module.get_submodule(made.names.layers)[-1]
+
+    def passed_over(module: nn.Module, args: Any, out: Any) -> Any:
+        return (args[0], *out[1:]) if isinstance(out, tuple) else args[0]
+
+    made.module.zero_grad()
+    hook = layer.register_forward_hook(passed_over) if context.rank < num_ranks else None
+    made.loss(*batch).backward()
+    if hook is not None:
+        hook.remove()
+    return sorted({parameter.grad is not None for parameter in layer.parameters()})
 
 
 def late(context: RankContext, payload: Mapping[str, Any]) -> list[float]:

@@ -43,13 +43,14 @@ def test_gradients_are_those_of_one_process(cases: list[dict[str, Any]]) -> None
 @pytest.mark.gloo
 def test_gradients_that_are_kept_stay_as_they_are_and_the_memory_of_others_is_used_again() -> None:
     ranks = launch("overlap_rank_functions:kept_gradients", 2, {}, timeout_s=200, env=HERE)
-    for number, (far, places) in enumerate(ranks):
+    for number, (far, places, has_gradients) in enumerate(ranks):
         assert len(far) == 2 - number
         assert max(far) < 1e-9
         first, second = places[:2]
         assert (first == second) == (number == 1)  # the first rank keeps the first
         assert places[2] != first
         assert places[-1] == first
+        assert has_gradients == [[True], [False]]  # of a layer that no rank uses, no parameter has one
 
 
 @pytest.mark.gloo

@@ -260,14 +260,15 @@ class ParameterBucket:
 
     def begin_sum(
         self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size]
-    ) -> tuple[list[Tensor], Callable[[], None]]:
+    ) -> tuple[list[Tensor], Callable[[], list[Tensor]]]:
         """Begin to sum gradients over ranks; return (this rank's part of each sum, a function that awaits them).
 
-        Collective, as is the returned function, which raises BindError where ranks are in other calls. On a CPU
-        the sum runs beside what the caller does until it waits.
+        Collective, as is the returned function, which raises BindError where ranks are in other calls, and returns
+        those of the sums to which no rank gave a term. On a CPU the sum runs beside what the caller does until it
+        waits.
 
         Args:
-            grads: this rank's terms, one per parameter in its `used_shape`; None for zeros, but not all are None.
+            grads: this rank's terms, one per parameter in its `used_shape`; None for none, but not all are None.
             shapes: the shapes of this rank's shards of the parameters.
         """
         first, *others = self._reductions(next(grad.device for grad in grads if grad is not None))
@@ -278,6 +279,9 @@ class ParameterBucket:
 
 class BoundReduction:
     """The program that reduces the gradients of a bucket, bound to memory of this rank.
+
+    A rank without a term for a parameter adds negative zeros, and one with a term adds no negative zero as its
+    first element: that of the sum is a negative zero just where no rank has a term (IEEE 754-2019, section 6.3).
 
     Args:
         bucket: the parameters.
@@ -308,15 +312,23 @@ class BoundReduction:
         shapes = [(each.used_shape, row[0]) for each, row in pairs]
         return [row[: math.prod(shape)].view(shape) for shape, row in shapes]
 
+    @cached_property
+    def _firsts(self) -> Tensor:
+        """Return the index in a row of the first element of each parameter: (parameters that have any,)."""
+        starts = itertools.accumulate(self.bucket.sizes[:-1], initial=0)
+        firsts = [start for start, size in zip(starts, self.bucket.sizes[:-1], strict=False) if size]
+        return torch.tensor(firsts, device=self._result.device)
+
     def begin(
         self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size]
-    ) -> tuple[list[Tensor], Callable[[], None]]:
+    ) -> tuple[list[Tensor], Callable[[], list[Tensor]]]:
         """Begin to sum gradients over ranks; return (this rank's part of each sum, a function that awaits them).
 
         `grads` and `shapes` are those of `ParameterBucket.begin_sum`.
         """
         bound = self.bound
         bound.end_begun()
+        missing = [at for at, grad in enumerate(grads) if grad is None]
         self._put(grads)
         own, expected = summed_number(bound, self.bucket.dtype, *self._terms)
         self._last.fill_(own)
@@ -327,7 +339,14 @@ class BoundReduction:
                 flat.copy_(self._result)
             check_number(self._result[-1:], expected)
 
-        return self._views(flat, shapes), bound.begin(take)
+        sums, wait = self._views(flat, shapes), bound.begin(take)
+
+        def end() -> list[Tensor]:
+            wait()
+            firsts = flat.split(self.bucket.sizes) if missing else ()
+            return [sums[at] for at in missing if _is_negative_zero(firsts[at][:1])]
+
+        return sums, end
 
     def _views(self, flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         """Return the parts of memory for the results that belong to what this rank keeps, in its shapes."""
@@ -343,20 +362,24 @@ class BoundReduction:
         return [part[: math.prod(shape)].view(shape) for part, shape in zip(own, shapes, strict=True)]
 
     def _put(self, grads: Sequence[Tensor | None]) -> None:
-        """Write gradients into the memory of the terms."""
+        """Write gradients into the memory of the terms, and negative zeros where there are none."""
+        given = [(at, grad) for at, grad in enumerate(grads) if grad is not None]
         if self.bucket.is_in_place:
-            pairs = list(zip(self._places, grads, strict=True))
-            given = [(place, grad) for place, grad in pairs if grad is not None]
-            compat.copy_each([place for place, _ in given], [grad for _, grad in given])
-            for place in (place for place, grad in pairs if grad is None):
-                place.zero_()
-            return
-        for each, grad, rows in zip(self.bucket.kept, grads, self._rows, strict=True):
+            compat.copy_each([self._places[at] for at, _ in given], [grad for _, grad in given])
+        else:
+            for at, grad in given:
+                for value, part in self.bucket.kept[at].pairs(grad, self._rows[at]):
+                    part.copy_(value)
+        terms = self.bound.inputs["x"]
+        terms[:, self._firsts] += 0.0  # -0.0 becomes 0.0
+        for rows, grad in zip(self._rows, grads, strict=True):
             if grad is None:
-                rows.zero_()
-                continue
-            for value, part in each.pairs(grad, rows):
-                part.copy_(value)
+                rows.fill_(-0.0)
+
+
+def _is_negative_zero(value: Tensor) -> bool:
+    """Return whether a tensor of one element is -0.0; False for one of none. The host waits for the value."""
+    return bool(((value == 0) & torch.signbit(value)).any())
 
 
 @lru_cache(256)

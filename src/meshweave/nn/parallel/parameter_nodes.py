@@ -43,8 +43,8 @@ class GatheredBucket:
             self.bucket.fill(self.bucket.views(flat.data), self.own)
 
 
-Sums = list[Callable[[], None]]
-"""What ends sums of gradients that have begun."""
+Sums = list[Callable[[], list[Tensor]]]
+"""What ends sums of gradients that have begun, and returns those to which no rank has given a term."""
 
 
 class OwnParts(torch.autograd.Function):  # type: ignore[misc]
@@ -77,15 +77,19 @@ class OwnParts(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Wait for the sums of gradients, and put gradients into `.grad` where autograd would do nothing else.
 
-        Return for each parameter the gradient that is left to autograd, else None. Raises RuntimeError where a
-        parameter was changed in place since the forward part.
+        Return for each parameter the gradient that is left to autograd, else None, as where no rank has one: an
+        optimizer passes over such a parameter. Raises RuntimeError where a parameter was changed in place since
+        the forward part.
         """
         if ctx.last is not None:
             first = len(grads) - len(ctx.shapes)
             needs = ctx.needs_input_grad[2 + first :]
             grads = (*grads[:first], *_begun(ctx.last, ctx.shapes, ctx.sums, grads[first:], needs))
+        empty = list[Tensor]()
         while ctx.sums:
-            ctx.sums.pop(0)()
+            empty += ctx.sums.pop(0)()
+        if empty:
+            grads = tuple(None if any(grad is each for each in empty) else grad for grad in grads)
         check_versions(ctx.parameters, ctx.versions)
         return None, None, *put_gradients(ctx.parameters, grads, ctx.next_functions)
 
