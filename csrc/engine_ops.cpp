@@ -167,8 +167,9 @@ void Engine::permute(const ClassOp& of, size_t number, i64 place, i64 count) {
     const ClassOp& sent = class_op(sender);
     const PermuteTerms& terms = permute_terms(sent, price);
     const i64 from = code_.member(group, source), to = code_.member(group, target);
-    const Machine::Span route = of.b == 1 ? machine_.to_next(code_.groups[static_cast<size_t>(group)] + source, 0)
-                                          : machine_.route(from, to, 0);
+    const i64 number = route_of(sent.b, sent.shift < 0, count);
+    const Machine::Span route = sent.c == 1 ? machine_.to_next(code_.groups[static_cast<size_t>(group)] + source, number)
+                                            : machine_.route(from, to, number);
     begin(terms.after_ps, sent.a, terms.cap, path(from, to, route, false), {terms.role, sender, receiver, 0});
   };
   const i64 from = wrapped(place + count - of.b, count);

@@ -25,6 +25,12 @@ struct ClassOp {
   i64 shift = 0;                 // of a permute, as written
 };
 
+// The route of a permute's messages (`Route`) by a shift of 0 to count - 1: 1, backwards, where that is shorter, or as
+// long and the shift is written as negative. So steps of a ring that runs backwards take the links that it takes.
+inline i64 route_of(i64 shift, bool is_negative, i64 count) {
+  return 2 * shift > count - is_negative ? 1 : 0;
+}
+
 struct Class {
   std::vector<ClassOp> ops;
   Column sizes;

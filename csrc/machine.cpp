@@ -6,6 +6,7 @@
 #include <array>
 #include <map>
 #include <set>
+#include <tuple>
 #include <unordered_set>
 
 namespace meshweave {
@@ -232,23 +233,23 @@ std::vector<Route> routes(const Expanded& program, const Column& num_directions,
     if (out.size() == MAX_ROUTES) throw ProgramFault("its messages take more than 2**25 different routes");
     out.push_back({source, target, number});
   };
-  // How the groups of an axis communicate: forwards by this shift; EVERYBODY with everybody; a RING, which also goes
-  // backwards where its rings run in two directions.
+  // How the groups of an axis communicate: by this shift, negative as written or not; EVERYBODY with everybody; a RING,
+  // which also goes backwards where its rings run in two directions.
   constexpr i64 EVERYBODY = -1, RING = 0;
-  std::set<std::pair<i64, i64>> patterns;
+  std::set<std::tuple<i64, i64, bool>> patterns;
   for (const Class& of : program.classes)
     for (const ClassOp& op : of.ops) {
       const OpRow& row = code.ops[static_cast<size_t>(op.row)];
       if (!is_collective(row.kind) || row.kind == Kind::FENCE || row.kind == Kind::EXCHANGE) continue;
       if (row.kind == Kind::PERMUTE) {
-        if (op.b) patterns.insert({row.axis, op.b});
+        if (op.b) patterns.insert({row.axis, op.b, op.shift < 0});
       } else if (row.kind == Kind::ALL_TO_ALL) {
-        patterns.insert({row.axis, EVERYBODY});
+        patterns.insert({row.axis, EVERYBODY, false});
       } else {
-        patterns.insert({row.axis, RING});
+        patterns.insert({row.axis, RING, false});
       }
     }
-  for (const auto& [axis, shift] : patterns)
+  for (const auto& [axis, shift, is_negative] : patterns)
     for (i64 rank = 0; rank < code.num_ranks(); ++rank) {
       const i64 group = code.group(axis, rank);
       if (group < 0) continue;
@@ -258,7 +259,8 @@ std::vector<Route> routes(const Expanded& program, const Column& num_directions,
         continue;
       }
       const auto named = [&](i64 number) { return number + (goes_to_image(code, group, place, number) ? IMAGE_ROUTES : 0); };
-      add(rank, code.member(group, (place + (shift == RING ? 1 : shift)) % count), named(0));
+      const i64 first = shift == RING ? 0 : route_of(shift, is_negative, count);
+      add(rank, code.member(group, (place + (shift == RING ? 1 : shift)) % count), named(first));
       const i64 price = code.group_price[static_cast<size_t>(group)];
       require(price >= 0 && price < static_cast<i64>(num_directions.size()), "machine: a group without constants");
       if (shift == RING && rails[static_cast<size_t>(price)])

@@ -226,13 +226,16 @@ def _pair(flow: Dataflow, joint: Joint, machine: Machine) -> MessageSchedule:
 
 def _permute(flow: Dataflow, joint: Joint, machine: Machine, op: Permute) -> MessageSchedule:
     assert isinstance(op.shift, int)
-    shift = op.shift
+    shift, count = op.shift, len(joint.members)
+    route = int(2 * (shift % count) > count - (shift < 0))  # backwards where that is shorter, or written so
 
     def message(step: int, sender: int, receiver: int) -> Message:
         cost = price(work_of(flow.program, flow.op(joint.members[sender])), machine, shares_links=True)
-        return Message(sender, receiver, cost.amount, cost.rate_per_s, cost.fixed_ps, buffered=True)
+        return Message(
+            sender, receiver, cost.amount, cost.rate_per_s, cost.fixed_ps, route=route, buffered=True
+        )
 
-    return ShiftExchange(len(joint.members), 1, lambda step: shift, message)
+    return ShiftExchange(count, 1, lambda step: shift, message)
 
 
 def _rings(terms: _CollectiveCosts, op: AllGather | ReduceScatter | AllReduce) -> tuple[MessageSchedule, ...]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshweave import estimate
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster
@@ -14,6 +15,7 @@ from meshweave.describe.machine.network import TorusNetwork
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_rings
+from meshweave.simulate import engine
 from plain_simulator.reference import simulate
 from plain_simulator.steps import Message, PacketChain, ShiftExchange
 
@@ -186,6 +188,16 @@ def test_an_all_to_all_goes_one_place_farther_each_step() -> None:
     body = 'all_to_all(g[:250, :], s, over="tp.x", split_dim=0, concat_dim=1, lane=x)'
     expected = LAUNCH + 3 * SYNC + (0.25 + 0.5 + 0.25) * 1e-3
     assert seconds(ring(), body) == pytest.approx(expected, **EXACT)
+
+
+@pytest.mark.parametrize(("chips", "shift"), [(2, 1), (4, 2)])
+def test_permutes_halfway_round_go_the_way_of_their_sign(chips: int, shift: int) -> None:
+    """Two by a shift and its negative take different links, and as long as one of them."""
+    statement = 'permute(s({}), s({}), over="tp.x", shift={}, lane={})'
+    made = program(statement.format(1, 0, shift, "x") + "\n" + statement.format(3, 2, -shift, "y"), chips)
+    machine = Machine.of(ring(chips, 2, free=True), made)
+    taken = [run(made, machine).duration_s for run in (simulate, engine.simulate)]
+    assert [*taken, estimate(made, machine).total_s] == pytest.approx([shift * 1e-3] * 3, **EXACT)
 
 
 # --- memory ---------------------------------------------------------------------------------------------
