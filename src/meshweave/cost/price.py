@@ -162,7 +162,7 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
         if shares_links and steps > 1:  # the links themselves hold it back there
             return Price(launch, steps * sync, part, max(rate // steps, 1))
         rate = _one_direction_rate(rate, machine.axis(work.axis, shared, one_way=True))
-        if shared and work.step and work.step.num_directions == 2:
+        if shared and work.axis and work.step and work.step.num_directions == 2:
             rate = max(min(rate, int(least_rate(*machine.counted(work.axis), both=True))), 1)
         if shared and work.hops > 1 and work.axis:
             rate = _one_direction_rate(machine.rate(work.axis, kind), machine.axis(work.axis))
