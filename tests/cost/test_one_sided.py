@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from meshweave import estimate
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster, load_cluster
-from meshweave.describe.machine.links import NetworkAxis
-from meshweave.describe.machine.network import HostsNetwork, Network, RingNetwork, SwitchNetwork
-from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 from meshweave.ir.program.parse import parse
 from meshweave.simulate import simulate
 from plain_simulator import reference
@@ -43,38 +36,6 @@ def test_each_pair_has_its_own_rate() -> None:
     assert pvc.one_sided_constants(0, 3, adds=True).flops_per_byte == 0
     assert h100.one_sided_constants(0, 3, adds=True).flops_per_byte == round(0.152 * 67e12 / 360e9)
     assert h100.one_sided_constants(0, 3, adds=False).flops_per_byte == 0
-
-
-CHIP = Chip("test", (("float32", 1e12),), 1e12, 1 << 30, 1e15)
-LINK = NetworkAxis("x", 1e9)
-
-
-@pytest.mark.parametrize(
-    ("network", "shares"),
-    [
-        (RingNetwork(replace(LINK, num_directions=2), 8), 3),
-        (TreeNetwork((TreeLevel(4, LINK), TreeLevel(2, LINK))), 3),
-        (HostsNetwork(2, 4, replace(LINK, link_bytes_per_s=1e10), 1, LINK), 3),
-        (SwitchNetwork(LINK, 8), 1),
-    ],
-    ids=["ring", "tree", "hosts", "switch"],
-)
-@pytest.mark.parametrize("op", ["put(at({}, s(1)), s, lane=x)", "get(s(1), at({}, s), lane=x)"])
-def test_all_ranks_that_put_or_get_as_far_away_share_links(network: Network, shares: int, op: str) -> None:
-    """Three places on, three of eight messages take the fullest link, of the ring and out of four chips."""
-    program = parse(
-        f"""
-program("far")
-tp = mesh((8,), ("x",))
-s = scratch((1000, 250), "float32", on=tp, slots=2)
-x = lane()
-with tp:
-    {op.format("(rank + 3) % 8")}
-"""
-    )
-    on = Machine.of(Cluster("test", CHIP, network, "a test"), program)
-    taken = simulate(program, on).duration_s, estimate(program, on).total_s
-    assert taken == pytest.approx((shares * 1e-3, shares * 1e-3), rel=1e-8)
 
 
 @pytest.mark.parametrize("is_beside", [False, True])

@@ -61,8 +61,7 @@ def message_price(
 def op_price(work: Work, op: Op, rank: int, machine: Machine) -> Price:
     """Return the price (a time in parts) of an op, other than a send or recv, that global rank `rank` runs.
 
-    A one-sided op on another rank's memory runs at the rate of the slowest links between the two ranks, or at a
-    share of the fullest one while all ranks of the mesh reach as far.
+    A one-sided op on another rank's memory runs at the rate of the slowest links between the two ranks.
 
     Args:
         work: the FLOPs of the op, or its bytes and group: `work_of(program, op)`.

@@ -8,15 +8,13 @@ travel in one direction, so that their rate is at most that of one link. A chain
 its own may have a higher rate, but takes at least part / link rate.
 
 Where groups of one mesh axis share links, as those that leave a host do, each has its share of them: all
-groups of an axis are taken to communicate at once (ATP, equation 3). So are all ranks of a mesh that get, put or
-accumulate, each as many places on (`_one_sided_share`).
+groups of an axis are taken to communicate at once (ATP, equation 3).
 
 A price keeps the latency apart from the amount, so that a simulator can let amounts share a link.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from meshweave.base.units import to_ps, work_ps
@@ -76,10 +74,9 @@ def price(
         endpoints: the ranks (sender, receiver) of a message or of a one-sided transfer, whose price then has the
             slowest links between them. Without endpoints, and for a step of a collective, it has the constants of
             the mesh axis.
-        shares_links: whether the caller simulates the sharing of links itself. One-sided transfers then have links
-            whole. In a permute over h hops of a ring each link carries h messages. By default the amount is h
-            times the message. With `shares_links` it is the message alone, and the rate a share of 1 / h; groups
-            of an axis then have their links whole.
+        shares_links: whether the caller simulates the sharing of links itself. In a permute over h hops of a ring
+            each link carries h messages. By default the amount is h times the message. With `shares_links` it is
+            the message alone, and the rate a share of 1 / h; groups of an axis then have their links whole.
 
     Raises:
         UnsupportedError: the machine has no meshes; a call has neither FLOPs nor a known kind of work; a product
@@ -105,10 +102,7 @@ def price(
         )
     if endpoints is not None and work.step is None:
         known = machine.one_sided_constants(*endpoints, adds=work.kind == "accumulate")
-        rate = known.rate
-        if work.kind in ("get", "put", "accumulate") and not shares_links:
-            rate = max(int(min(rate, _one_sided_share(machine, *endpoints))), 1)
-        return Price(known.launch_ps, known.sync_ps, work.part_bytes, rate)
+        return Price(known.launch_ps, known.sync_ps, work.part_bytes, known.rate)
     return _transfer(work, machine, shares_links)
 
 
@@ -169,19 +163,6 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
             least = least_rate(*machine.counted(work.axis), work.hops)
             amount = int(part * max(steps, rate / least))
     return Price(launch, steps * sync, amount, rate)
-
-
-def _one_sided_share(machine: Machine, src: int, dst: int) -> float:
-    """Return the bytes per second of a one-sided transfer between ranks while others do the same.
-
-    All ranks of the first mesh that has both reach as many places on, in the order of the mesh, at once: so do
-    programs whose ranks serve the rank after them first. The fullest link sets the pace. Infinite where no mesh
-    has both.
-    """
-    for mesh in machine.meshes:
-        if src in mesh.ranks and dst in mesh.ranks:
-            return least_rate(*machine.counted(mesh.name), mesh.ranks.index(dst) - mesh.ranks.index(src))
-    return math.inf
 
 
 def _all_to_all_bytes(work: Transfer, machine: Machine, rate: int) -> int:

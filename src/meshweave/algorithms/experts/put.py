@@ -24,6 +24,7 @@ class PutToOwner(UnchosenExperts):
     title = "Experts by one-sided puts"
     source = "Brock et al., one-sided universal matrix products, IPDPS '26; DeepEP's low-latency kernels"
     is_one_sided = True
+    shares_nics = True
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
         """Return the program for any routing as text for `parse`; the row counts of `counts` are inputs of it."""
