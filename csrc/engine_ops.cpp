@@ -103,8 +103,9 @@ void Engine::join(u32 op, const OpRow& row, const ClassOp& of) {
   if (row.kind == Kind::EXCHANGE) {  // of a folded group the members that are there; the price has all of them
     const i64 here = code_.group_size(joint.group);
     if (++arrived_[number] < here) return;
+    const i64 took = machine_.exchange_ps(of.row, price(row, rank));
     for (i64 member = 0; member < here; ++member)
-      begin(machine_.exchange_ps(of.row), 0, 1, memory_only(rank), {SINGLE, matched_.member_op(number, member), 0, 0});
+      begin(took, 0, 1, memory_only(rank), {SINGLE, matched_.member_op(number, member), 0, 0});
   } else if (row.kind == Kind::FENCE) {
     if (++arrived_[number] < count) return;
     const Constants& constants = machine_.constants(price(row, rank), Comm::ALL_GATHER);

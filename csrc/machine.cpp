@@ -95,16 +95,15 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
   if (!work_flops_.empty()) {
     Works works(program);
     require(works.rows.size() == work_flops_.size() * Works::WIDTH, "machine: work_flops does not fit");
-    for (const i64 flops : work_flops_) in_range(flops, -1, i64{1} << 62, "FLOPs of a work");
+    for (const i64 flops : work_flops_)
+      if (flops != -1) in_range(flops, 1, i64{1} << 62, "FLOPs of a work");
     work_number_ = std::move(works.number);
   }
-  exchange_ps_ = column(c, "exchange_ps");
-  for (const i64 ticks : exchange_ps_) in_range(ticks, -1, LARGEST_FIXED_PS, "time of an exchange");
-  for (size_t row = 0; row < program.code.ops.size(); ++row)
-    require(program.code.ops[row].kind != Kind::EXCHANGE || (row < exchange_ps_.size() && exchange_ps_[row] >= 0),
-            "machine: an exchange without its time");
   num_directions_ = column(c, "num_directions");
   for (const i64 count : num_directions_) in_range(count, 1, 2, "num_directions");
+  exchange_ps_ = column(c, "exchange_ps");
+  require(exchange_ps_.size() == program.code.ops.size() * num_directions_.size(), "machine: exchange_ps does not fit");
+  for (const i64 ticks : exchange_ps_) in_range(ticks, -1, LARGEST_FIXED_PS, "time of an exchange");
   one_link_ = column(c, "one_link");
   require(one_link_.size() == num_directions_.size(), "machine: one_link does not fit");
   for (const i64 rate : one_link_) in_range(rate, 1, LARGEST_RATE, "link rate");

@@ -101,8 +101,12 @@ class Machine {
                       static_cast<u32>(route_links_[static_cast<size_t>(at)] % LINK_WEIGHTS)});
   }
 
-  // What the exchange of an op of the template takes.
-  i64 exchange_ps(i64 row) const { return exchange_ps_[static_cast<size_t>(row)]; }
+  // What the exchange of an op of the template takes among a group of a price row.
+  i64 exchange_ps(i64 row, i64 price) const {
+    const i64 took = exchange_ps_[static_cast<size_t>(row) * num_directions_.size() + static_cast<size_t>(price)];
+    require(took >= 0, "machine: an exchange without its time");
+    return took;
+  }
 
   // What issuing an op takes its rank's host (`tests/plain_simulator/issue.py`); a call of nothing is not issued.
   i64 issue_ps(const OpRow& row, const ClassOp& of) const {

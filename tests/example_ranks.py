@@ -17,6 +17,7 @@ from meshweave.nn import RankContext
 
 def run_script(context: RankContext, payload: Mapping[str, Any]) -> str:
     """Return what a script prints, which makes a process group of its own by the environment, at `port`."""
+    dist.barrier()  # a rank that leaves earlier breaks connections that another still makes
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(payload["port"])
     sys.argv = [payload["script"], *payload["arguments"]]

@@ -119,6 +119,16 @@ def test_nothing_that_ends_is_called_a_deadlock_by_absurd_rates() -> None:
         assert (core.run(fast)["ended_ps"] > 0).all()
 
 
+@pytest.mark.parametrize("flops", [0, -2, 2**62 + 1])
+def test_a_work_of_no_flops_is_no_work(flops: int) -> None:
+    made = columns("matmul(s, s(1), g[:, :8], lane=k)")
+    core = Core(made.data)
+    on = machine_of(made, core)
+    on["work_flops"] = np.array([flops], dtype=np.int64)
+    with pytest.raises(ValueError, match="FLOPs of a work"):
+        core.run(on)
+
+
 @pytest.mark.parametrize("latency_ps", [2**60 - 1, 2**60])
 def test_times_beyond_a_run_are_a_fault_of_the_program(latency_ps: int) -> None:
     made = columns(

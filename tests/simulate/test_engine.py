@@ -72,6 +72,7 @@ def agree_on_random(seed: int, num_statements: int) -> None:
 
 @quick
 @given(seeds, st.sampled_from([2, 5, 10]))
+@example(1756, 30)  # an exchange over a whole mesh whose ranks are one axis of it
 def test_random_programs_take_as_long_as_in_the_reference(seed: int, num_statements: int) -> None:
     agree_on_random(seed, num_statements)
 

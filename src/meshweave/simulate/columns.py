@@ -38,7 +38,8 @@ class Columns(TemplateColumns):
     Attributes:
         priced_axes: the mesh axes ("tp.row"; "" for none) whose constants the core will ask for, in its order.
         rated_work: the (kind of work of calls, dtype) whose FLOP rates the core will ask for, in its order.
-        exchanges: for each op as written, the transfer whose price an `Exchange` is timed by; None for other ops.
+        exchanges: for each op as written, by the index in `priced_axes` of a group that it runs on, the transfer
+            whose price an `Exchange` is timed by; nothing for other ops.
         has_pair_costs: whether the cost of some ops depends on their two ranks. These are one-sided ops, and
             messages that are no step of a collective.
     """
@@ -47,7 +48,7 @@ class Columns(TemplateColumns):
         self.priced_axes: list[str] = []
         self.rated_work: list[tuple[str, str]] = []
         self.has_pair_costs = False
-        self.exchanges: list[Transfer | None] = []
+        self.exchanges: list[dict[int, Transfer]] = []
         self._op_messages: list[int] = []
         self._ops: list[ops.Op] = []
         super().__init__(program, copies)
@@ -138,10 +139,12 @@ class Columns(TemplateColumns):
             out.append(Compute("call", a, b, dtype=dtype, call=op.work, shape=shape, part=op.part))
         return out
 
-    def _exchange(self, op: ops.Op) -> Transfer | None:
+    def _exchange(self, op: ops.Op) -> dict[int, Transfer]:
         if not isinstance(op, ops.Exchange):
-            return None
-        return exchange_work(op, op.over if isinstance(op.over, str) else axis_of(self.program, op.over))
+            return {}
+        groups = np.unique(self._axis_groups[self._axis(op.over)]).tolist()
+        prices = {self._group_price[group] for group in groups if group >= 0}
+        return {price: exchange_work(op, self.priced_axes[price]) for price in prices}
 
     def _messages(self, op: ops.Op) -> int:
         """Return about how many messages a member of a collective sends, at most; 1 for other ops."""

@@ -181,10 +181,15 @@ def _sized(machine: Machine, core: Core, columns: Columns) -> Column:
 
 
 def _exchanges(machine: Machine, columns: Columns) -> Column:
-    """Return what the exchange of each op as written takes, -1 of other ops: the price that estimates have."""
-    return _column(
-        *(-1 if work is None else price(work, machine.priced).total_ps for work in columns.exchanges)
-    )
+    """Return what the exchange of each op as written takes on each priced axis: the price that estimates have.
+
+    It is -1 of other ops, and on axes that the exchange does not run on.
+    """
+    out = np.full((len(columns.exchanges), len(columns.priced_axes)), -1, dtype=np.int64)
+    for row, works in enumerate(columns.exchanges):
+        for axis, work in works.items():
+            out[row, axis] = price(work, machine.priced).total_ps
+    return out.reshape(-1)
 
 
 def _column(*values: int) -> Column:
