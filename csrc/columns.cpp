@@ -193,7 +193,7 @@ Template::Template(const Columns& c)
     check(row.step_directions == 1 || row.step_directions == 2, "a step of neither one nor two directions");
     check(row.sizes_mode >= 0 && row.sizes_mode <= 2, "bad sizes");
     if (row.sizes_mode == 1) check(is_expr(row.sizes), "bad sizes");
-    if (row.sizes_mode == 2) check(row.sizes >= 0 && row.sizes + 1 < static_cast<i64>(list_offsets.size()), "bad sizes");
+    if (row.sizes_mode == 2) check(row.sizes >= 0 && row.sizes < static_cast<i64>(list_offsets.size()) - 1, "bad sizes");
     const auto num_exprs = static_cast<i64>(args.size());
     check(row.num_args >= 0 && row.args >= 0 && row.args <= num_exprs && row.num_args <= num_exprs - row.args &&
               row.num_work_sizes >= 0 && row.num_work_sizes <= num_exprs - row.args - row.num_args, "bad arguments");

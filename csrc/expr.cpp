@@ -59,7 +59,7 @@ Expressions::Expressions(const std::vector<i64>& code, std::vector<i64> starts, 
       } else if (token.code == Code::SELECT) {
         require(depth >= 1, "expressions: a select without an index");
         const i64 table = token.argument;
-        require(table >= 0 && table + 1 < static_cast<i64>(tables_.size()), "expressions: unknown table");
+        require(table >= 0 && table < static_cast<i64>(tables_.size()) - 1, "expressions: unknown table");
         Table& of = known[static_cast<size_t>(table)];
         for (i64 e = tables_[static_cast<size_t>(table)]; !of.is_known && e < tables_[static_cast<size_t>(table) + 1]; ++e) {
           const i64 entry = entries_[static_cast<size_t>(e)];

@@ -44,8 +44,11 @@ def campaign(first: int, count: int, folder: Path) -> None:
     assert "runs" in ran.stdout and "refused" in ran.stdout and "cannot run" in ran.stdout
 
 
-def test_damaged_columns_are_refused_or_run(tmp_path: Path) -> None:
-    campaign(0, CASES, tmp_path)
+@pytest.mark.parametrize(
+    "first", [0, 1_025_351, 1_207_997]
+)  # a work of 0 FLOPs; a table's number that overflows
+def test_damaged_columns_are_refused_or_run(first: int, tmp_path: Path) -> None:
+    campaign(first, CASES, tmp_path)
 
 
 @pytest.mark.slow
