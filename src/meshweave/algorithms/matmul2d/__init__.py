@@ -14,6 +14,7 @@ from meshweave.algorithms.matmul2d.one_dim import FSDP, TENSOR_1D
 from meshweave.algorithms.matmul2d.replicated import MESHSLICE_DP
 from meshweave.algorithms.matmul2d.summa import SUMMA
 from meshweave.algorithms.matmul2d.tapered import MESHSLICE_TAPERED
+from meshweave.algorithms.matmul2d.tiled import MESHSLICE_TILED
 from meshweave.algorithms.matmul2d.two_half_d import TWO_HALF_D
 from meshweave.algorithms.matmul2d.wang import WANG
 
@@ -21,6 +22,7 @@ ENTRIES: tuple[Matmul2d, ...] = (
     COLLECTIVE,
     MESHSLICE,
     MESHSLICE_TAPERED,
+    MESHSLICE_TILED,
     WANG,
     SUMMA,
     TENSOR_1D,

@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
+from typing import ClassVar
 
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.extents import largest_extent, product_task
@@ -293,7 +294,7 @@ class MeshSlice(Matmul2d):
     name = "meshslice"
     title = "MeshSlice"
     source = "Nam et al., ISCA '25, section 3.1"
-    config_fields = ("slices", "block")
+    config_fields: ClassVar[tuple[str, ...]] = ("slices", "block")
 
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
