@@ -7,7 +7,8 @@ benchmarks/results/jax_compile.json when it is done; what is there is not compil
 no TPU. The table, benchmarks/results/jax_compile.md, is written with it, and the summary in
 docs/guide/jax-compile.md.
 
-Sizes are those of a step of 32 sequences of 2048 tokens on a 4 x 4 mesh. Slices are four.
+Sizes are those of a step of 32 sequences of 2048 tokens on a 4 x 4 mesh, and of 128 on the 16 x 16 of MeshSlice's
+256 chips. Slices are four; there Wang takes as many as its price says.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import meshweave as mw
 from meshweave_studies.cli.compile import TOPOLOGIES, report
-from meshweave_studies.tpu.compiled import compile_program, emission_named
+from meshweave_studies.tpu.compiled import compile_program, emission_named, target_cluster
 from meshweave_studies.tpu.targets import compiler_versions
 
 RESULTS = Path(__file__).parent / "results" / "jax_compile.json"
@@ -34,13 +36,20 @@ BLOCK = re.compile(r"(<!-- compiled: begin -->\n).*?(<!-- compiled: end -->)", r
 MODELS = {"gpt3": 12288, "megatron-nlg": 20480}
 LAYERS = {"ff1": (1, 4), "out": (1, 1), "qkv": (1, 3), "ff2": (4, 1)}
 """(k, n) of each layer in hidden sizes."""
-TOKENS, SLICES = 32 * 2048, 4
+SLICES = 4
+TARGETS = {
+    **TOPOLOGIES,
+    "v5e:16x16": replace(TOPOLOGIES["v5e:4x4"], accelerator="v5litepod-256", topology="v5e:16x16"),
+}
+SIZES = {"v4:4x4x1": (32 * 2048, 4), "v5e:4x4": (32 * 2048, 4), "v5e:16x16": (128 * 2048, 16)}
+"""By topology: tokens, and chips along each axis of the mesh."""
 FORMS = (
+    ("collective", "collectives"),
+    ("meshslice_tiled", "fused-gathers"),
     ("meshslice", "fused"),
     ("meshslice", "ordered-rings"),
     ("meshslice", "rings"),
     ("meshslice", "collectives"),
-    ("collective", "collectives"),
     ("wang", "collectives"),
 )
 """(algorithm, emission), in the order in which they are compiled."""
@@ -49,25 +58,37 @@ FORMS = (
 def cases() -> Iterator[tuple[str, str, str, str, str]]:
     """Yield (topology, model, layer, algorithm, emission), the most telling first."""
     for model in MODELS:
-        for topology in TOPOLOGIES:
+        for topology in TARGETS:
             for layer in LAYERS:
                 for algorithm, emission in FORMS:
                     yield topology, model, layer, algorithm, emission
 
 
-def problem_of(model: str, layer: str) -> mw.algorithms.Matmul2dProblem:
+def problem_of(topology: str, model: str, layer: str) -> mw.algorithms.Matmul2dProblem:
     """Return the forward product of a layer."""
     k, n = (factor * MODELS[model] for factor in LAYERS[layer])
-    return mw.algorithms.Matmul2dProblem(TOKENS, n, k, (4, 4), dtype="bfloat16")
+    tokens, side = SIZES[topology]
+    return mw.algorithms.Matmul2dProblem(tokens, n, k, (side, side), dtype="bfloat16")
+
+
+def config_of(
+    topology: str, problem: mw.algorithms.Matmul2dProblem, algorithm: str
+) -> mw.algorithms.Matmul2dConfig:
+    """Return what is compiled of an algorithm: one slice or four; of Wang on 16 chips what its price says."""
+    if algorithm != "wang":
+        return mw.algorithms.Matmul2dConfig((1,) * (1 if algorithm == "collective" else SLICES))
+    if problem.mesh_shape == (4, 4):
+        return mw.algorithms.Matmul2dConfig((1,) * SLICES, overlap="col")
+    cluster = target_cluster(TARGETS[topology], problem.num_chips)
+    ranked = mw.rank(problem, cluster, algorithms=[algorithm])
+    return ranked[0].config
 
 
 def compile_case(topology: str, model: str, layer: str, algorithm: str, emission: str) -> dict[str, Any]:
     """Return what is saved of a case."""
-    count = 1 if algorithm == "collective" else SLICES
-    overlap = {"overlap": "col"} if algorithm == "wang" else {}
-    problem = problem_of(model, layer)
-    program = mw.algorithm(algorithm).program(problem, mw.algorithms.Matmul2dConfig((1,) * count, **overlap))
-    said = report(compile_program(program, TOPOLOGIES[topology], emission_named(emission)))
+    problem = problem_of(topology, model, layer)
+    program = mw.algorithm(algorithm).program(problem, config_of(topology, problem, algorithm))
+    said = report(compile_program(program, TARGETS[topology], emission_named(emission)))
     modes = [one["mode"] for one in said.pop("collectives")]
     return {
         "topology": topology,
@@ -118,7 +139,32 @@ def summary(rows: list[dict[str, Any]]) -> str:
             f"| {topology} | {algorithm}, {emission} | {len(listed)} | {' | '.join(shown)} | "
             f"{' | '.join(f'{ratio:.2f}' for ratio in ratios)} | {error:.2f} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n\n" + fastest(rows)
+
+
+def fastest(rows: list[dict[str, Any]]) -> str:
+    """Return a sentence: what the fastest form of each product takes, and how far its prediction is off."""
+    said = []
+    for topology in sorted({row["topology"] for row in rows}):
+        products = defaultdict(list)
+        for row in rows:
+            if row["topology"] == topology:
+                products[row["model"], row["layer"]].append(row)
+        rivals = [
+            next(row for row in forms if row["algorithm"] == "collective") for forms in products.values()
+        ]
+        taken = [min(forms, key=lambda row: row["expected_s"]) for forms in products.values()]
+        ratio = geometric_mean(
+            one["expected_s"] / rival["expected_s"] for one, rival in zip(taken, rivals, strict=True)
+        )
+        bound = geometric_mean(rival["product_s"] / rival["expected_s"] for rival in rivals)
+        error = sum(abs(one["predicted_s"] / one["expected_s"] - 1) for one in taken) / len(taken)
+        tiled = sum(one["algorithm"] == "meshslice_tiled" for one in taken)
+        said.append(
+            f"on {topology} {ratio:.3f} of Collective's time (its product alone {bound:.3f}), predicted within "
+            f"{error:.1%} in the mean, and it is `meshslice_tiled` for {tiled} of {len(taken)}"
+        )
+    return f"The fastest form of each product takes {'; '.join(said)}.\n"
 
 
 def guide(rows: list[dict[str, Any]]) -> str:
@@ -136,7 +182,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "between the first product and the last without one. Expected: the time of the schedule, by the "
         "compiler's cycles of products and our price of transfers; waiting: the part of it in which only "
         "transfers run; predicted: our estimate of the same program. Products are those of a step of 65536 "
-        "tokens.",
+        "tokens, of 262144 on 16 x 16 chips.",
         "",
         "| topology | product | algorithm, emission | sync | async | fused | beside | bare | expected | "
         "products | waiting | predicted | memory | compiled in |",

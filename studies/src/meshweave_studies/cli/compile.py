@@ -41,7 +41,9 @@ def compile_plan(
     ] = "best",
     emission: Annotated[
         str,
-        typer.Option(help="How it is given to XLA: collectives, fused, rings or ordered-rings; or 'all'."),
+        typer.Option(
+            help="The form for XLA: collectives, fused-gathers, fused, rings, ordered-rings; or 'all'."
+        ),
     ] = "fused",
     text: Annotated[
         Path | None, OutputOption(help="Write the scheduled module of the last one here.")
@@ -78,6 +80,9 @@ def compile_plan(
                 write_file(text, compiled.text)
     if json:
         print_json(listed)
+    elif len(listed) > 1:
+        fastest = min(listed, key=lambda said: said["expected_s"])
+        print(f"fastest by its schedule: {fastest['title']}, {format_s(fastest['expected_s'])}")
 
 
 def _program(planned: PlannedProduct, dtype: str) -> Program:

@@ -91,13 +91,15 @@ EMISSIONS = {
     emission.name: emission
     for emission in (
         Emission("collectives"),
+        Emission("fused-gathers", options=ASYNC_FUSION),
         Emission("fused", num_parts=2, along_sum=True, in_order=True, most_beside=1, options=ASYNC_FUSION),
         Emission("rings", 1, num_parts=2),
         Emission("ordered-rings", 1, num_parts=3, in_order=True),
     )
 }
-"""`collectives`: as they are, with the compiler's defaults. `fused`: with asynchronous collective fusion; a
-product takes one collective into its fusion, so each is cut in two, and the order says which. `rings`: permutes,
+"""`collectives`: as they are, with the compiler's defaults. `fused-gathers`: the same with asynchronous collective
+fusion, for programs that have a product for each gather. `fused`: with that, too; a product takes one collective
+into its fusion, so each is cut in two, and the order says which. `rings`: permutes,
 beside products in two parts, in the order that the compiler's own model of latencies gives. `ordered-rings`:
 products in three parts, each with the next step of the ring along either axis beside it.
 """
