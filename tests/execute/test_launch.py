@@ -202,7 +202,7 @@ def test_a_target_must_be_a_function(target):
 def test_what_cannot_be_started():
     with pytest.raises(BindError, match=r"payload .* not JSON"):
         run("slow", 1, {"a": {1}})
-    with pytest.raises(BindError, match="at least one rank"):
+    with pytest.raises(BindError, match="give at least 1"):
         run("slow", 0)
 
 

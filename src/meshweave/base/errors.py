@@ -31,6 +31,10 @@ _LINE_BREAK = r"\n(?=  )"
 _LONG_WORD = rf"\S{{{MAX_QUOTED + 1},}}"
 
 
+MOST_SECONDS = 1e8
+"""Three years: clocks of the system take more, but not by much."""
+
+
 def printable(text: object) -> str:
     """Return `text` as one line of at most `MAX_QUOTED` characters, with "?" for each that is not printable."""
     line = str(text)
@@ -167,11 +171,47 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def require_whole(value: object, what: str, kind: type[MeshweaveError]) -> int:
     """Return a whole number, also one of numpy, whose products overflow, as an int.
 
-    Raises an error of class `kind` where `value` is none; `what` begins the message.
+    Raises an error of class `kind` where `value` is none, or a bool; `what` begins the message.
     """
-    if not isinstance(value, Integral):
+    if type(value) is bool or not isinstance(value, Integral):
         raise kind(f"{what} is {printable(repr(value))}; give a whole number")
     return int(value)
+
+
+def require_kind(value: object, kind: type | tuple[type, ...], what: str, instead: str) -> None:
+    """Raise BindError where an argument of a call is no instance of `kind`.
+
+    The message is "`what` is ...; give `instead`".
+    """
+    if not isinstance(value, kind):
+        raise BindError(f"{what} is {printable(repr(value))}; give {instead}")
+
+
+def require_seconds(value: object, what: str, *, may_be_0: bool = False) -> float:
+    """Return a time in seconds, above 0 unless it `may_be_0`, at most `MOST_SECONDS`.
+
+    Raises BindError for anything else; `what` begins the message.
+    """
+    if type(value) is not bool and isinstance(value, Real):
+        seconds = float(value)
+        if 0 < seconds <= MOST_SECONDS or (may_be_0 and seconds == 0):
+            return seconds
+    least = "0 or more" if may_be_0 else "above 0"
+    raise BindError(
+        f"{what} is {printable(repr(value))}; give seconds, {least} and at most {MOST_SECONDS:.0e}"
+    )
+
+
+def require_wholes(record: object, names: Sequence[str], kind: type[MeshweaveError]) -> None:
+    """Let fields of a frozen record be ints, as `require_whole` makes them.
+
+    Raises an error of class `kind` where the value of a field is none.
+    """
+    for name in names:
+        value = getattr(record, name)
+        if type(value) is not int:
+            whole = require_whole(value, f"{name} of {type(record).__name__}", kind)
+            object.__setattr__(record, name, whole)
 
 
 def require_count(value: object, what: str, kind: type[MeshweaveError]) -> int:

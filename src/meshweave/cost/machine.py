@@ -68,17 +68,20 @@ class Machine(PlacedMeshes):
     """
 
     @classmethod
-    def of(cls, cluster: Cluster, program: Program, logical: bool = False) -> Machine:
+    def of(cls, cluster: Cluster | str | Path, program: Program, logical: bool = False) -> Machine:
         """Return the machine of a program: its meshes, and those of programs that it includes, on `cluster`.
 
         With `logical` meshes that a torus does not carry are allowed. Raises LayoutError as the class does.
+
+        Args:
+            cluster: a cluster, or its name or file.
         """
-        return cls(cluster, program.expanded.meshes, logical)
+        return cls(described(cluster), Program.given(program).expanded.meshes, logical)
 
     @classmethod
     def under(cls, given: Machine | Cluster | str | Path, program: Program) -> Machine:
         """Return a machine as it is; of a cluster, its name or file the machine of a program (`of`)."""
-        return given if isinstance(given, Machine) else cls.of(described(given), program)
+        return given if isinstance(given, Machine) else cls.of(given, program)
 
     def require(self, program: Program) -> None:
         """Raise LayoutError where a mesh of `program` differs from its namesake here, or a rank has no chip.

@@ -200,7 +200,7 @@ def estimate(program: Program | Dataflow, machine: Machine | Cluster | str | Pat
         UnsupportedError: the machine cannot place a group of ranks, an op reads another rank's memory in place,
             or an op has no price (`cost.price.price`).
     """
-    flow = analyse(program) if isinstance(program, Program) else program
+    flow = program if isinstance(program, Dataflow) else analyse(program)
     simulator = UncontendedSimulator(flow, Machine.under(machine, flow.program))
     total_s = simulator.run().duration_s
     compute = copy = launch = sync = transfer = 0

@@ -86,7 +86,7 @@ def simulate(
         UnsupportedError: the machine cannot place a group, an op reads another rank's memory in place, a call
             has neither FLOPs nor a known kind of work, or a product is outside of a table of measured ones.
     """
-    program = program.expanded
+    program = Program.given(program).expanded
     machine = Machine.under(machine, program)
     machine.require(program)
     try:

@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from meshweave.algorithms.contract import Algorithm
 from meshweave.algorithms.table import algorithm, algorithms_for
-from meshweave.base.errors import UnsupportedError
+from meshweave.base.errors import BindError, UnsupportedError, require_whole
 from meshweave.base.limits import SIMULATED_OPS
 from meshweave.cost.machine import Machine
-from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.cluster import Cluster, described
 from meshweave.simulate import simulate
 from meshweave.tune.best_first import BestFirst
 from meshweave.tune.ranked import RankedConfig, num_ops
@@ -43,7 +44,7 @@ def solvers(problem: Hashable, names: Sequence[str] | None = None) -> dict[str, 
 
 def rank(
     problem: Hashable,
-    cluster: Cluster,
+    cluster: Cluster | str | Path,
     *,
     algorithms: Sequence[str] | None = None,
     max_configs: int = 1000,
@@ -58,6 +59,7 @@ def rank(
 
     Args:
         problem: a problem of any family.
+        cluster: a cluster, or its name or file.
         algorithms: names to choose among; None takes all that solve the problem.
         max_configs: the most configs to price of each algorithm whose candidates are priced one by one; those
             after them are left out.
@@ -67,6 +69,9 @@ def rank(
     Raises:
         UnsupportedError: a name is unknown, a named algorithm refuses the problem, or all algorithms refuse it.
     """
+    cluster = described(cluster)
+    max_configs = require_whole(max_configs, "max_configs", BindError)
+    num_exact = require_whole(num_exact, "num_exact", BindError)
     ranked: list[RankedConfig] = []
     priced = 0
     for entry in solvers(problem, algorithms).values():

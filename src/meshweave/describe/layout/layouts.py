@@ -22,7 +22,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, printable, require_known, require_whole, require_wholes
 from meshweave.base.limits import PIECES
 from meshweave.describe.layout.intervals import (
     Interval,
@@ -36,12 +36,18 @@ from meshweave.describe.layout.intervals import (
 )
 from meshweave.describe.layout.mesh import Mesh
 
+REDUCTIONS = ("sum", "max", "min", "prod")
+"""By which partial results make a tensor."""
+
 
 @dataclass(frozen=True)
 class Shard:
     """Tensor dim `dim` is cut into chunks along this mesh axis."""
 
     dim: int
+
+    def __post_init__(self) -> None:
+        require_wholes(self, ("dim",), LayoutError)
 
     def __str__(self) -> str:
         return f"S({self.dim})"
@@ -61,6 +67,9 @@ class Partial:
 
     op: str = "sum"
 
+    def __post_init__(self) -> None:
+        require_known(self.op, REDUCTIONS, "there is no reduction", LayoutError, "give one of")
+
     def __str__(self) -> str:
         return "P" if self.op == "sum" else f'P("{self.op}")'
 
@@ -75,6 +84,9 @@ class Tile:
     dim: int
     size: int
     offset: int = 0
+
+    def __post_init__(self) -> None:
+        require_wholes(self, ("dim", "size", "offset"), LayoutError)
 
     def __str__(self) -> str:
         return f"T({self.dim}, {self.size}, {self.offset})"
@@ -91,11 +103,26 @@ class StridedShard:
     dim: int
     split_factor: int
 
+    def __post_init__(self) -> None:
+        require_wholes(self, ("dim", "split_factor"), LayoutError)
+
     def __str__(self) -> str:
         return f"SS({self.dim}, {self.split_factor})"
 
 
 Placement = Shard | Replicate | Partial | Tile | StridedShard
+_KINDS = (Shard, Replicate, Partial, Tile, StridedShard)
+
+
+def _placements(given: object) -> tuple[Placement, ...]:
+    """Return placements, in a tuple or list, as a tuple. Raises LayoutError for what is none, such as torch's."""
+    listed = tuple(given) if isinstance(given, tuple | list) else (given,)
+    for placement in listed:
+        if not isinstance(placement, _KINDS):
+            what = f"{printable(repr(placement))} of {type(placement).__module__}"
+            kinds = ", ".join(kind.__name__ for kind in _KINDS)
+            raise LayoutError(f"{what} is no placement of meshweave; give one of {kinds} for each mesh axis")
+    return listed
 
 
 @dataclass(frozen=True)
@@ -116,6 +143,10 @@ class Layout:
     folds: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
+        mesh: object = self.mesh
+        if not isinstance(mesh, Mesh):
+            raise LayoutError(f"a layout is on a Mesh, not {printable(repr(mesh))}")
+        object.__setattr__(self, "placements", _placements(self.placements))
         if len(self.placements) != len(self.mesh.shape):
             raise LayoutError(
                 f"mesh {self.mesh.name} has {len(self.mesh.shape)} axes, "
@@ -130,6 +161,12 @@ class Layout:
                 )
             if isinstance(placement, StridedShard) and placement.split_factor < 1:
                 raise LayoutError(f"{placement}: the split factor must be at least 1")
+        if self.folds is not None and any(type(size) is not int for fold in self.folds for size in fold):
+            sizes = (
+                tuple(require_whole(size, "a size of a fold", LayoutError) for size in fold)
+                for fold in self.folds
+            )
+            object.__setattr__(self, "folds", tuple(sizes))
         if any(size < 0 for fold in self.folds or () for size in fold):
             raise LayoutError(f"{self}: the sizes that a fold lists must not be negative")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from meshweave.base.errors import LayoutError, printable
+from meshweave.base.errors import LayoutError, printable, require_whole
 from meshweave.base.limits import MESH_RANKS
 
 
@@ -20,6 +20,15 @@ from meshweave.base.limits import MESH_RANKS
 def _consecutive(first: int, count: int) -> tuple[int, ...]:
     """Return `count` ranks from `first`; cached, because a search lays hundreds of meshes over the same ranks."""
     return tuple(range(first, first + count))
+
+
+def _wholes(values: object, what: str) -> tuple[int, ...]:
+    """Return a tuple or list of whole numbers as a tuple of ints. Raises LayoutError for all else."""
+    if type(values) is tuple and all(type(value) is int for value in values):
+        return values
+    if isinstance(values, tuple | list):
+        return tuple(require_whole(value, f"an entry of {what}", LayoutError) for value in values)
+    raise LayoutError(f"{what} is {printable(repr(values))}; give whole numbers")
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,8 @@ class Mesh:
     (the last axis varies fastest).
 
     Raises:
-        LayoutError: the three do not agree, a size is below 1, or a rank or axis name repeats.
+        LayoutError: the three do not agree, a size is below 1, a rank is negative, a rank or axis name repeats, or
+            a name is no text.
     """
 
     name: str
@@ -39,6 +49,17 @@ class Mesh:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        names: object = self.axes
+        if not isinstance(names, tuple | list) or not all(
+            isinstance(name, str) for name in (self.name, *names)
+        ):
+            raise LayoutError(
+                f"mesh {printable(repr(self.name))}: axes {printable(repr(names))} are no names"
+            )
+        object.__setattr__(self, "axes", tuple(names))
+        object.__setattr__(self, "shape", _wholes(self.shape, f"mesh {self.name}: shape"))
+        if not self._is_consecutive():
+            object.__setattr__(self, "ranks", _wholes(self.ranks, f"mesh {self.name}: ranks"))
         if len(self.shape) != len(self.axes):
             raise LayoutError(f"mesh {self.name}: {len(self.shape)} sizes for {len(self.axes)} axes")
         if len(set(self.axes)) != len(self.axes):
@@ -46,10 +67,15 @@ class Mesh:
         if any(size < 1 for size in self.shape):
             raise LayoutError(f"mesh {self.name}: every axis needs a size of at least 1, not {self.shape}")
         count = math.prod(self.shape)
-        if len(self.ranks) != count or (
-            self.ranks is not _consecutive(self.ranks[0], count) and len(set(self.ranks)) != count
-        ):
+        if len(self.ranks) != count or not (self._is_consecutive() or len(set(self.ranks)) == count):
             raise LayoutError(f"mesh {self.name}: {self.shape} needs {count} different ranks")
+        if self.ranks[0] < 0 or (not self._is_consecutive() and min(self.ranks) < 0):
+            raise LayoutError(f"mesh {self.name}: a rank is negative")
+
+    def _is_consecutive(self) -> bool:
+        """Return whether `ranks` is the cached tuple of consecutive ints, which needs no look at each of them."""
+        ranks = self.ranks
+        return bool(ranks) and type(ranks[0]) is int and ranks is _consecutive(ranks[0], len(ranks))
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], axes: tuple[str, ...], first_rank: int = 0) -> Mesh:
@@ -59,6 +85,8 @@ class Mesh:
             LayoutError: `shape` and `axes` do not agree, a size is below 1, an axis name repeats, or there are
                 more ranks than `base.limits.MESH_RANKS`.
         """
+        shape = _wholes(shape, f"mesh {printable(name)}: shape")
+        (first_rank,) = _wholes((first_rank,), f"mesh {printable(name)}: the first rank")
         count = math.prod(shape)
         if count > MESH_RANKS.most:
             raise LayoutError(f"mesh {printable(name)}: {shape} {MESH_RANKS.refusal(count)}")

@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshweave.base import errors
-from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, RankLostError
+from meshweave.base.errors import (
+    BindError,
+    DeadlineError,
+    MeshweaveError,
+    RankLostError,
+    require_count,
+    require_seconds,
+)
 from meshweave.base.owner import temporary_folder
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.ranks.job import STOPPED, LaunchJob, Report, result_path, stacks_path
@@ -104,14 +111,20 @@ def launch(
         DeadlineError: the ranks did not finish in `timeout_s`, or a wait in `deadline_s`.
         MeshweaveError: of the same kind as one that a rank raised.
         RankError: a rank raised any other exception.
-        BindError: `num_ranks` is below 1, `target` names no function, the payload or a result is not JSON, or
-            the store cannot listen on `address`.
+        BindError: `num_ranks` is below 1, a time is negative, `interval_s` is not below `stale_s`, `target`
+            names no function, the payload or a result is not JSON, or the store cannot listen on `address`.
     """
-    if num_ranks < 1:
-        raise BindError(f"num_ranks is {num_ranks}, and at least one rank is needed")
+    num_ranks = require_count(num_ranks, "num_ranks", BindError)
     assert len(places) in (0, num_ranks), places
-    if deadline_s is None:
-        deadline_s = max(timeout_s - 10.0, timeout_s / 2)
+    timeout_s = require_seconds(timeout_s, "timeout_s")
+    deadline_s = max(timeout_s - 10.0, timeout_s / 2) if deadline_s is None else deadline_s
+    deadline_s, grace_s = (
+        require_seconds(deadline_s, "deadline_s"),
+        require_seconds(grace_s, "grace_s", may_be_0=True),
+    )
+    interval_s, stale_s = require_seconds(interval_s, "interval_s"), require_seconds(stale_s, "stale_s")
+    if interval_s >= stale_s:
+        raise BindError(f"heartbeats each {interval_s} s are stale after {stale_s} s; give a longer stale_s")
     with temporary_folder("launch") as name:
         folder = Path(name)
         LaunchJob(target, payload, deadline_s, interval_s, stale_s, os.getpid()).write(folder)

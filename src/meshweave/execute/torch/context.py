@@ -27,6 +27,7 @@ from meshweave.base.errors import (
     MeshweaveError,
     RankLostError,
     UnsupportedError,
+    require_seconds,
 )
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.ranks.liveness import Liveness
@@ -150,7 +151,7 @@ class TorchContext:
         cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:
         self.liveness = world_liveness() if liveness is None else liveness or None
-        self.deadline_s = deadline_s
+        self.deadline_s = deadline_s = require_seconds(deadline_s, "deadline_s")
         if self.liveness is not None:
             self.liveness.watch_peers(deadline_s, close_connections)
         self.device = torch.device(device)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from meshweave.base.errors import BindError, RankLostError
+from meshweave.base.errors import BindError, RankLostError, require_seconds
 from meshweave.execute.ranks.heart import innermost_store
 from meshweave.execute.ranks.last_words import install_last_words
 from meshweave.execute.ranks.liveness import Liveness
@@ -100,6 +100,7 @@ def join_ranks(backend: str = "gloo", *, deadline_s: float = 60.0) -> None:
         RankLostError, DeadlineError: ranks did not come.
     """
     global _current
+    deadline_s = require_seconds(deadline_s, "deadline_s")
     if dist.is_initialized():
         raise BindError("there is a default process group already; join_ranks makes it")
     try:

@@ -93,7 +93,7 @@ def analyse(program: Program) -> Dataflow:
     Raises:
         ProgramError: partners disagree, or an include does not fit. A deadlock is found by `untimed_order` only.
     """
-    return analyse_as_written(program.expanded)
+    return analyse_as_written(Program.given(program).expanded)
 
 
 def analyse_as_written(program: Program) -> Dataflow:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from meshweave.base.errors import LayoutError, ProgramError, did_you_mean, printable
+from meshweave.base.errors import LayoutError, ProgramError, did_you_mean, printable, require_kind
 from meshweave.base.limits import DIMS, MESH_RANKS, PROGRAM_BYTES
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
@@ -55,9 +55,11 @@ def parse(text: str) -> Program:
     """Return the program that `text` describes.
 
     Raises:
+        BindError: `text` is no text.
         ProgramError: the text is too long, is not in the form that `ir.program.text` prints, or defines a
             sub-program that nothing includes.
     """
+    require_kind(text, str, "the text of a program", "a str")
     if len(text) > PROGRAM_BYTES.most:
         raise ProgramError(f"the text {PROGRAM_BYTES.refusal(len(text))}")
     try:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshweave.base.errors import ProgramError
+from meshweave.base.errors import ProgramError, require_kind
 from meshweave.base.limits import RANK_STEPS, Limit
 from meshweave.base.shown import Shown
 from meshweave.ir.program.counts import CountValues, one_row_a_cell, with_counts
@@ -76,6 +76,13 @@ class BoundOp:
 @dataclass(frozen=True, repr=False)
 class Program(Shown, WrittenProgram):
     """A communication and compute program over all ranks; the module docstring defines its meaning."""
+
+    @staticmethod
+    def given(program: object) -> Program:
+        """Return an argument that is a program. Raises BindError for anything else."""
+        require_kind(program, Program, "the program", "a Program, as `parse` and algorithms make them")
+        assert isinstance(program, Program)
+        return program
 
     def __repr__(self) -> str:
         """Return the name, the ranks and the ops as written, in a line. Its text has all of it."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from meshweave.base.errors import LayoutError, require_known, require_whole
+from meshweave.base.errors import LayoutError, printable, require_known, require_whole, require_wholes
 from meshweave.base.units import DTYPES, dtype_bytes
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard, chunk_bounds
 from meshweave.describe.layout.mesh import Mesh
@@ -235,7 +235,7 @@ class Matmul2dConfig:
         overlap: the only mesh axis, "row" or "col", along which Wang's algorithm hides communication.
 
     Raises:
-        LayoutError: there are less than 1 packets, or `overlap` is neither "row" nor "col".
+        LayoutError: a number is not whole, there are less than 1 packets, or `overlap` is neither "row" nor "col".
     """
 
     slices: tuple[int, ...] = (1,)
@@ -244,6 +244,13 @@ class Matmul2dConfig:
     overlap: Literal["row", "col"] = "col"
 
     def __post_init__(self) -> None:
+        require_wholes(self, ("block", "packets"), LayoutError)
+        widths: object = self.slices
+        if not isinstance(widths, tuple | list):
+            raise LayoutError(f"slices is {printable(repr(widths))}; give the width of each, such as (1, 1)")
+        if type(widths) is not tuple or any(type(width) is not int for width in widths):
+            whole = tuple(require_whole(width, "a width of slices", LayoutError) for width in widths)
+            object.__setattr__(self, "slices", whole)
         if self.packets < 1:
             raise LayoutError(f"packets is {self.packets}; give at least 1")
         require_known(self.overlap, AXES[:2], "a product has no overlap along mesh axis", LayoutError)
