@@ -50,6 +50,7 @@ SECTIONS = {
     "statistics of a stage that runs again": "pipeline_state_rank_functions:statistics_once",
     "steps that fail": "pipeline_state_rank_functions:failed_steps",
     "stages that run whole": "pipeline_odd_rank_functions:odd_stages",
+    "parameters that rows do not reach": "pipeline_odd_rank_functions:missing_gradients",
     "what does not run in parts": "pipeline_odd_rank_functions:refused_in_parts",
     "what is given wrongly": "pipeline_state_rank_functions:given_wrongly",
 }

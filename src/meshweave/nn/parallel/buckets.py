@@ -344,7 +344,7 @@ class BoundReduction:
         def end() -> list[Tensor]:
             wait()
             firsts = flat.split(self.bucket.sizes) if missing else ()
-            return [sums[at] for at in missing if _is_negative_zero(firsts[at][:1])]
+            return [sums[at] for at in missing if is_negative_zero(firsts[at][:1])]
 
         return sums, end
 
@@ -377,7 +377,7 @@ class BoundReduction:
                 rows.fill_(-0.0)
 
 
-def _is_negative_zero(value: Tensor) -> bool:
+def is_negative_zero(value: Tensor) -> bool:
     """Return whether a tensor of one element is -0.0; False for one of none. The host waits for the value."""
     return bool(((value == 0) & torch.signbit(value)).any())
 

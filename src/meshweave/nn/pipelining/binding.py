@@ -121,8 +121,10 @@ def bind_stages(
         stages, places, options, shapes, schedule, counted, context.device, trains=trains, rank=rank
     )
     calls: dict[str, Any] = {"marker": lambda *_: None}
-    for each in functions.values():
+    for number, each in functions.items():
         calls |= each.calls()
+        for part in ("weight_grad", "backward"):  # those that are given what gradients of parameters go to
+            calls[f"stage{number}_{part}"] = gradients[number].after(calls[f"stage{number}_{part}"])
     tensors = _tokens(program, rank, context.device)
     tensors |= {f"dw{number}": each.vector for number, each in gradients.items() if each.vector is not None}
     bound = bind(program, rank, tensors, context=context, calls=calls, trace=options.trace)

@@ -3,13 +3,18 @@
 Where several data-parallel ranks add up gradients, those of all parameters are one vector, which the program
 reduces; it ends with the sum of the losses. A parameter that is a DTensor has its local shard there. Shards
 take as much room as the largest of any rank, so that the vectors of a stage's ranks are of one length.
+
+A parameter that no micro-batch of any rank reaches has no gradient, as on one process. A rank that has none for it
+adds a negative zero as its first element, and one that has some never does, so that the sum begins with one just
+where nobody has any (IEEE 754-2019, section 6.3; `nn.parallel.buckets` does the same).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.execute.torch import compat
+from meshweave.nn.parallel.buckets import is_negative_zero
 
 _PARTS = 3
 """16-bit numbers whose sum is a number in single precision."""
@@ -84,6 +90,7 @@ class StageGradients:
         self._previous: list[Tensor | None] = []
         self._versions: list[int] = []
         self._given: list[Tensor] = []
+        self._missing: dict[int, int] = {}  # by place: the version of the gradient that has nothing in it yet
 
     @classmethod
     def of(
@@ -156,8 +163,8 @@ class StageGradients:
     def begin(self) -> None:
         """Set gradients of earlier steps aside, so that the gradients of this step start from nothing.
 
-        `.grad` becomes None; with a `vector`, a view of the parameter's part of the vector, which the program
-        zeroes.
+        `.grad` becomes None; with a `vector`, a tensor in the parameter's part of the vector, which the program
+        zeroes, with a version of its own.
         """
         self._previous = [
             None if parameter.grad is None else parameter.grad.detach() for parameter in self.parameters
@@ -168,14 +175,40 @@ class StageGradients:
                 parameter.grad = None
             return
         self._given = self._lying_in(self.vector)
+        self._missing = {at: part._version for at, part in enumerate(compat.local_tensors(self._given))}
         for parameter, given in zip(self.parameters, self._given, strict=True):
             parameter.grad = given
+
+    def after(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a part of the backward pass that tells, once it has run, which parameters it has not reached."""
+        if self.vector is None:
+            return call
+
+        def marked(*operands: Any) -> Any:
+            out = call(*operands)
+            self._mark()
+            return out
+
+        return marked
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _mark(self) -> None:
+        """Let gradients begin with a negative zero just where nothing was added to them."""
+        if not self._missing:
+            return
+        parts = compat.local_tensors(self._given)
+        reached = [at for at, version in self._missing.items() if parts[at]._version != version]
+        for at in reached:
+            parts[at].flatten()[:1].add_(0.0)  # -0.0 becomes 0.0
+            del self._missing[at]
+        for at in self._missing:
+            parts[at].data.flatten()[:1].fill_(-0.0)
 
     def _lying_in(self, vector: Tensor) -> list[Tensor]:
         """Return the gradient of each parameter in a vector that begins with all of them."""
         start, made = 0, []
         for parameter, local in zip(self.parameters, compat.local_tensors(self.parameters), strict=True):
-            made.append(_like(parameter, vector[start : start + local.numel()].view(local.shape)))
+            made.append(_like(parameter, vector[start : start + local.numel()].view(local.shape).data))
             start += num_local_elements(parameter)
         return made
 
@@ -203,7 +236,7 @@ class StageGradients:
         """Undo `begin`, after a step that failed: restore `.grad` as it was before `begin`."""
         for parameter, previous in zip(self.parameters, self._previous, strict=True):
             parameter.grad = previous
-        self._previous, self._given = [], []
+        self._previous, self._given, self._missing = [], [], {}
 
     def end(self, divisor: int) -> None:
         """Divide the gradients of this step by `divisor`, and add those that `begin` set aside.
@@ -212,9 +245,11 @@ class StageGradients:
         """
         with torch.no_grad():
             if self.vector is not None:
+                parts = compat.local_tensors(self._given)
+                unreached = {at for at in self._missing if is_negative_zero(parts[at].flatten()[:1])}
                 summed = self.vector[: sum(map(num_local_elements, self.parameters))] / divisor
-                for parameter, made in zip(self.parameters, self._lying_in(summed), strict=True):
-                    parameter.grad = made
+                for at, made in enumerate(self._lying_in(summed)):
+                    self.parameters[at].grad = None if at in unreached else made
             elif divisor != 1:
                 for parameter in self.parameters:
                     if parameter.grad is not None:
@@ -222,7 +257,7 @@ class StageGradients:
             for parameter, previous in zip(self.parameters, self._previous, strict=True):
                 if previous is not None:
                     parameter.grad = previous if parameter.grad is None else parameter.grad.add_(previous)
-        self._previous, self._given = [], []
+        self._previous, self._given, self._missing = [], [], {}
 
 
 def num_local_elements(parameter: Tensor) -> int:
