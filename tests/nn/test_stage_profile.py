@@ -108,6 +108,16 @@ def test_ranks_with_uneven_shards_have_one_profile(monkeypatch: pytest.MonkeyPat
     assert rows == 4 and profile.kept_bytes == (own.kept_bytes[0], own.kept_bytes[1] + 8)
 
 
+def test_a_stage_that_changes_in_place_what_arrives_is_told_what_instead() -> None:
+    """What arrives is a leaf, which torch lets nobody change."""
+    for module in (nn.ReLU(inplace=True), nn.Sequential(nn.Hardtanh(inplace=True), nn.Linear(8, 8).double())):
+        with pytest.raises(
+            LayoutError, match="changes in place what arrives: let its first operation make a new"
+        ):
+            profile_stage(module, 1, [KIND], [0], [2])
+    profile_stage(nn.Sequential(nn.Linear(8, 8).double(), nn.ReLU(inplace=True)), 1, [KIND], [0], [2])
+
+
 def test_a_profile_comes_back_from_json() -> None:
     profile = profile_stage(layers(), 3, [KIND], [2], [], nn.functional.mse_loss, KIND)
     assert StageProfile.from_json(profile.to_json()) == profile

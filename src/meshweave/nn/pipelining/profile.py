@@ -250,9 +250,12 @@ def _measured(
     except (MeshweaveError, _NotSplitError):
         raise
     except Exception as error:
+        reason = _first_line(error)
+        remedy = _REMEDY.format(shape.number)
+        if "leaf Variable that requires grad" in reason:
+            remedy = "it changes in place what arrives: let its first operation make a new tensor"
         raise LayoutError(
-            f"stage {shape.number} does not run on the meta device: {_first_line(error)}; "
-            + _REMEDY.format(shape.number)
+            f"stage {shape.number} does not run on the meta device: {reason.rstrip('.')}; {remedy}"
         ) from error
     lost = sorted(_with_gradients(module) - split)
     return (forward, input_grad, weight_grad), (after_forward, after_input_grad), lost[0] if lost else ""
