@@ -91,3 +91,26 @@ def test_permutes_on_rings_of_16_are_synchronous() -> None:
     rows = [row for row in ROWS if row["topology"] == "v5e:16x16"]
     rings = [row for row in rows if "rings" in row["emission"] or row["algorithm"] == "wang"]
     assert len(rings) == 24 and all(row["asynchronous"] == row["beside"] == 0 for row in rings)
+
+
+def test_the_decision_and_the_limits_say_what_the_table_says() -> None:
+    docs, mean = ROOT / "docs", BENCHMARK["geometric_mean"]
+    decision = (docs / "decisions" / "0103-tiles-of-c-in-place-of-slices-of-k.md").read_text()
+    fastest = BENCHMARK["fastest"](ROWS)
+    for topology in (*FOUR, "v5e:16x16"):
+        tiles = mean(_over_collective(topology, "meshslice_tiled", "fused-gathers"))
+        assert f"{tiles:.3f}" in decision or f"tiles {tiles:.2f}" in decision
+        said = fastest.split(f"on {topology} ")[1]
+        assert said[:5] in decision and (topology == "v5e:16x16" or said.split("alone ")[1][:5] in decision)
+    slices = mean(_over_collective("v5e:16x16", "meshslice", "collectives"))
+    assert f"slices of K take {slices:.2f} of Collective's time" in decision
+    by_key = {BENCHMARK["key_of"](row): row["product_s"] for row in ROWS}
+    longer = [
+        seconds / by_key[(*key[:3], "collective", "collectives")] - 1
+        for key, seconds in by_key.items()
+        if key[3:] == ("meshslice", "collectives")
+    ]
+    assert (
+        f"expects up to {max(longer):.0%} more".replace("%", " %")
+        in (docs / "guide" / "limits.md").read_text()
+    )
