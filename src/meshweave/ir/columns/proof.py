@@ -14,6 +14,7 @@ import numpy as np
 from meshweave._core import Rows, read_statements
 from meshweave.base.errors import ProgramError
 from meshweave.base.units import DTYPES
+from meshweave.describe.layout import layouts
 from meshweave.ir.columns.op_fields import flat
 from meshweave.ir.columns.template import TemplateColumns
 from meshweave.ir.program import Program, ops
@@ -26,7 +27,7 @@ MAX_OPS = 1 << 19
 """Ops of all ranks of a program that the core proves; more are left to the reference."""
 ANY = int(np.iinfo(np.int64).min)
 """The lower bound of an expression that may have any value."""
-REDUCTIONS = {"sum": 0, "max": 1, "min": 2, "prod": 3}
+REDUCTIONS = {op: number for number, op in enumerate(layouts.REDUCTIONS)}
 """The numbers of the reductions that the core knows; other words get the numbers after these."""
 
 
