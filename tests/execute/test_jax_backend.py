@@ -65,7 +65,11 @@ def test_every_algorithm_equals_the_dense_product(
 @pytest.mark.parametrize(
     "case",
     mostly_slow(
-        [(name, flow) for name in ("meshslice", "meshslice_tapered", "meshslice_tiled", "summa") for flow in ("ls", "os", "rs")],
+        [
+            (name, flow)
+            for name in ("meshslice", "meshslice_tapered", "meshslice_tiled", "summa")
+            for flow in ("ls", "os", "rs")
+        ],
         1,
     ),
 )
